@@ -1,0 +1,64 @@
+"""Checks of the sizes that a mask is made for: batch, heads, lengths, blocks."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def checked_size(size: Any, name: str) -> int:
+    """A size as a Python int.
+
+    Raises:
+      TypeError: It is not an integer, or is traced: shapes are static in JAX.
+      ValueError: It is negative.
+
+    >>> checked_size(512, "Q_LEN")
+    512
+    """
+    try:
+        number = None if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"`{name}` must be a Python int, known while tracing. Got {size!r} ({type(size).__name__}).")
+    if number < 0:
+        raise ValueError(f"`{name}` must not be negative. Got {number}.")
+    return number
+
+
+def checked_shape(batch: Any, heads: Any, q_length: Any, kv_length: Any) -> tuple[int, int, int, int]:
+    """``(B, H, Q_LEN, KV_LEN)`` as Python ints, with 1 for a batch or heads of None.
+
+    Raises:
+      TypeError: One of them is not an integer.
+      ValueError: One of them is negative.
+
+    >>> checked_shape(None, 8, 512, 512)
+    (1, 8, 512, 512)
+    """
+    return (
+        1 if batch is None else checked_size(batch, "B"),
+        1 if heads is None else checked_size(heads, "H"),
+        checked_size(q_length, "Q_LEN"),
+        checked_size(kv_length, "KV_LEN"),
+    )
+
+
+def checked_block_size(block_size: Any) -> tuple[int, int]:
+    """Block sizes of queries and keys.
+
+    Raises:
+      TypeError: They are neither an integer nor a pair of integers.
+      ValueError: One is zero or negative.
+
+    >>> checked_block_size(128), checked_block_size((64, 128))
+    ((128, 128), (64, 128))
+    """
+    pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(pair) != 2:
+        raise TypeError(f"`block_size` must be an integer or a pair (queries, keys). Got {block_size!r}.")
+    q_block, kv_block = checked_size(pair[0], "block_size"), checked_size(pair[1], "block_size")
+    if 0 in (q_block, kv_block):
+        raise ValueError(f"`block_size` must be positive. Got {block_size!r}.")
+    return q_block, kv_block
