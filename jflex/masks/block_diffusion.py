@@ -1,0 +1,39 @@
+"""Training mask of block diffusion language models (BD3-LM, https://arxiv.org/abs/2503.09573, section 3.3)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jflex.mods import MaskMod
+
+
+def block_diffusion(length: int, block: int) -> MaskMod:
+    """Joins a noised copy of a sequence, places 0 to ``length - 1``, with the clean one that follows it.
+
+    A noised block sees itself and the clean blocks before it; a clean block sees itself and the clean blocks before it.
+
+    Args:
+      length: Tokens of the sequence; the mask is for ``2 * length`` queries and keys.
+      block: Tokens of a diffusion block.
+
+    Returns:
+      A mask_mod.
+
+    Raises:
+      ValueError: A size is not positive.
+
+    >>> from jflex.dense_mask import create_mask
+    >>> create_mask(block_diffusion(2, 1), None, None, 4, 4)[0, 0].astype(int).tolist()
+    [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    """
+    if length < 1 or block < 1:
+        raise ValueError(f"`length` and `block` must be positive. Got {length} and {block}.")
+
+    def mask(b, h, q_idx, kv_idx):
+        q_clean, kv_clean = q_idx >= length, kv_idx >= length
+        q_block = jnp.where(q_clean, q_idx - length, q_idx) // block
+        kv_block = jnp.where(kv_clean, kv_idx - length, kv_idx) // block
+        own = (q_clean == kv_clean) & (q_block == kv_block)
+        return own | (kv_clean & (q_block > kv_block))
+
+    return mask

@@ -1,0 +1,51 @@
+"""Causal attention: a query sees the keys up to its own place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Int
+
+from jflex.mods import MaskMod
+
+_Length = int | Int[Array, ""]
+
+
+def causal(
+    alignment: Literal["top_left", "bottom_right"] = "top_left",
+    *,
+    q_length: _Length | None = None,
+    kv_length: _Length | None = None,
+) -> MaskMod:
+    """Hides the keys after the query.
+
+    Args:
+      alignment: ``"top_left"``: query 0 sees key 0. ``"bottom_right"``: the last query sees the last key, as when new
+        queries follow a cache of earlier keys. They are the same for equal lengths.
+      q_length: Number of queries, for ``"bottom_right"``.
+      kv_length: Number of keys, for ``"bottom_right"``.
+
+    Returns:
+      A mask_mod.
+
+    Raises:
+      ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or given for ``"top_left"``.
+
+    >>> from jflex.dense_mask import create_mask
+    >>> create_mask(causal("bottom_right", q_length=2, kv_length=4), None, None, 2, 4)[0, 0].astype(int).tolist()
+    [[1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"`alignment` must be 'top_left' or 'bottom_right'. Got {alignment!r}.")
+    if alignment == "top_left":
+        if q_length is not None or kv_length is not None:
+            raise ValueError("`q_length` and `kv_length` have a meaning for `alignment='bottom_right'` only.")
+        return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    if q_length is None or kv_length is None:
+        raise ValueError("`alignment='bottom_right'` needs `q_length` and `kv_length`.")
+    offset = kv_length - q_length
+
+    def causal_bottom_right(b, h, q_idx, kv_idx):
+        return q_idx + offset >= kv_idx
+
+    return causal_bottom_right

@@ -1,0 +1,25 @@
+"""Global tokens: a few that see all and that all see (Longformer, https://arxiv.org/abs/2004.05150, section 3.1)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jflex.mods import MaskMod
+
+
+def global_tokens(is_global: Bool[Array, " S"]) -> MaskMod:
+    """Shows every key to the global queries, and the global keys to every query. Join it to a window with `or_masks`.
+
+    Args:
+      is_global: Which places are global, of queries and keys alike.
+
+    Returns:
+      A mask_mod.
+
+    >>> from jflex.dense_mask import create_mask
+    >>> create_mask(global_tokens(jnp.array([True, False, False])), None, None, 3, 3)[0, 0].astype(int).tolist()
+    [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    """
+    flags = jnp.asarray(is_global, jnp.bool_)
+    return lambda b, h, q_idx, kv_idx: flags[q_idx] | flags[kv_idx]

@@ -1,0 +1,31 @@
+"""Sliding-window attention: a query sees its neighbours (Longformer, https://arxiv.org/abs/2004.05150)."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Int
+
+from jflex.mods import MaskMod
+
+
+def sliding_window(left: int | Int[Array, ""], right: int | Int[Array, ""] = 0) -> MaskMod:
+    """Shows the keys from `left` places before the query to `right` places after it.
+
+    With ``right=0`` the window is causal and holds ``left + 1`` keys, the query's own among them: a model with "window
+    4096" that counts the own key has ``left=4095``.
+
+    Args:
+      left: Keys before the query.
+      right: Keys after the query.
+
+    Returns:
+      A mask_mod.
+
+    >>> from jflex.dense_mask import create_mask
+    >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    def window(b, h, q_idx, kv_idx):
+        return (kv_idx >= q_idx - left) & (kv_idx <= q_idx + right)
+
+    return window

@@ -1,0 +1,11 @@
+"""Ready score_mods, one idea a file; each function returns a ``(score, b, h, q_idx, kv_idx) -> score``.
+
+Arrays that are given to them are captured, and floating-point ones receive gradients.
+"""
+
+from jflex.scores.alibi import alibi as alibi
+from jflex.scores.alibi import alibi_slopes as alibi_slopes
+from jflex.scores.bias import bias as bias
+from jflex.scores.relative_bias import relative_bias as relative_bias
+from jflex.scores.softcap import softcap as softcap
+from jflex.scores.t5_bias import t5_bias as t5_bias

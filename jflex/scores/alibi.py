@@ -1,0 +1,45 @@
+"""ALiBi: a penalty that grows with distance (https://arxiv.org/abs/2108.12409)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+
+def alibi(slopes: Float[Array, " Hq"]) -> Callable[..., Any]:
+    """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: keys before the query lose, in proportion to their distance.
+
+    Join it with a causal mask: keys after the query gain.
+
+    Args:
+      slopes: One slope for each query head; `alibi_slopes` gives those of the paper.
+
+    Returns:
+      A score_mod, which uses ``h``.
+
+    >>> float(alibi(jnp.array([0.5]))(1.0, 0, 0, 4, 2))
+    0.0
+    """
+    slopes = jnp.asarray(slopes, jnp.float32)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * jnp.asarray(kv_idx - q_idx, jnp.float32)
+
+
+def alibi_slopes(heads: int) -> Float32[Array, " {heads}"]:
+    """The slopes of the paper: ``2 ** (-8 (h + 1) / heads)`` for a power of two.
+
+    Any other number of heads takes those of the power of two below it, and then every second one of the power above,
+    as the authors' code does.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    >>> alibi_slopes(3).tolist()
+    [0.0625, 0.00390625, 0.25]
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
+    slopes += [2.0 ** (-4 * (h + 1) / below) for h in range(0, 2 * (heads - below), 2)]
+    return jnp.asarray(slopes, jnp.float32)

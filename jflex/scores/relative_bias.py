@@ -1,0 +1,38 @@
+"""Relative position bias: a learned number for each head and distance (Shaw et al., https://arxiv.org/abs/1803.02155)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def relative_bias(table: Float[Array, "Hq N"]) -> Callable[..., Any]:
+    """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
+
+    Args:
+      table: One number for each query head and distance from ``-m`` (the key comes first) to ``m``; farther keys share
+        the outermost.
+
+    Returns:
+      A score_mod.
+
+    Raises:
+      ValueError: `table` does not have two axes, the second of odd size.
+
+    >>> score_mod = relative_bias(jnp.array([[10.0, 0.0, 20.0]]))
+    >>> [float(score_mod(1.0, 0, 0, 5, key)) for key in (0, 5, 6)]
+    [11.0, 1.0, 21.0]
+    """
+    table = jnp.asarray(table)
+    if table.ndim != 2 or table.shape[1] % 2 == 0:
+        raise ValueError(f"`table` must be [Hq, 2 * m + 1] for distances from -m to m. Got shape {table.shape}.")
+    farthest = table.shape[1] // 2
+
+    def add_bias(score, b, h, q_idx, kv_idx):
+        distance = jnp.clip(kv_idx - q_idx, -farthest, farthest)
+        return score + table[h, distance + farthest].astype(jnp.float32)
+
+    return add_bias

@@ -1,0 +1,29 @@
+"""Soft capping: scores never pass a bound (Gemma 2, https://arxiv.org/abs/2408.00118, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def softcap(cap: float | Float[Array, ""]) -> Callable[..., Any]:
+    """Sends a score to ``cap * tanh(score / cap)``.
+
+    Args:
+      cap: The bound, positive; 50.0 in Gemma 2.
+
+    Returns:
+      A score_mod.
+
+    Raises:
+      ValueError: `cap` is a number that is not positive.
+
+    >>> round(float(softcap(2.0)(1.0, 0, 0, 0, 0)), 4)
+    0.9242
+    """
+    if isinstance(cap, (int, float)) and not cap > 0:
+        raise ValueError(f"`cap` must be positive. Got {cap}.")
+    return lambda score, b, h, q_idx, kv_idx: cap * jnp.tanh(score / cap)
