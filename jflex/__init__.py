@@ -1,0 +1,27 @@
+"""FlexAttention for JAX: attention whose scores and sparsity are ordinary JAX functions, fused into GPU kernels.
+
+Letters, everywhere: ``B`` batch, ``T`` queries, ``S`` keys, ``Hq`` and ``Hkv`` heads, ``D`` and ``Dv`` head sizes; inside of
+mods ``b``, ``h`` (query head), ``q_idx``, ``kv_idx``.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+from jflex.attention import explain as explain
+from jflex.attention import flex_attention as flex_attention
+from jflex.backends import ORDER as ORDER
+from jflex.block_mask import BlockMask as BlockMask
+from jflex.block_mask import create_block_mask as create_block_mask
+from jflex.config import Config as Config
+from jflex.config import Tiles as Tiles
+from jflex.dense_mask import create_mask as create_mask
+from jflex.errors import UnsupportedError as UnsupportedError
+from jflex.mods import and_masks as and_masks
+from jflex.mods import noop_mask as noop_mask
+from jflex.mods import not_mask as not_mask
+from jflex.mods import or_masks as or_masks
+
+try:
+    __version__ = _version("jflex")
+except _PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+checkout"

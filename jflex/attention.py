@@ -1,0 +1,220 @@
+"""`flex_attention` and `explain`: validate, build the Problem, choose a backend, run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jflex import autodiff, backends
+from jflex.backends.base import Inputs, Saved
+from jflex.block_mask import BlockMask
+from jflex.config import Config
+from jflex.errors import UnsupportedError
+from jflex.explain import Account
+from jflex.problem import (
+    Blocks,
+    Problem,
+    check_arrays,
+    check_block_mask,
+    check_config,
+    check_scale,
+    current_device,
+    current_precision,
+)
+from jflex.trace import trace_mask_mod, trace_score_mod
+from jflex.varying import unify_varying
+
+Implementation = str | Sequence[str] | None
+
+
+def flex_attention(
+    query: Float[Array, "B T Hq D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    *,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    layout: str = "BTNH",
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "B T Hq Dv"] | tuple[Float[Array, "B T Hq Dv"], Float[Array, "B Hq T"]]:
+    """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
+
+    Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; keys that the mask hides do not enter
+    the softmax, and blocks that a `block_mask` lists nowhere are never read. Query head ``h`` attends to key head
+    ``h // (Hq // Hkv)``. A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients.
+
+    Gradients flow into query, key, value and into every floating-point array that `score_mod` captures, also from the
+    lse. Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and new
+    values of captured arrays do not recompile anything.
+
+    Args:
+      query: In the order of `layout`.
+      key: Likewise; `key` and `value` may have batch size 1, shared by all of the batch.
+      value: Likewise.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query head.
+      block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is skipped.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
+      layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
+      return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      implementation: ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names of which the first that can run
+        is taken; it never falls back to one that is not named. None takes the first that can run of ``jflex.ORDER``,
+        and warns on a GPU if that is ``"xla"``.
+      config: Tile sizes; None for the tuned ones.
+
+    Returns:
+      The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts.
+
+    Raises:
+      TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
+      ValueError: Shapes disagree, or a value is out of its range.
+      UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
+
+    References:
+      Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels, arXiv:2412.05496.
+
+    >>> import jax, jax.numpy as jnp, jflex
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 4, 32))
+    >>> slopes = 2.0 ** -jnp.arange(1.0, 5.0)
+    >>> alibi = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * jnp.abs(q_idx - kv_idx).astype(jnp.float32)
+    >>> causal = jflex.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256)
+    >>> jflex.flex_attention(q, k, v, alibi, causal).shape
+    (1, 256, 4, 32)
+    """
+    call = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
+    problem, inputs = call
+    names = _names(implementation)
+    if problem.T == 0 or problem.S == 0 or problem.B == 0:
+        saved = Saved(jnp.zeros(problem.out_shape(), problem.dtype),
+                      jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32))
+    else:
+        saved = _run(_choose(problem, names, implementation is None), problem, inputs)
+    return (saved.out, saved.lse) if return_lse else saved.out
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    *,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    layout: str = "BTNH",
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Account:
+    """Says what `flex_attention` would do with the same arguments, without doing it.
+
+    Args:
+      query: An array, or a ``jax.ShapeDtypeStruct``; likewise `key` and `value`.
+      key: See `query`.
+      value: See `query`.
+      score_mod: As in `flex_attention`, and so are all that follow.
+      block_mask: See there.
+      mask_mod: See there.
+      scale: See there.
+      layout: See there.
+      return_lse: See there; it changes nothing here.
+      implementation: See there.
+      config: See there.
+
+    Returns:
+      A printable account: the backend and why the others do not run, tiles, blocks visited (full, partial), sparsity,
+      FLOPs and bytes.
+
+    Raises:
+      TypeError: As `flex_attention`.
+      ValueError: As `flex_attention`.
+
+    >>> x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)
+    >>> explain(x, x, x, implementation="xla").backend
+    'xla'
+    """
+    del return_lse
+    problem, _ = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
+    reasons = _reasons(problem, _names(implementation))
+    return Account.of(problem, block_mask, reasons)
+
+
+class _Call(NamedTuple):
+    problem: Problem
+    inputs: Inputs
+
+
+def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config) -> _Call:
+    """Checks every argument; nothing is computed before the last check has passed."""
+    check_arrays(query, key, value, layout)
+    B, T, Hq = query.shape[0], *(query.shape[1:3] if layout == "BTNH" else query.shape[2:0:-1])
+    S, Hkv = key.shape[1:3] if layout == "BTNH" else key.shape[2:0:-1]
+    D, Dv = query.shape[3], value.shape[3]
+    scale = check_scale(scale, D)
+    check_block_mask(block_mask, mask_mod, B, Hq, T, S)
+    score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
+    blocks, lists = None, None
+    if block_mask is not None:
+        mask, mask_operands, lists = block_mask.traced, block_mask.mask_operands, block_mask.lists
+        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2])
+    else:
+        mask, mask_operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
+    config = check_config(config, blocks)
+    platform, device_kind = current_device(query, key, value)
+    problem = Problem(B, T, S, Hq, Hkv, D, Dv, key.shape[0], str(query.dtype), layout, scale, score, mask, blocks,
+                      platform, device_kind, current_precision(query.dtype), config)
+    return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands))
+
+
+def _names(implementation: Implementation) -> tuple[str, ...]:
+    known = ", ".join(map(repr, backends.KNOWN))
+    if implementation is None:
+        return backends.ORDER
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names:
+        raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
+    for name in names:
+        if name not in backends.KNOWN:
+            raise ValueError(f"`implementation` must be one of {known}, a sequence of them, or None. Got {name!r}.")
+    return names
+
+
+def _reasons(problem: Problem, names: Sequence[str]) -> dict[str, str | None]:
+    """Why each backend cannot run the problem, in order; ends with the first that can (None)."""
+    reasons: dict[str, str | None] = {}
+    for name in names:
+        reasons[name] = backends.ABSENT[name] if name in backends.ABSENT else backends.get(name).unsupported(problem)
+        if reasons[name] is None:
+            break
+    return reasons
+
+
+def _choose(problem: Problem, names: Sequence[str], automatic: bool) -> str:
+    reasons = _reasons(problem, names)
+    name, last = list(reasons.items())[-1]
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+    if last is not None:
+        able = [n for n in backends.KNOWN if n not in reasons and n not in backends.ABSENT
+                and backends.get(n).unsupported(problem) is None]
+        raise UnsupportedError(f"No implementation that was asked for can run this call. {told}. These can: "
+                               f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose.")
+    if automatic and name == "xla" and problem.platform == "gpu":
+        warnings.warn(f"flex_attention runs on the slower implementation 'xla' on this GPU. {told}. Pass "
+                      "implementation='xla' to accept that.", stacklevel=3)
+    return name
+
+
+def _run(name: str, problem: Problem, inputs: Inputs) -> Saved:
+    inputs = unify_varying(inputs)
+    if backends.get(name).own_derivatives:
+        return backends.get(name).forward(problem, inputs)
+    return autodiff.attend(autodiff.Static(name, problem), inputs)

@@ -1,0 +1,17 @@
+"""The backends, by name and in the order in which they are tried."""
+
+from __future__ import annotations
+
+import importlib
+
+from jflex.backends.base import Backend
+
+ORDER = ("mosaic_gpu", "triton", "xla")
+KNOWN = (*ORDER, "reference")
+ABSENT = {"mosaic_gpu": "its kernels are not part of this version of jflex"}
+_CLASSES = {"triton": "Triton", "xla": "Xla", "reference": "Reference"}
+
+
+def get(name: str) -> Backend:
+    """Loads a backend by its name."""
+    return getattr(importlib.import_module(f"jflex.backends.{name}"), _CLASSES[name])()

@@ -1,0 +1,89 @@
+"""The definition of attention, in dense float32 jnp: slow, clear, and differentiable to any order."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.block_lists import FULL, PARTIAL, BlockLists, kinds_from_lists
+from jflex.problem import Problem
+from jflex.trace import TracedMod
+
+
+class Reference(Backend):
+    """Holds all T x S scores of every head; never chosen by itself."""
+
+    name: ClassVar[str] = "reference"
+    own_derivatives: ClassVar[bool] = True
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Runs everything."""
+        del problem
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+        """Follows the definition line by line."""
+        axes = "btnh,bsnh" if problem.layout == "BTNH" else "bnth,bnsh"
+        key, value = (self._per_query_head(problem, x) for x in (inputs.key, inputs.value))
+        precision = jax.lax.Precision.HIGHEST
+        exact = jnp.promote_types(problem.dtype, jnp.float32)
+        score = jnp.einsum(f"{axes}->bnts", inputs.query.astype(exact), key.astype(exact), precision=precision)
+        score = score * jnp.asarray(problem.scale, exact)
+        if problem.score is not None:
+            score = over_indices(problem.score, inputs.score_operands, score.shape, score.astype(jnp.float32)).astype(exact)
+        visible = jnp.ones(score.shape, bool)
+        if problem.mask is not None:
+            visible = over_indices(problem.mask, inputs.mask_operands, score.shape)
+        if inputs.lists is not None:
+            kinds = _kinds_of_elements(problem, inputs.lists)
+            visible = (kinds == FULL) | ((kinds == PARTIAL) & visible)
+        weights, lse = _softmax(score, visible)
+        axes = "bsnh->btnh" if problem.layout == "BTNH" else "bnsh->bnth"
+        out = jnp.einsum(f"bnts,{axes}", weights, value.astype(exact), precision=precision)
+        return Saved(out.astype(problem.dtype), lse.astype(jnp.float32))
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+        """Differentiates `forward`; here for completeness of the interface."""
+        floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
+        _, pull = jax.vjp(lambda q, k, v, s: self.forward(problem, inputs._replace(
+            query=q, key=k, value=v, score_operands=s)), *floats)
+        lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
+        return Gradients(*pull(Saved(d_saved.out, lse)))
+
+    def _per_query_head(self, problem: Problem, x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, (problem.B, *x.shape[1:]))
+        return jnp.repeat(x, problem.group, axis=2 if problem.layout == "BTNH" else 1)
+
+
+def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[int, ...], *score: jax.Array) -> jax.Array:
+    """Evaluates a mod for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
+    call = lambda *args: mod(operands, *args)
+    for axis in reversed(range(4)):
+        call = jax.vmap(call, in_axes=(0,) * len(score) + tuple(0 if i == axis else None for i in range(4)))
+    return call(*score, *(jnp.arange(n, dtype=jnp.int32) for n in shape))
+
+
+def _kinds_of_elements(problem: Problem, lists: BlockLists) -> jax.Array:
+    """The kind of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
+    kinds = kinds_from_lists(lists)
+    Bq, Bk = problem.blocks.size
+    return jnp.repeat(jnp.repeat(kinds, Bq, axis=2), Bk, axis=3)[:, :, : problem.T, : problem.S]
+
+
+def _softmax(score: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the keys that are visible, and its logsumexp: 0 and -inf where there is none.
+
+    Scores that are not visible are replaced before anything is computed from them, so that neither they nor their
+    derivatives (of ``1 / score``, say) can bring NaN.
+    """
+    score = jnp.where(visible, score, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    empty = top == -jnp.inf
+    shifted = jnp.exp(score - jnp.where(empty, 0, top))
+    total = jnp.sum(shifted, axis=-1, keepdims=True)
+    safe = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, top) + jnp.log(safe))
+    return shifted / safe, lse[..., 0]

@@ -1,0 +1,57 @@
+"""Tile sizes that a user may set instead of the tuned ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tile of one kernel.
+
+    Attributes:
+      block_q: Queries in a tile.
+      block_kv: Keys in a tile.
+      num_warps: Warps that share a tile (GPU kernels only).
+      num_stages: Depth of the software pipeline over the loop (GPU kernels only).
+
+    Raises:
+      ValueError: A size is not a positive integer, or not a power of two where the hardware wants one.
+
+    >>> Tiles(128, 64, num_warps=8)
+    Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"`{field.name}` of a `Tiles` must be a positive integer. Got {size!r}.")
+            if field.name != "num_stages" and size & (size - 1):
+                raise ValueError(f"`{field.name}` of a `Tiles` must be a power of two. Got {size}; the nearest are "
+                                 f"{1 << (size.bit_length() - 1)} and {1 << size.bit_length()}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the kernels of one call are tiled; what is None is chosen by jflex.
+
+    Attributes:
+      forward: Tile of the forward kernel.
+      dkv: Tile of the backward kernel that computes dK and dV.
+      dq: Tile of the backward kernel that computes dQ.
+      interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests.
+
+    >>> Config(forward=Tiles(64, 64)).dq is None
+    True
+    """
+
+    forward: Tiles | None = None
+    dkv: Tiles | None = None
+    dq: Tiles | None = None
+    interpret: bool = False

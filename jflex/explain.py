@@ -1,0 +1,79 @@
+"""The account that `jflex.explain` gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jflex import backends
+from jflex.block_mask import BlockMask
+from jflex.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What a call of `flex_attention` would do; ``print`` it.
+
+    Attributes:
+      backend: The backend that runs it, or None if none of the named ones can.
+      reasons: Why the backends before it in the order do not.
+      tiles: With which tiles.
+      visited: Blocks that are visited, over batch and heads, or None without a BlockMask or while tracing.
+      full: Those of them in which the mask is not evaluated.
+      blocks: All blocks.
+      flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add.
+      bytes: Bytes that it must move at least: each of query, key, value and out once.
+    """
+
+    backend: str | None
+    reasons: dict[str, str]
+    tiles: str
+    visited: int | None
+    full: int | None
+    blocks: int | None
+    flops: int
+    bytes: int
+
+    @classmethod
+    def of(cls, problem: Problem, block_mask: BlockMask | None, reasons: dict[str, str | None]) -> Account:
+        """Takes the account of one problem."""
+        backend = next((name for name, reason in reasons.items() if reason is None), None)
+        tiles = "" if backend is None else backends.get(backend).describe(problem)
+        visited, full, total = _count(problem, block_mask)
+        pairs = problem.B * problem.Hq * problem.T * problem.S
+        if visited is not None and total:
+            pairs = pairs * visited // total
+        width = jnp.dtype(problem.dtype).itemsize
+        rows = problem.B * problem.Hq * problem.T, problem.Bkv * problem.Hkv * problem.S
+        size = width * (problem.D + problem.Dv) * sum(rows)
+        return cls(backend, {k: v for k, v in reasons.items() if v is not None}, tiles, visited, full, total,
+                   2 * pairs * (problem.D + problem.Dv), size)
+
+    def __str__(self) -> str:
+        lines = [f"backend   {self.backend or 'none of those asked for'}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        if self.tiles:
+            lines.append(f"tiles     {self.tiles}")
+        if self.visited is not None and self.blocks:
+            partial = self.visited - self.full
+            lines.append(f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {partial} partial), "
+                         f"{100 * (1 - self.visited / self.blocks):.1f} % skipped")
+        elif self.blocks is None:
+            lines.append("blocks    no BlockMask, or a traced one: not counted")
+        lines.append(f"work      {self.flops / 1e9:.3f} GFLOP forward, {self.bytes / 1e6:.3f} MB")
+        return "\n".join(lines)
+
+
+def _count(problem: Problem, block_mask: BlockMask | None) -> tuple[int | None, int | None, int | None]:
+    if block_mask is None:
+        return None, None, None
+    lists = block_mask.lists
+    if any(isinstance(x, jax.core.Tracer) for x in lists):
+        return None, None, None
+    repeat = (problem.B // problem.blocks.batch) * (problem.Hq // problem.blocks.heads)
+    full = int(lists.full_kv_num_blocks.sum()) * repeat
+    rows, columns = lists.kv_num_blocks.shape[-1], lists.q_num_blocks.shape[-1]
+    return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * problem.B * problem.Hq

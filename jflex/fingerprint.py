@@ -1,0 +1,105 @@
+"""A jaxpr as text that is equal for equal programs: what caches compare.
+
+The text of ``str(jaxpr)`` will not do: it holds addresses of functions and names of the user's variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+_NAMES = frozenset({"name", "debug_info", "ctx_mesh", "out_sharding", "in_shardings", "out_shardings", "inline",
+                    "compiler_options_kvs", "donated_invars", "keep_unused"})
+
+
+class Open(NamedTuple):
+    """A jaxpr and its constants, whichever of JAX's types held them."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+def open_jaxpr(x: Any) -> Open:
+    """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
+    return Open(getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ())))
+
+
+def sub_jaxpr(eqn: Any) -> Open | None:
+    """The body of a call-like equation."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return open_jaxpr(eqn.params[key])
+    return None
+
+
+def fingerprint(jaxpr: Any, *, differentiable: bool) -> str:
+    """Describes a program by its structure.
+
+    Args:
+      jaxpr: What ``jax.make_jaxpr`` returned; it must hold no array constants.
+      differentiable: Whether rules of ``jax.custom_jvp`` and ``jax.custom_vjp`` belong to the program. They are Python
+        functions, different objects in each trace, so the program of the derivative stands in for them.
+    """
+    text = _describe_jaxpr(open_jaxpr(jaxpr))
+    if differentiable and "custom_" in text:
+        text += "\n" + _describe_derivative(jaxpr)
+    return text
+
+
+def _describe_derivative(jaxpr: Any) -> str:
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in open_jaxpr(jaxpr).jaxpr.invars]
+    floats = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating)]
+
+    def derivative(*args):
+        def of_floats(*xs):
+            merged = dict(enumerate(args)) | dict(zip(floats, xs, strict=True))
+            return core.jaxpr_as_fun(jaxpr)(*merged.values())[0]
+
+        out, pull = jax.vjp(of_floats, *(args[i] for i in floats))
+        return pull(jnp.ones_like(out))
+
+    try:
+        return _describe_jaxpr(open_jaxpr(jax.make_jaxpr(derivative)(*avals)))
+    except (ValueError, NotImplementedError):  # a while loop, say: without derivative, rules do not matter
+        return "not differentiable"
+
+
+def _describe_jaxpr(opened: Open) -> str:
+    names: dict[Any, str] = {}
+    jaxpr = opened.jaxpr
+
+    def read(v: Any) -> str:
+        if isinstance(v, core.Literal):
+            return f"{np.asarray(v.val).tolist()!r}:{v.aval.dtype}"
+        return names[v]
+
+    def write(v: Any) -> str:
+        names[v] = f"v{len(names)}"
+        return f"{names[v]}:{v.aval.str_short()}{'~' if getattr(v.aval, 'weak_type', False) else ''}"
+
+    lines = ["(" + " ".join(map(write, (*jaxpr.constvars, *jaxpr.invars))) + ")"]
+    for eqn in jaxpr.eqns:
+        outs = " ".join(map(write, eqn.outvars))
+        params = " ".join(f"{k}={_describe(v)}" for k, v in sorted(eqn.params.items()) if k not in _NAMES)
+        lines.append(f"{outs} = {eqn.primitive.name}[{params}] {' '.join(map(read, eqn.invars))}")
+    lines.append("-> " + " ".join(map(read, jaxpr.outvars)))
+    if any(np.ndim(c) for c in opened.consts):
+        lines.append("with " + " ".join(f"{np.shape(c)}{np.asarray(c).tobytes()!r}" for c in opened.consts))
+    return "\n".join(lines)
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        return "{" + _describe_jaxpr(open_jaxpr(value)) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return "(" + ",".join(map(_describe, value)) + ")"
+    if (callable(value) or hasattr(value, "call_wrapped")) and not isinstance(value, (type, np.dtype)):
+        return "function"
+    return repr(value)

@@ -1,0 +1,27 @@
+"""Types of arrays inside of `jax.shard_map`: over which mesh axes their values vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of one."""
+    return frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Types an array as varying over (at least) `axes`; its values stay."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def unify_varying(tree: Any) -> Any:
+    """Types all arrays of a pytree as varying over the same axes.
+
+    So that the cotangents of shared ones are summed over the shards: that is the transpose of this typing.
+    """
+    axes = varying_axes(*jax.tree.leaves(tree))
+    return jax.tree.map(lambda x: vary(x, axes), tree)

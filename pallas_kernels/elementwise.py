@@ -1,0 +1,85 @@
+"""Which primitives are elementwise, and formulas for those that GPU compilers behind Pallas lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "cbrt",
+    "ceil", "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+    "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "polynomial", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
+    "tanh", "xor",
+})  # fmt: skip
+
+
+def erfc(x: jax.Array) -> jax.Array:
+    """Complementary error function, by Chebyshev fitting in ``1 / (1 + |x| / 2)``; relative error below 1.2e-7.
+
+    Press et al., Numerical Recipes in C, 2nd edition, section 6.2.
+    """
+    z = jnp.abs(x)
+    t = 1.0 / (1.0 + 0.5 * z)
+    tail = t * jnp.exp(-z * z + _polynomial(t, _ERFC))
+    return jnp.where(x >= 0, tail, 2.0 - tail)
+
+
+def erf(x: jax.Array) -> jax.Array:
+    """Error function: the Maclaurin series near 0, where ``1 - erfc(x)`` would lose digits, else that."""
+    small = jnp.abs(x) < 0.5
+    y = jnp.where(small, x, 0.0)
+    return jnp.where(small, y * _polynomial(y * y, _ERF), 1.0 - erfc(x))
+
+
+_ERFC = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
+         0.17087277)
+_ERF = tuple(2.0 / np.sqrt(np.pi) * (-1.0) ** n / (np.prod(np.arange(1.0, n + 1)) * (2 * n + 1)) for n in range(8))
+
+
+def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+    out = jnp.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        out = out * x + float(c)
+    return out
+
+
+def round_away(x: jax.Array) -> jax.Array:
+    """Nearest integer, ties away from zero."""
+    return jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)
+
+
+def round_even(x: jax.Array) -> jax.Array:
+    """Nearest integer, ties to even."""
+    low = jnp.floor(x)
+    rest = x - low
+    odd = low - 2.0 * jnp.floor(low * 0.5)
+    up = (rest > 0.5) | ((rest == 0.5) & (odd == 1.0))
+    return jnp.where(up, low + 1.0, low)
+
+
+def reduce_precision(x: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
+    """Rounds a float32 to fewer bits of mantissa, ties to even; exponents keep their range unless it is that of a dtype."""
+    if (exponent_bits, mantissa_bits) == (5, 10):
+        return x.astype(jnp.float16).astype(jnp.float32)
+    drop = 23 - mantissa_bits
+    if drop == 0:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    odd = lax.shift_right_logical(bits, jnp.full_like(bits, drop)) & jnp.int32(1)
+    rounded = (bits + jnp.int32((1 << (drop - 1)) - 1) + odd) & jnp.int32(-(1 << drop))
+    return jnp.where(x == x, lax.bitcast_convert_type(rounded, jnp.float32), x)
+
+
+def substitute(primitive: str, params: dict) -> Callable[[jax.Array], jax.Array] | None:
+    """A formula for a primitive of float32, made of common ones, or None if it needs none."""
+    if primitive == "round":
+        return round_even if params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN else round_away
+    if primitive == "reduce_precision" and params["exponent_bits"] in (8, 5):
+        return lambda x: reduce_precision(x, params["exponent_bits"], params["mantissa_bits"])
+    return {"erf": erf, "erfc": erfc}.get(primitive)

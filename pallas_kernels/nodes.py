@@ -1,0 +1,247 @@
+"""Scalar programs: what a mod becomes before a kernel evaluates it on tiles.
+
+A node is one scalar value of the mod. Nodes are made once for each distinct computation, so equal ones are the same object.
+Each knows its *kind*, what it depends on (nothing, the query, the key, both), because that is the size at which a kernel
+holds it; and, if it is an integer, the bounds between which it lies, because what is proven to be in range needs neither
+the repair of negative indices nor a clamp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Bounds = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One scalar value.
+
+    Attributes:
+      number: Its place in the order of creation; inputs come before what uses them.
+      op: ``input``, ``literal``, ``load``, ``call``, or the name of a primitive.
+      kind: ``""``, ``"q"``, ``"k"`` or ``"qk"``: what it depends on, beside the batch and the head.
+      dtype: Of the value.
+      inputs: What it is computed from; the indices of a load.
+      apply: Computes a primitive from arrays of one shape.
+      value: The number of a literal, the operand of a load, the name of an input, or ``(call, output)``.
+      bounds: Smallest and largest value of an integer or a boolean, if known.
+    """
+
+    number: int
+    op: str
+    kind: str
+    dtype: np.dtype
+    inputs: tuple[Node, ...] = ()
+    apply: Callable[..., Any] | None = None
+    value: Any = None
+    bounds: Bounds | None = None
+
+
+def join_kinds(nodes: Sequence[Node]) -> str:
+    """The kind of what is computed from these nodes."""
+    return "".join(axis for axis in "qk" if any(axis in node.kind for node in nodes))
+
+
+def reachable(outputs: Sequence[Node]) -> list[Node]:
+    """All nodes that the outputs need, inputs first."""
+    seen: dict[int, Node] = {}
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node.number not in seen:
+            seen[node.number] = node
+            stack.extend(node.inputs)
+    return [seen[number] for number in sorted(seen)]
+
+
+class Graph:
+    """Makes nodes: equal ones once, and none where bounds decide the value."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Node] = {}
+
+    def literal(self, value: Any, dtype: Any) -> Node:
+        """A constant."""
+        dtype = np.dtype(dtype)
+        number = np.asarray(value, dtype)
+        exact = number.dtype.kind in "iub"
+        bounds = (int(number), int(number)) if exact else None
+        return self._make(("literal", str(dtype), number.tobytes()), "literal", "", dtype, value=number, bounds=bounds)
+
+    def input(self, name: str, kind: str, dtype: Any, bounds: Bounds | None = None) -> Node:
+        """An argument of the mod."""
+        return self._make(("input", name), "input", kind, np.dtype(dtype), value=name, bounds=bounds)
+
+    def load(self, operand: int, dtype: Any, indices: Sequence[Node]) -> Node:
+        """One element of a captured array; the indices must be in range."""
+        key = ("load", operand, *(i.number for i in indices))
+        bounds = (0, 1) if np.dtype(dtype) == np.bool_ else None
+        return self._make(key, "load", join_kinds(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds)
+
+    def call(self, inlined: Node, call: Any, output: int) -> Node:
+        """A value with a derivative rule of its own: evaluated as `inlined`, differentiated as `call`."""
+        key = ("call", id(call), output)
+        return self._make(key, "call", inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds)
+
+    def apply(self, op: str, function: Callable[..., Any], inputs: Sequence[Node], dtype: Any, params: Any = ()) -> Node:
+        """A primitive, folded where bounds decide it."""
+        dtype = np.dtype(dtype)
+        inputs = tuple(inputs)
+        folded = self._fold(op, inputs, dtype)
+        if folded is not None:
+            return folded
+        key = (op, str(dtype), repr(params), *(i.number for i in inputs))
+        return self._make(key, op, join_kinds(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
+
+    def same_dtype(self, op: str, function: Callable[..., Any], *inputs: Node) -> Node:
+        """A primitive whose result has the dtype of its first input."""
+        return self.apply(op, function, inputs, inputs[0].dtype)
+
+    def compare(self, op: str, a: Node, b: Node) -> Node:
+        """``lt``, ``le``, ``gt``, ``ge``, ``eq`` or ``ne``."""
+        return self.apply(op, getattr(lax, op), (a, b), np.bool_)
+
+    def select(self, predicate: Node, if_true: Node, if_false: Node) -> Node:
+        """One of two values, by a boolean."""
+        return self.apply("select_n", lax.select_n, (predicate, if_false, if_true), if_true.dtype)
+
+    def cast(self, node: Node, dtype: Any) -> Node:
+        """Another dtype."""
+        dtype = np.dtype(dtype)
+        if node.dtype == dtype:
+            return node
+        return self.apply("convert_element_type", lambda x: lax.convert_element_type(x, dtype), (node,), dtype)
+
+    def clamp(self, node: Node, low: int, high: int) -> Node:
+        """An index, forced into range unless it is proven to be there."""
+        node = self.same_dtype("max", lax.max, node, self.literal(low, node.dtype))
+        return self.same_dtype("min", lax.min, node, self.literal(high, node.dtype))
+
+    def _make(self, key: Any, op: str, kind: str, dtype: np.dtype, inputs: tuple[Node, ...] = (), apply: Any = None, *,
+              value: Any = None, bounds: Bounds | None = None) -> Node:
+        if key not in self._made:
+            self._made[key] = Node(len(self._made), op, kind, dtype, inputs, apply, value, bounds)
+        return self._made[key]
+
+    def _fold(self, op: str, inputs: tuple[Node, ...], dtype: np.dtype) -> Node | None:
+        """The node that a primitive over integers or booleans comes to, where bounds decide it."""
+        if op == "select_n":
+            return self._fold_select(inputs)
+        ranges = [x.bounds for x in inputs]
+        if dtype == np.bool_ and len(inputs) == 2 and None not in ranges and op in _DECIDE:
+            verdict = _DECIDE[op](*ranges)
+            if verdict is not None:
+                return self.literal(verdict, np.bool_)
+        if dtype.kind not in "iub" or len(inputs) != 2:
+            return None
+        for x, other in (inputs, inputs[::-1]):
+            if op in _NEUTRAL and other.bounds == (_NEUTRAL[op],) * 2:
+                return x
+            if dtype == np.bool_ and op == "and" and other.bounds == (1, 1):
+                return x
+            if dtype == np.bool_ and op in _ABSORBING and other.bounds == (_ABSORBING[op],) * 2:
+                return other
+        a, b = ranges
+        if op in ("max", "min") and a is not None and b is not None:
+            if a[0] >= b[1]:
+                return inputs[0] if op == "max" else inputs[1]
+            if b[0] >= a[1]:
+                return inputs[1] if op == "max" else inputs[0]
+        if op == "sub" and b == (0, 0):
+            return inputs[0]
+        return None
+
+    def _fold_select(self, inputs: tuple[Node, ...]) -> Node | None:
+        predicate, *cases = inputs
+        if all(case is cases[0] for case in cases):
+            return cases[0]
+        if predicate.bounds is not None and predicate.bounds[0] == predicate.bounds[1]:
+            return cases[predicate.bounds[0]]
+        return None
+
+
+_NEUTRAL = {"add": 0, "mul": 1, "or": 0}
+_ABSORBING = {"and": 0, "or": 1}
+
+
+def _lt(a: Bounds, b: Bounds) -> bool | None:
+    return True if a[1] < b[0] else False if a[0] >= b[1] else None
+
+
+def _le(a: Bounds, b: Bounds) -> bool | None:
+    return True if a[1] <= b[0] else False if a[0] > b[1] else None
+
+
+def _eq(a: Bounds, b: Bounds) -> bool | None:
+    if a[0] == a[1] == b[0] == b[1]:
+        return True
+    return False if a[1] < b[0] or b[1] < a[0] else None
+
+
+_DECIDE: dict[str, Callable[[Bounds, Bounds], bool | None]] = {
+    "lt": _lt, "le": _le, "gt": lambda a, b: _lt(b, a), "ge": lambda a, b: _le(b, a), "eq": _eq,
+    "ne": lambda a, b: None if _eq(a, b) is None else not _eq(a, b),
+}  # fmt: skip
+
+
+def _bounds(op: str, inputs: Sequence[Node], dtype: np.dtype) -> Bounds | None:
+    """Bounds of an integer result; None if it may leave the range of its dtype, for then it wraps."""
+    if dtype == np.bool_:
+        return (0, 1)
+    if dtype.kind not in "iu":
+        return None
+    known = [x.bounds for x in inputs]
+    if op == "select_n":
+        known = known[1:]
+    if not known or None in known or op not in _RANGES:
+        return None
+    low, high = _RANGES[op](*known)
+    limits = jnp.iinfo(dtype)
+    return (low, high) if limits.min <= low and high <= limits.max else None
+
+
+def _corners(function: Callable[[int, int], int]) -> Callable[[Bounds, Bounds], Bounds]:
+    def of_ranges(a: Bounds, b: Bounds) -> Bounds:
+        values = [function(x, y) for x in a for y in b]
+        return min(values), max(values)
+
+    return of_ranges
+
+
+def _quotient(a: Bounds, b: Bounds) -> Bounds:
+    if b[0] <= 0:
+        size = max(abs(a[0]), abs(a[1]), 1)  # a quotient by 0 is -1
+        return -size, size
+    values = [int(x / y) if abs(x) < 2**52 else x for x in a for y in b]
+    return min(*values, 0) if a[0] < 0 else min(values), max(values)
+
+
+def _remainder(a: Bounds, b: Bounds) -> Bounds:
+    size = max(abs(b[0]), abs(b[1])) - 1
+    if b[0] <= 0 <= b[1]:
+        size = max(size, abs(a[0]), abs(a[1]))  # what a remainder by 0 gives is the dividend
+    return (0 if a[0] >= 0 else -size), (0 if a[1] <= 0 else min(size, a[1]) if b[0] > 0 else size)
+
+
+_RANGES: dict[str, Callable[..., Bounds]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": _corners(lambda x, y: x * y),
+    "neg": lambda a: (-a[1], -a[0]),
+    "abs": lambda a: (0 if a[0] <= 0 <= a[1] else min(map(abs, a)), max(map(abs, a))),
+    "sign": lambda a: ((a[0] > 0) - (a[0] < 0), (a[1] > 0) - (a[1] < 0)),
+    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "clamp": lambda low, x, high: (min(max(x[0], low[0]), high[0]), min(max(x[1], low[1]), high[1])),
+    "div": _quotient,
+    "rem": _remainder,
+    "convert_element_type": lambda a: a,
+    "select_n": lambda *cases: (min(c[0] for c in cases), max(c[1] for c in cases)),
+}
