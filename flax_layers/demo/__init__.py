@@ -1,0 +1,1 @@
+"""A small language model on real text: `python -m flax_layers.demo`."""

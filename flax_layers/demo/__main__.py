@@ -1,0 +1,117 @@
+"""`python -m flax_layers.demo`: trains a language model on the standard library and shows what it learned."""
+
+import argparse
+import itertools
+import pathlib
+import time
+
+import jax
+from flax import nnx
+
+from flax_layers.demo import data, pictures, train
+from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+
+HELD_OUT_BATCHES = 16
+PROMPT = b"def "
+SAMPLE_LENGTH = 256
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line.
+
+    Args:
+        arguments: Instead of the command line's.
+
+    Returns:
+        The options, by their names.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_layers.demo",
+        description="Trains a byte-level decoder on the Python standard library, packed as documents of different "
+        "lengths, with a BlockMask built in every step and learnable ALiBi slopes in the score_mod.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a batch")
+    parser.add_argument("--length", type=int, default=1024, help="bytes of a row")
+    parser.add_argument("--width", type=int, default=128, help="features of the residual stream")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the decoder")
+    parser.add_argument("--heads", type=int, default=4, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the largest of the schedule")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the PNGs")
+    return parser.parse_args(arguments)
+
+
+def fit(model: ByteDecoder, texts: list[data.Text], options: argparse.Namespace) -> list[float]:
+    """Trains with a progress bar.
+
+    Args:
+        model: Changed in place.
+        texts: The files to train on.
+        options: As `parse_options` gives them.
+
+    Returns:
+        The loss of each step.
+    """
+    from tqdm import tqdm
+
+    optimizer = train.create_optimizer(model, options.learning_rate, options.steps)
+    batches = data.packed_rows(texts, options.rows, options.length, options.seed)
+    losses = []
+    with tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar:
+        for progress in train.train(model, optimizer, itertools.islice(batches, options.steps)):
+            losses.append(progress.loss)
+            bar.set_postfix_str(
+                f"loss {progress.loss:.2f} nats/byte, {progress.tokens_per_second:,.0f} tokens/s", refresh=False
+            )
+            bar.update()
+    return losses
+
+
+def main(arguments: list[str] | None = None) -> float:
+    """Runs the demo.
+
+    Args:
+        arguments: Instead of the command line's.
+
+    Returns:
+        The loss on the held-out files, nats per byte.
+    """
+    started = time.perf_counter()
+    options = parse_options(arguments)
+    corpus = data.read_corpus()
+    held_out = list(
+        itertools.islice(
+            data.packed_rows(corpus.held_out, options.rows, options.length, options.seed + 1), HELD_OUT_BATCHES
+        )
+    )
+    print(
+        f"{jax.devices()[0].device_kind}; {len(corpus.training)} files to train on, {len(corpus.held_out)} held out, "
+        f"{sum(map(len, corpus.training)) / 1e6:.1f} and {sum(map(len, corpus.held_out)) / 1e6:.1f} MB"
+    )
+    block_mask = document_mask(held_out[0].documents)
+    print(f"The block mask of one batch:\n{block_mask}\n")
+
+    sizes = Sizes(options.width, options.layers, options.heads, options.kv_heads)
+    model = ByteDecoder(sizes, options.implementation, rngs=nnx.Rngs(options.seed))
+    losses = fit(model, corpus.training, options)
+    held_out_loss = train.mean_loss(model, held_out)
+    unigram_loss = data.unigram_loss(corpus.training, held_out)
+
+    sample = train.generate(model, PROMPT, min(SAMPLE_LENGTH, options.length), options.seed)
+    print(f"\nThe model writes:\n{sample}\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    pictures.draw_losses(options.output / "loss.png", losses, held_out_loss, unigram_loss)
+    pictures.draw_mask(options.output / "mask.png", block_mask)
+    print(
+        f"Held-out loss {held_out_loss:.3f} nats/byte; a unigram model of the same files has {unigram_loss:.3f}. "
+        f"{time.perf_counter() - started:.0f} s in all. Pictures: {options.output}/loss.png, {options.output}/mask.png"
+    )
+    return held_out_loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the layers of every Flax family share: rotary embedding, and the split into heads."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def split_heads(features: Float[Array, "*batch T H*D"], num_heads: int) -> Float[Array, "*batch T H D"]:
+    """Splits the last axis into heads; head `h` gets the `h`-th run of neighbouring features.
+
+    Args:
+        features: The output of a projection.
+        num_heads: `H`, a divisor of the last axis.
+
+    Returns:
+        The same values with the last axis as two.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> split_heads(jnp.zeros((2, 7, 48)), num_heads=3).shape
+        (2, 7, 3, 16)
+    """
+    return features.reshape(*features.shape[:-1], num_heads, features.shape[-1] // num_heads)
+
+
+def merge_heads(heads: Float[Array, "*batch T H D"]) -> Float[Array, "*batch T H*D"]:
+    """Joins the last two axes: the inverse of `split_heads`.
+
+    Args:
+        heads: One vector for each position and head.
+
+    Returns:
+        The same values with the last two axes as one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> merge_heads(jnp.zeros((2, 7, 3, 16))).shape
+        (2, 7, 48)
+    """
+    return heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1])
+
+
+def rotate(
+    heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], base: float = 10000.0
+) -> Float[Array, "*batch T H D"]:
+    """Rotary position embedding: rotates pairs of features by angles that grow with the position.
+
+    The score of a rotated query and a rotated key depends on their positions through the difference alone. Feature `i`
+    of the first half is paired with feature `i` of the second half (the order of GPT-NeoX and of Llama in Hugging
+    Face's Transformers), and the pair turns by `positions * base ** (-2 * i / D)` radians. Angles and rotation are in
+    float32, whatever the dtype of `heads`.
+
+    Args:
+        heads: Queries or keys. `D` is even.
+        positions: Position of each vector, whole numbers from any origin. Leading axes broadcast.
+        base: Wavelengths run from `2 * pi` to almost `2 * pi * base` positions.
+
+    Returns:
+        The rotated vectors in the dtype of `heads`.
+
+    Raises:
+        ValueError: `D` is odd.
+
+    References:
+        Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> rotated = rotate(jnp.ones((1, 2, 1, 2)), jnp.array([[0, 1]]))
+        >>> print(jnp.allclose(rotated[0, 1, 0], jnp.array([jnp.cos(1) - jnp.sin(1), jnp.cos(1) + jnp.sin(1)])))
+        True
+    """
+    head_dim = heads.shape[-1]
+    if head_dim % 2:
+        raise ValueError(
+            f"Rotary embedding turns pairs of features, so the head size must be even; got {head_dim}. Change "
+            "`head_dim`, or leave the rotary embedding out."
+        )
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = jnp.float32(base) ** -exponents
+    positions = jnp.broadcast_to(positions, heads.shape[:-2]).astype(jnp.float32)
+    angles = jnp.multiply.outer(positions, frequencies)[..., None, :]  # the same for all heads
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(heads.dtype)

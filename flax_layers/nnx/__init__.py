@@ -1,0 +1,5 @@
+"""Layers for Flax NNX."""
+
+from flax_layers.nnx.attention import FlexAttention
+
+__all__ = ["FlexAttention"]
