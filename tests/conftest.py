@@ -1,0 +1,35 @@
+"""Settings of every test: the platform, eight simulated devices on the CPU, strict dtypes and ranks."""
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+SIMULATED_DEVICES = 8
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m gpu` runs on the GPU and refuses to run without one; any other selection runs on the CPU, GPU or not."""
+    # Examples compile, so the time that one takes says nothing; the same run always draws the same examples.
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("jflex", deadline=None, derandomize=True, suppress_health_check=too_slow)
+    hypothesis.settings.load_profile("jflex")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if config.option.markexpr == "gpu":
+        require_gpu()
+        return
+    # Both the variable, for the processes that tests start, and the setting: the plugins of pytest may have imported
+    # JAX. XLA reads its flags later, when the first device is asked for.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    flag = f"--xla_force_host_platform_device_count={SIMULATED_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def require_gpu() -> None:
+    try:
+        jax.devices("gpu")
+    except RuntimeError as error:
+        raise pytest.UsageError(f"`-m gpu` needs a GPU that JAX can use, and there is none here: {error}") from error
