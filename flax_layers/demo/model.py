@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 
 import jflex
 from flax_layers.nnx import FlexAttention
+from jflex.masks import causal, document
+from jflex.scores import alibi, alibi_slopes
 
 VOCABULARY = 256
 
@@ -40,19 +42,14 @@ class Block(nnx.Module):
             implementation=implementation,
             rngs=rngs,
         )
-        # Press et al. 2022, arXiv:2108.12409: a geometric sequence, here only where the slopes start.
-        self.slopes = nnx.Param(2.0 ** (-8.0 * (jnp.arange(sizes.heads, dtype=jnp.float32) + 1) / sizes.heads))
+        self.slopes = nnx.Param(alibi_slopes(sizes.heads))  # where they start; the score_mod captures them
         self.hidden_norm = nnx.RMSNorm(sizes.width, rngs=rngs)
         self.expand = nnx.Linear(sizes.width, 2 * hidden, use_bias=False, rngs=rngs)
         self.contract = nnx.Linear(hidden, sizes.width, use_bias=False, rngs=rngs)
 
-    def alibi(self, score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        """The `score_mod`: a penalty that grows with the distance, by a learned slope for each head."""
-        return score - self.slopes[h] * (q_idx - kv_idx).astype(score.dtype)
-
     def __call__(self, stream: Float[Array, "B T width"], block_mask: jflex.BlockMask) -> Float[Array, "B T width"]:
         """Returns the residual stream after this block."""
-        stream += self.attention(self.attention_norm(stream), score_mod=self.alibi, block_mask=block_mask)
+        stream += self.attention(self.attention_norm(stream), score_mod=alibi(self.slopes[...]), block_mask=block_mask)
         gate, value = jnp.split(self.expand(self.hidden_norm(stream)), 2, axis=-1)
         return stream + self.contract(nnx.silu(gate) * value)
 
@@ -85,13 +82,9 @@ def document_mask(documents: Packed) -> jflex.BlockMask:
     Returns:
         The mask of all rows, one batch entry each, for all heads.
     """
-    documents = jnp.asarray(documents)  # of a numpy array, no element can be taken at a traced index
-
-    def same_document_and_causal(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return (documents[b, q_idx] == documents[b, kv_idx]) & (q_idx >= kv_idx)
-
     rows, length = documents.shape
-    return jflex.create_block_mask(same_document_and_causal, rows, None, length, length)
+    mask_mod = jflex.and_masks(document(jnp.asarray(documents)), causal())
+    return jflex.create_block_mask(mask_mod, rows, None, length, length)
 
 
 def next_byte_loss(model: ByteDecoder, tokens: Packed, documents: Packed) -> Float[Array, ""]:
