@@ -50,6 +50,8 @@ class SelectedMask:
             return self.mask_mod(old_b, old_h, q_idx, kv_idx)
         if of_query.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
             return self.mask_mod(old_b, old_h, q_idx + of_query.start * self.q_block_size, kv_idx)
+        if not of_query.size:
+            return jnp.asarray(False)
         block, within = q_idx // self.q_block_size, q_idx % self.q_block_size
         old_q = of_query.blocks[block] * self.q_block_size + within
         return (block < of_query.size) & self.mask_mod(old_b, old_h, old_q, kv_idx)
@@ -134,8 +136,11 @@ def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, .
     """Takes the selected batches, heads and rows of a matrix of kinds."""
     for axis, selection in enumerate(selections):
         if selection.blocks is not None:
-            kinds = jnp.take(kinds, selection.blocks, axis=axis)
+            kinds = _take(kinds, selection.blocks, axis=axis)
     return kinds
+
+
+_take = jax.jit(jnp.take, static_argnames="axis")
 
 
 def selected_length(selection: Selection, length: int, block: int) -> int:

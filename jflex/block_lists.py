@@ -70,6 +70,7 @@ def _list_row(listed: Bool[Array, "*rows C"]) -> tuple[Int32[Array, "*rows"], In
     return counts, jnp.where(ordered < columns, ordered, 0)
 
 
+@jax.jit
 def kinds_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
     """The matrix of kinds that the ``kv_`` lists stand for; their last axis must be as wide as the matrix."""
     columns = lists.kv_indices.shape[-1]
@@ -78,7 +79,6 @@ def kinds_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
     return join_kinds(partial, full)
 
 
-@jax.jit
 def join_kinds(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
     """The matrix of kinds with these partial and full blocks; a block in both is full."""
     return jnp.where(full, jnp.int8(FULL), jnp.where(partial, jnp.int8(PARTIAL), jnp.int8(EMPTY)))
@@ -98,6 +98,7 @@ def listed_blocks(
     return listed.reshape(batch, heads, rows, columns)
 
 
+@jax.jit(static_argnames=("seq_lengths", "block_size"))
 def demote_tails(
     kinds: Int8[Array, "B H R C"], seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> Int8[Array, "B H R C"]:
