@@ -32,14 +32,14 @@ class Reference(Backend):
         exact = jnp.promote_types(problem.dtype, jnp.float32)
         score = jnp.einsum(f"{axes}->bnts", inputs.query.astype(exact), key.astype(exact), precision=precision)
         score = score * jnp.asarray(problem.scale, exact)
-        if problem.score is not None:
-            score = over_indices(problem.score, inputs.score_operands, score.shape, score.astype(jnp.float32)).astype(exact)
         visible = jnp.ones(score.shape, bool)
         if problem.mask is not None:
             visible = over_indices(problem.mask, inputs.mask_operands, score.shape)
         if inputs.lists is not None:
             kinds = _kinds_of_elements(problem, inputs.lists)
             visible = (kinds == FULL) | ((kinds == PARTIAL) & visible)
+        if problem.score is not None:
+            score = _modified(problem, inputs, score.astype(jnp.float32), visible).astype(exact)
         weights, lse = _softmax(score, visible)
         axes = "bsnh->btnh" if problem.layout == "BTNH" else "bnsh->bnth"
         out = jnp.einsum(f"bnts,{axes}", weights, value.astype(exact), precision=precision)
@@ -58,12 +58,31 @@ class Reference(Backend):
         return jnp.repeat(x, problem.group, axis=2 if problem.layout == "BTNH" else 1)
 
 
-def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[int, ...], *score: jax.Array) -> jax.Array:
-    """Evaluates a mod for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
+def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Evaluates a mask mod for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
     call = lambda *args: mod(operands, *args)
     for axis in reversed(range(4)):
-        call = jax.vmap(call, in_axes=(0,) * len(score) + tuple(0 if i == axis else None for i in range(4)))
-    return call(*score, *(jnp.arange(n, dtype=jnp.int32) for n in shape))
+        call = jax.vmap(call, in_axes=tuple(0 if i == axis else None for i in range(4)))
+    return call(*(jnp.arange(n, dtype=jnp.int32) for n in shape))
+
+
+def _modified(problem: Problem, inputs: Inputs, score: jax.Array, visible: jax.Array) -> jax.Array:
+    """The score mod on all scores.
+
+    Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be NaN
+    or infinite (``log(q_idx - kv_idx)``), and 0 times a derivative that is NaN would reach what it captures.
+    """
+    b, h, q_idx, kv_idx = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4))
+    visible = jnp.broadcast_to(visible, score.shape)
+    seen = jnp.argmax(visible.reshape(*score.shape[:2], -1), axis=-1)[..., None]
+
+    def instead(x: jax.Array) -> jax.Array:
+        return jnp.where(visible, x, jnp.take_along_axis(x.reshape(*x.shape[:2], -1), seen, axis=-1)[..., None])
+
+    call = lambda *args: problem.score(inputs.score_operands, *args)
+    for _ in range(4):
+        call = jax.vmap(call)
+    return call(instead(score), b, h, instead(q_idx), instead(kv_idx))
 
 
 def _kinds_of_elements(problem: Problem, lists: BlockLists) -> jax.Array:

@@ -1,0 +1,245 @@
+"""Blockwise attention in plain JAX: linear memory, empty blocks are never computed. What CPUs and TPUs run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.backends.blockwise import Unit, Walk, evaluate, over_block
+from jflex.loads import LoadedMod, split_loads
+from jflex.problem import Problem
+from jflex.varying import varying_axes, vary
+
+
+class Xla(Backend):
+    """Runs everywhere, with any mod that `jax.vmap` can run."""
+
+    name: ClassVar[str] = "xla"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Runs everything."""
+        del problem
+        return None
+
+    def describe(self, problem: Problem) -> str:
+        """The blocks of the mask, or fixed ones."""
+        if problem.blocks is not None:
+            return f"{problem.blocks.size[0]} x {problem.blocks.size[1]}, the blocks of the mask"
+        return "dense blocks, no mask lists"
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+        """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+        walk = Walk.of(problem, inputs)
+        query, key, value = _padded(walk, inputs)
+        axes = varying_axes(*jax.tree.leaves(inputs))
+
+        def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+            unit = walk.unit(number)
+            q = walk.queries(query, unit)
+
+            def step(state, column, is_partial):
+                s = _modified(walk, inputs, _products(problem, q, walk.keys(key, unit, column)), unit, column)
+                if is_partial:
+                    s = jnp.where(walk.visible(unit, column, inputs.mask_operands), s, -jnp.inf)
+                return _accumulate(state, s, walk.keys(value, unit, column), problem)
+
+            shape, exact = q.shape[:-1], _exact(problem)
+            start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
+            top, total, out = walk.over_columns(unit, jax.tree.map(lambda x: vary(x, axes), start), step)
+            return _finish(top, total, out)
+
+        out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
+        lse = lse.reshape(problem.B, problem.Hq, problem.T).astype(jnp.float32)
+        return Saved(_join_heads(out, problem).astype(problem.dtype), lse)
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+        """One pass over the rows: dQ is a row's own, dK, dV and the gradients of captures are added up in place."""
+        return _Backward(problem, inputs, saved, d_saved, wanted).run()
+
+
+class _Backward:
+    """The arrays of one backward pass."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> None:
+        self.problem, self.inputs, self.wanted = problem, inputs, wanted
+        self.walk = Walk.of(problem, inputs)
+        self.query, self.key, self.value = _padded(self.walk, inputs)
+        exact = _exact(problem)
+        out, d_out = (_split_heads(x, problem) for x in (saved.out, d_saved.out))
+        delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
+        lse = saved.lse.reshape(delta.shape).astype(exact)
+        if d_saved.lse is not None:
+            delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: exp(s - inf) is 0
+        rows = self.walk.rows * self.walk.size[0]
+        pad = lambda x, fill=0.0: jnp.pad(x, [(0, 0)] * 3 + [(0, rows - problem.T)] + [(0, 0)] * (x.ndim - 4),
+                                          constant_values=fill)
+        self.d_out, self.delta, self.lse = pad(d_out), pad(delta), pad(lse, jnp.inf)
+        self.loaded = split_loads(problem.score) if problem.score is not None else None
+
+    def run(self) -> Gradients:
+        """All wanted gradients."""
+        problem, walk, wanted = self.problem, self.walk, self.wanted
+        exact = _exact(problem)
+        grads = {"key": jnp.zeros(self.key.shape, exact) if wanted.key else None,
+                 "value": jnp.zeros(self.value.shape, exact) if wanted.value else None,
+                 "operands": [jnp.zeros(x.size, jnp.float32) if want else None
+                              for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)]}
+        axes = varying_axes(*jax.tree.leaves((self.inputs, self.d_out, self.lse)))
+        spread = lambda tree: jax.tree.map(lambda x: vary(x, axes), tree)
+
+        def row(grads, number):
+            unit = walk.unit(number)
+            q = walk.queries(self.query, unit)
+            step = lambda carry, column, is_partial: self._block(unit, q, carry, column, is_partial)
+            d_q, grads = walk.over_columns(unit, (spread(jnp.zeros(q.shape, exact)), grads), step)
+            return grads, d_q
+
+        grads, d_query = lax.scan(row, spread(grads), jnp.arange(walk.units, dtype=jnp.int32))
+        d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
+        keys = lambda x: None if x is None else _join_key_heads(x, problem)
+        operands = tuple(None if g is None else g.reshape(x.shape)
+                         for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True))
+        return Gradients(d_query, keys(grads["key"]), keys(grads["value"]), operands)
+
+    def _block(self, unit: Unit, q: jax.Array, carry: Any, column: jax.Array, is_partial: bool) -> Any:
+        problem, walk = self.problem, self.walk
+        d_q, grads = carry
+        k, v = walk.keys(self.key, unit, column), walk.keys(self.value, unit, column)
+        d_out = walk.queries(self.d_out, unit)
+        visible = walk.visible(unit, column, self.inputs.mask_operands) if is_partial else None
+        clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
+        raw = _products(problem, q, k)
+        s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
+        p = jnp.exp(s - walk.queries(self.lse, unit)[..., None])
+        d_p = _einsum("bkgqd,bksd->bkgqs", d_out, v, problem)
+        d_s = clear(p * (d_p - walk.queries(self.delta, unit)[..., None]))
+        d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
+        d_s = clear(d_s)
+        d_s = (d_s * problem.scale).astype(problem.dtype)
+        p = p.astype(problem.dtype)
+        d_key, d_value = grads["key"], grads["value"]
+        if d_key is not None:
+            d_key = walk.add_keys(d_key, _einsum("bkgqs,bkgqd->bksd", d_s, q, problem), unit, column)
+        if d_value is not None:
+            d_value = walk.add_keys(d_value, _einsum("bkgqs,bkgqd->bksd", p, d_out, problem), unit, column)
+        if self.wanted.query:
+            d_q = d_q + _einsum("bkgqs,bksd->bkgqd", d_s, k, problem)
+        return d_q, {"key": d_key, "value": d_value, "operands": operands}
+
+    def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
+        """Cotangents of the raw scores, and of the captured arrays added to `grads`."""
+        if self.loaded is None:
+            return d_s, grads
+        loaded, operands, indices = self.loaded, self.inputs.score_operands, self.walk.indices(unit, column)
+
+        def pull(score, cotangent, *scalars):
+            values = loaded.values(operands, score, *scalars)
+            _, vjp = jax.vjp(lambda s, xs: loaded.rest(xs, operands, s, *scalars), score, values)
+            return vjp(cotangent)
+
+        exact = raw.dtype
+        raw, d_s = raw.astype(jnp.float32), d_s.astype(jnp.float32)
+        d_score, d_loads = over_block(pull, (raw, d_s), indices)
+        grads = list(grads)
+        for load, cotangent in zip(loaded.loads, d_loads, strict=True):
+            if grads[load.operand] is not None:
+                if visible is not None:  # a mod may give NaN where nothing is seen
+                    own_axes = tuple(range(visible.ndim, cotangent.ndim))
+                    cotangent = jnp.where(jnp.expand_dims(visible, own_axes), cotangent, jnp.zeros_like(cotangent))
+                grads[load.operand] = _scatter(loaded, load, operands, indices, cotangent, grads[load.operand])
+        for number in loaded.whole:
+            if grads[number] is not None:
+                whole = lambda x, n=number: evaluate(loaded.traced, [*operands[:n], x, *operands[n + 1:]], raw, indices)
+                [more] = jax.vjp(whole, operands[number])[1](d_s)
+                grads[number] = grads[number] + more.astype(jnp.float32).reshape(-1)
+        return d_score.astype(exact), grads
+
+
+def _scatter(loaded: LoadedMod, load: Any, operands: Sequence[jax.Array], indices: Sequence[jax.Array], cotangent: jax.Array,
+             gradient: jax.Array) -> jax.Array:
+    """Adds the cotangent of a load, one for each element of a block, to the flat gradient of its operand."""
+    block_axes = {0: (0,), 1: (1, 2), 2: (3,), 3: (4,)}
+    summed = tuple(axis for a in range(4) if a not in load.axes for axis in block_axes[a])
+    cotangent = jnp.sum(cotangent.astype(jnp.float32), axis=summed)
+    place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
+    for axis in reversed(load.axes):
+        for _ in block_axes[axis]:
+            place = jax.vmap(place, in_axes=tuple(0 if a == axis else None for a in range(4)))
+    at = [x if a in load.axes else x.reshape(-1)[0] for a, x in enumerate(indices)]
+    positions = place(*at).reshape(-1)
+    positions = jnp.where(positions < 0, gradient.size, positions)
+    return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
+
+
+def _exact(problem: Problem) -> Any:
+    """The dtype of scores and sums."""
+    return jnp.promote_types(problem.dtype, jnp.float32)
+
+
+def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:
+    return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=_exact(problem))
+
+
+def _products(problem: Problem, q: jax.Array, k: jax.Array) -> jax.Array:
+    return _einsum("bkgqd,bksd->bkgqs", q, k, problem) * jnp.asarray(problem.scale, _exact(problem))
+
+
+def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
+    if walk.problem.score is None:
+        return raw
+    indices = walk.indices(unit, column)
+    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices).astype(raw.dtype)
+
+
+def _accumulate(state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, problem: Problem) -> tuple[jax.Array, ...]:
+    """One step of the online softmax."""
+    top, total, out = state
+    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    p = jnp.exp(s - shift[..., None])
+    keep = jnp.exp(top - shift)
+    out = out * keep[..., None] + _einsum("bkgqs,bksd->bkgqd", p.astype(problem.dtype), v, problem)
+    return new_top, total * keep + jnp.sum(p, axis=-1), out
+
+
+def _finish(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and lse; 0 and -inf for rows that see nothing."""
+    empty = top == -jnp.inf
+    safe = jnp.where(empty, 1.0, total)
+    return out / safe[..., None], jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+
+
+def _padded(walk: Walk, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query as [B, Hkv, group, T, D], key and value as [B, Hkv, S, D], padded to whole blocks with zeros."""
+    p = walk.problem
+    rows = walk.rows * walk.size[0] - p.T
+    columns = -(-p.S // walk.size[1]) * walk.size[1] - p.S
+    keys = lambda x: jnp.pad(jnp.broadcast_to(x if p.layout == "BNTH" else x.swapaxes(1, 2), (p.B, p.Hkv, p.S, x.shape[3])),
+                             ((0, 0), (0, 0), (0, columns), (0, 0)))
+    query = jnp.pad(_split_heads(inputs.query, p), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
+    return query, keys(inputs.key), keys(inputs.value)
+
+
+def _split_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """[B, T, Hq, D] or [B, Hq, T, D] as [B, Hkv, group, T, D]."""
+    x = x if p.layout == "BNTH" else x.swapaxes(1, 2)
+    return x.reshape(p.B, p.Hkv, p.group, p.T, x.shape[-1])
+
+
+def _join_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """The reverse of `_split_heads`."""
+    x = x.reshape(p.B, p.Hq, p.T, x.shape[-1])
+    return x if p.layout == "BNTH" else x.swapaxes(1, 2)
+
+
+def _join_key_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """[B, Hkv, S (padded), D] in the layout of the call, summed over a shared batch."""
+    x = x[:, :, : p.S]
+    x = x.sum(axis=0, keepdims=True) if p.Bkv < p.B else x
+    return x if p.layout == "BNTH" else x.swapaxes(1, 2)
