@@ -32,7 +32,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
-    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch")
     parser.add_argument("--length", type=int, default=1024, help="bytes of a row")
     parser.add_argument("--width", type=int, default=128, help="features of the residual stream")
