@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jflex
 
-ZOOM = slice(0, 256)
+ZOOM = slice(0, 1024)
 
 
 def draw_losses(path: pathlib.Path, losses: Sequence[float], held_out_loss: float, unigram_loss: float) -> None:
