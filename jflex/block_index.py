@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
 _AXES = ("batch", "heads", "query blocks")
@@ -89,7 +90,7 @@ def _select_axis(index: Any, size: int, axis: str) -> Selection:
         if chosen == range(size):
             return Selection(size, last=size - 1 if size else None, known=tuple(chosen))
         return _known_selection(np.asarray(chosen, np.int64), neighbours=chosen.step == 1)
-    if isinstance(index, jax.core.Tracer):
+    if isinstance(index, Tracer):
         return _traced_selection(index, size, axis)
     numbers = _integers(index, axis)
     if numbers.size and (numbers.min() < -size or numbers.max() >= size):

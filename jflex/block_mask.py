@@ -10,11 +10,13 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from jflex import block_algebra, drawing
@@ -82,10 +84,10 @@ class BlockMask:
     @classmethod
     def from_kv_blocks(
         cls,
-        kv_num_blocks: Int[Array, "B H R"],
-        kv_indices: Int[Array, "B H R W"],
-        full_kv_num_blocks: Int[Array, "B H R"] | None = None,
-        full_kv_indices: Int[Array, "B H R W2"] | None = None,
+        kv_num_blocks: Int[ArrayLike, "B H R"],
+        kv_indices: Int[ArrayLike, "B H R W"],
+        full_kv_num_blocks: Int[ArrayLike, "B H R"] | None = None,
+        full_kv_indices: Int[ArrayLike, "B H R W2"] | None = None,
         *,
         block_size: BlockSize = 128,
         mask_mod: MaskMod | None = None,
@@ -147,10 +149,7 @@ class BlockMask:
 
     def numel(self) -> int:
         """Elements of the mask: the product of `shape`."""
-        size = 1
-        for axis in self.shape:
-            size *= axis
-        return size
+        return math.prod(self.shape)
 
     def kinds(self) -> Int8[Array, "B H R C"]:
         """The matrix of blocks: 0 empty, 1 partial, 2 full."""
@@ -193,9 +192,8 @@ class BlockMask:
             the axis, with size 1. Negative ones count from the end. Traced ones are brought into range.
 
         Returns:
-          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Extended over the
-          queries, one made with a slice of neighbouring blocks goes on in the old mask, and one made with an array or a
-          step sees nothing there.
+          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Beyond its queries, as
+          `with_lengths` shows, neighbouring blocks go on in the old mask; chosen by an array or a step, they see nothing.
 
         Raises:
           IndexError: There are more than three indices, or one is out of range.
@@ -220,8 +218,7 @@ class BlockMask:
           kv_len: New number of keys.
 
         Returns:
-          The mask that `create_block_mask` would have made for these lengths; or, for a mask made from lists, the same
-          lists where they were and the mask_mod outside.
+          What `create_block_mask` would have made; or, of a mask made from lists, those and the mask_mod outside of them.
 
         Raises:
           TypeError: A length is not an integer.
@@ -234,7 +231,7 @@ class BlockMask:
         seq_lengths = (checked_size(q_len, "q_len"), checked_size(kv_len, "kv_len"))
         if seq_lengths == self.seq_lengths:
             return self
-        if self.traced is not None and self.lists_follow_mod:
+        if self.mask_mod is not None and self.lists_follow_mod:
             return self._remade(self.mask_mod, seq_lengths)
         if seq_lengths[0] <= self.seq_lengths[0] and seq_lengths[1] <= self.seq_lengths[1]:
             kinds = block_algebra.crop_kinds(self, seq_lengths)
@@ -263,15 +260,14 @@ class BlockMask:
     def __str__(self) -> str:
         return drawing.draw(self)
 
-    def __repr__(self) -> str:
-        return drawing.draw(self)
+    __repr__ = __str__
 
     def to_string(self, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
         """Draws the blocks: ``██`` full, ``░░`` partial, two spaces empty.
 
         Args:
-          grid_size: At most so many rows and columns; larger masks are drawn coarser, and a character then stands for
-            several blocks: full if all are, empty if all are, else partial. None: a character for every block.
+          grid_size: At most so many rows and columns, each cell full or empty if all of its blocks are, else partial.
+            None: a cell for every block.
           limit: Draws at most so many batches and heads.
 
         Returns:
@@ -292,6 +288,7 @@ class BlockMask:
 
         Raises:
           ImportError: matplotlib is not installed.
+          IndexError: There is no such batch or head.
           TypeError: The lists are traced.
         """
         return drawing.to_figure(self, batch, head, zoom)
@@ -309,16 +306,16 @@ class BlockMask:
         sizes = (seq_lengths, self.block_size)
         return _assemble(kinds, mask_mod, sizes, lists_follow_mod=lists_follow_mod, source=source)
 
-    def _remade(self, mask_mod: MaskMod | None, seq_lengths: tuple[int, int]) -> BlockMask:
+    def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
         """Evaluates a mask_mod anew, for other lengths."""
         traced, operands = trace_mask_mod(mask_mod)
         kinds = block_kinds(traced, operands, (*self.kv_num_blocks.shape[:2], *seq_lengths), self.block_size)
         return self._like(kinds, mask_mod, seq_lengths, lists_follow_mod=True)
 
     def _composed(self, composed: block_algebra.Composed) -> BlockMask:
+        kinds, mask_mod, source, follows = composed
         sizes = (self.seq_lengths, self.block_size)
-        follows = composed.lists_follow_mod
-        return _assemble(composed.kinds, composed.mask_mod, sizes, lists_follow_mod=follows, source=composed.source)
+        return _assemble(kinds, mask_mod, sizes, lists_follow_mod=follows, source=source)
 
 
 def create_block_mask(
@@ -373,7 +370,15 @@ def create_block_mask(
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
     kinds = block_kinds(traced, operands, shape, block_size)
-    return BlockMask(*lists_from_kinds(kinds), operands, traced, shape[2:], block_size, True)
+    lists = lists_from_kinds(kinds)._asdict()
+    return BlockMask(
+        **lists,
+        mask_operands=operands,
+        traced=traced,
+        seq_lengths=shape[2:],
+        block_size=block_size,
+        lists_follow_mod=True,
+    )
 
 
 def _assemble(
@@ -388,5 +393,9 @@ def _assemble(
     traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
     if traced is not None and source is not None:
         traced = dataclasses.replace(traced, source=source)
-    lists = lists_from_kinds(demote_tails(kinds, *sizes))
-    return BlockMask(*lists, operands, traced, *sizes, lists_follow_mod)
+    lists = lists_from_kinds(demote_tails(kinds, *sizes))._asdict()
+    seq_lengths, block_size = sizes
+    return BlockMask(
+        **lists, mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
+        lists_follow_mod=lists_follow_mod,
+    )  # fmt: skip

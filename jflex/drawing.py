@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jflex.block_lists import FULL, PARTIAL
 from jflex.dense_mask import block_mask_elements
@@ -22,7 +23,7 @@ _COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
 
 def is_concrete(block_mask: BlockMask) -> bool:
     """Whether the values of the lists are known: not under ``jit``, nor while JAX moves the pytree about."""
-    return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, jax.core.Tracer) for x in block_mask.lists)
+    return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in block_mask.lists)
 
 
 def sparsity(kinds: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int8
 
 from jflex.block_lists import block_count, join_kinds, listed_blocks
@@ -51,7 +51,7 @@ def kinds_from_given(
         _check_values(counts, numbers, columns, names)
         listed.append(listed_blocks(jnp.asarray(counts, jnp.int32), jnp.asarray(numbers, jnp.int32), columns))
     partial, full = (*listed, jnp.zeros_like(listed[0]))[:2]
-    if not isinstance(partial, jax.core.Tracer) and not isinstance(full, jax.core.Tracer):
+    if not isinstance(partial, Tracer) and not isinstance(full, Tracer):
         twice = np.argwhere(np.asarray(partial & full))
         if len(twice):
             b, h, row, column = twice[0].tolist()
@@ -82,7 +82,7 @@ def _checked_pair(counts: Any, numbers: Any, names: tuple[str, ...]) -> tuple[An
 
 
 def _check_values(counts: Any, numbers: Any, columns: int, names: tuple[str, ...]) -> None:
-    if isinstance(counts, jax.core.Tracer) or isinstance(numbers, jax.core.Tracer):
+    if isinstance(counts, Tracer) or isinstance(numbers, Tracer):
         return
     counts, numbers = np.asarray(counts), np.asarray(numbers)
     if counts.size and (counts.min() < 0 or counts.max() > numbers.shape[-1]):

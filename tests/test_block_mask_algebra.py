@@ -209,8 +209,8 @@ def test_join_refuses():
         (create_block_mask(causal, 2, 2, 64, 64, block_size=32), "whose heads are equal or 1. Got (2 and 3|3 and 2)"),
     ]:
         with pytest.raises(ValueError, match=message):
-            block_mask & other
+            _ = block_mask & other
         with pytest.raises(ValueError, match=message):
-            other | block_mask
+            _ = other | block_mask
     with pytest.raises(TypeError):
-        block_mask & causal
+        _ = block_mask & causal  # pyright: ignore[reportOperatorIssue]

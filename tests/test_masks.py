@@ -131,7 +131,7 @@ def test_document_ids_from_traced_lengths():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: masks.causal("left"), "`alignment` must be 'top_left' or 'bottom_right'"),
+        (lambda: masks.causal("left"), "must be 'top_left' or 'bottom_right'"),  # pyright: ignore[reportArgumentType]
         (lambda: masks.causal("bottom_right"), "needs `q_length` and `kv_length`"),
         (lambda: masks.causal(q_length=3), "have a meaning for `alignment='bottom_right'` only"),
         (lambda: masks.dilated_window(3, dilation=0), "`dilation` must be at least 1"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
 from jflex.mods import MaskMod
 
 
-def document(q_ids: Int[Array, "*B T"], kv_ids: Int[Array, "*B S"] | None = None) -> MaskMod:
+def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | None = None) -> MaskMod:
     """Shows the keys of the query's own document. Join it with `causal` for a packed language model.
 
     Args:
@@ -36,7 +37,7 @@ def document(q_ids: Int[Array, "*B T"], kv_ids: Int[Array, "*B S"] | None = None
     return lambda b, h, q_idx, kv_idx: q_ids[b, q_idx] == kv_ids[b, kv_idx]
 
 
-def document_ids_from_lengths(lengths: Int[Array, " N"], total: int) -> Int32[Array, " {total}"]:
+def document_ids_from_lengths(lengths: Int[ArrayLike, " N"], total: int) -> Int32[Array, " {total}"]:
     """The document of every place of a row in which documents of these lengths follow one another.
 
     Args:

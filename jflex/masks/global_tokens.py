@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jax.typing import ArrayLike
+from jaxtyping import Bool
 
 from jflex.mods import MaskMod
 
 
-def global_tokens(is_global: Bool[Array, " S"]) -> MaskMod:
+def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
     """Shows every key to the global queries, and the global keys to every query. Join it to a window with `or_masks`.
 
     Args:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax.typing import ArrayLike
+from jaxtyping import Int
 
 from jflex.mods import MaskMod
 
 
-def padding(kv_lengths: Int[Array, " B"]) -> MaskMod:
+def padding(kv_lengths: Int[ArrayLike, " B"]) -> MaskMod:
     """Shows the first ``kv_lengths[b]`` keys of every batch entry.
 
     Padded queries still see keys: what they give is for the caller to drop.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax.typing import ArrayLike
+from jaxtyping import Int
 
 from jflex.mods import MaskMod
 
 
-def prefix_lm(prefix_length: int | Int[Array, ""] | Int[Array, " B"]) -> MaskMod:
+def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> MaskMod:
     """Shows the prefix to every query, and the keys up to the query itself.
 
     Args:
@@ -21,11 +22,7 @@ def prefix_lm(prefix_length: int | Int[Array, ""] | Int[Array, " B"]) -> MaskMod
     >>> create_mask(prefix_lm(2), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
-    by_batch = jnp.ndim(prefix_length) == 1
-    lengths = jnp.asarray(prefix_length) if by_batch else prefix_length
-
-    def prefix_or_causal(b, h, q_idx, kv_idx):
-        length = lengths[b] if by_batch else lengths
-        return (kv_idx < length) | (q_idx >= kv_idx)
-
-    return prefix_or_causal
+    if jnp.ndim(prefix_length) == 0:
+        return lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx)
+    lengths = jnp.asarray(prefix_length)
+    return lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Int
+from jax.typing import ArrayLike
+from jaxtyping import Int
 
 from jflex.mods import MaskMod
 
 
-def sliding_window(left: int | Int[Array, ""], right: int | Int[Array, ""] = 0) -> MaskMod:
+def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, ""] = 0) -> MaskMod:
     """Shows the keys from `left` places before the query to `right` places after it.
 
     With ``right=0`` the window is causal and holds ``left + 1`` keys, the query's own among them: a model with "window

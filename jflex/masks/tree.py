@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 from jflex.mods import MaskMod
 
 
-def tree(prefix_length: int | Int[Array, ""], ancestors: Bool[Array, "N N"]) -> MaskMod:
+def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
     """Shows the prefix to every node of a tree of drafted tokens, and to each node its ancestors and itself.
 
     Queries are the nodes; keys are the prefix and then the nodes.

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32
 
 
-def alibi(slopes: Float[Array, " Hq"]) -> Callable[..., Any]:
+def alibi(slopes: Float[ArrayLike, " Hq"]) -> Callable[..., Any]:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: keys before the query lose, in proportion to their distance.
 
     Join it with a causal mask: keys after the query gain.

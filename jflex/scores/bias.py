@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 
-def bias(values: Float[Array, "B H T S"]) -> Callable[..., Any]:
+def bias(values: Float[ArrayLike, "B H T S"]) -> Callable[..., Any]:
     """Adds ``values[b, h, q_idx, kv_idx]`` to the scores.
 
     Args:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 
-def relative_bias(table: Float[Array, "Hq N"]) -> Callable[..., Any]:
+def relative_bias(table: Float[ArrayLike, "Hq N"]) -> Callable[..., Any]:
     """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
 
     Args:

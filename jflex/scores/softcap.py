@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 
-def softcap(cap: float | Float[Array, ""]) -> Callable[..., Any]:
+def softcap(cap: float | Float[ArrayLike, ""]) -> Callable[..., Any]:
     """Sends a score to ``cap * tanh(score / cap)``.
 
     Args:

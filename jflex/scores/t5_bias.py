@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 
-def t5_bias(table: Float[Array, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> Callable[..., Any]:
+def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> Callable[..., Any]:
     """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: near distances have own buckets, far ones share them.
 
     Args:
