@@ -40,7 +40,7 @@ class BlockMask:
 
     Make one with `create_block_mask`, or from lists of your own with `BlockMask.from_kv_blocks`.
 
-    Let ``R`` and ``C`` be the numbers of query blocks and key blocks. Batch and heads are 1 where all share one mask.
+    ``R`` and ``C`` count query blocks and key blocks. Batch and heads are 1 where all share one mask.
 
     Attributes:
       kv_num_blocks: How many partial key blocks a query block sees.
@@ -192,8 +192,8 @@ class BlockMask:
             the axis, with size 1. Negative ones count from the end. Traced ones are brought into range.
 
         Returns:
-          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Beyond its queries, as
-          `with_lengths` shows, neighbouring blocks go on in the old mask; chosen by an array or a step, they see nothing.
+          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Extended over queries,
+          neighbouring blocks go on in the old mask; blocks chosen by an array or a step see nothing there.
 
         Raises:
           IndexError: There are more than three indices, or one is out of range.
@@ -218,7 +218,7 @@ class BlockMask:
           kv_len: New number of keys.
 
         Returns:
-          What `create_block_mask` would have made; or, of a mask made from lists, those and the mask_mod outside of them.
+          What `create_block_mask` would have made; or, of a mask made from lists, those and its mask_mod beyond.
 
         Raises:
           TypeError: A length is not an integer.
@@ -314,8 +314,7 @@ class BlockMask:
 
     def _composed(self, composed: block_algebra.Composed) -> BlockMask:
         kinds, mask_mod, source, follows = composed
-        sizes = (self.seq_lengths, self.block_size)
-        return _assemble(kinds, mask_mod, sizes, lists_follow_mod=follows, source=source)
+        return _assemble(kinds, mask_mod, (self.seq_lengths, self.block_size), lists_follow_mod=follows, source=source)
 
 
 def create_block_mask(
