@@ -1,0 +1,118 @@
+"""Adapter of the Triton kernels: says what they cannot do, picks tiles, and hands them the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.backends.programs import Programs, programs_of
+from jflex.config import Tiles
+from jflex.problem import Problem
+
+
+class Triton(Backend):
+    """Fused kernels for NVIDIA GPUs from Ampere on, through Pallas and Triton."""
+
+    name: ClassVar[str] = "triton"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """The first thing that stands in the way."""
+        if problem.platform != "gpu" and not problem.config.interpret:
+            return (f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
+                    "config=jflex.Config(interpret=True) interprets the kernels)")
+        if problem.dtype not in ("bfloat16", "float16", "float32"):
+            return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
+        if max(problem.D, problem.Dv) > 256:
+            return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+        for kernel in ("forward", "dkv", "dq"):
+            try:
+                _tiles(problem, kernel)
+            except _NoTile as error:
+                return str(error)
+        programs = programs_of(problem)
+        return programs if isinstance(programs, str) else None
+
+    def describe(self, problem: Problem) -> str:
+        """The tiles of its three kernels."""
+        return ", ".join(f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages)"
+                         for kernel in ("forward", "dkv", "dq") for t in [_tiles(problem, kernel)])
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+        """Runs the forward kernel."""
+        from pallas_kernels.triton import forward
+
+        setting = _setting(problem)
+        return Saved(*forward.forward(setting, _kernel_tiles(problem, "forward"), _arrays(inputs)))
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+        """Runs the kernel for dK and dV, and the one for dQ, as far as they are wanted."""
+        from pallas_kernels.triton import backward
+
+        setting, programs = _setting(problem), _programs(problem)
+        derivative = None if problem.score is None else programs.derivative(wanted.score_operands)
+        plan = backward.Plan(wanted.query, wanted.key or wanted.value, derivative)
+        tiles = backward.BackwardTiles(_kernel_tiles(problem, "dkv"), _kernel_tiles(problem, "dq"))
+        found = backward.backward(setting, tiles, _arrays(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse))
+        captured = tuple(g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True))
+        return Gradients(found.query, found.key, found.value, captured)
+
+
+class _NoTile(Exception):
+    """No tile of the kernels divides the blocks of the mask; the message says so."""
+
+
+def _programs(problem: Problem) -> Programs:
+    programs = programs_of(problem)
+    assert isinstance(programs, Programs), programs
+    return programs
+
+
+def _tiles(problem: Problem, kernel: str) -> Tiles:
+    """What the user set, else the rule, cut to what divides the blocks of the mask and is no larger than the problem."""
+    from pallas_kernels.tuning import rules
+
+    given = getattr(problem.config, kernel)
+    if given is not None:
+        return given
+    size = max(problem.D, problem.Dv)
+    tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(size, jnp.dtype(problem.dtype).itemsize))
+    block_q, block_kv = tiles.block_q, tiles.block_kv
+    if problem.blocks is not None:
+        block_q, block_kv = (min(tile, block & -block) for tile, block in zip((block_q, block_kv), problem.blocks.size,
+                                                                               strict=True))
+    else:
+        block_q = min(block_q, max(16, 1 << (problem.T - 1).bit_length()))
+        block_kv = min(block_kv, max(16, 1 << (problem.S - 1).bit_length()))
+    if min(block_q, block_kv) < 16:
+        raise _NoTile(f"its tiles are powers of two from 16 on, and none divides the mask's blocks of {problem.blocks.size[0]} x "
+                      f"{problem.blocks.size[1]} (create the mask with a `block_size` that is a multiple of 16)")
+    return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+
+
+def _kernel_tiles(problem: Problem, kernel: str):
+    from pallas_kernels import setting
+
+    return setting.Tiles(*dataclasses.astuple(_tiles(problem, kernel)))
+
+
+@functools.lru_cache(maxsize=256)
+def _setting(problem: Problem):
+    from pallas_kernels.setting import Setting
+
+    programs, p = _programs(problem), problem
+    lists = (1, 1) if p.blocks is None else (p.blocks.batch, p.blocks.heads)
+    return Setting(p.B, p.T, p.S, p.Hq, p.Hkv, p.Bkv, p.D, p.Dv, p.layout, p.scale, programs.score, programs.mask,
+                   None if p.blocks is None else p.blocks.size, *lists, p.precision, p.config.interpret)
+
+
+def _arrays(inputs: Inputs):
+    from pallas_kernels.setting import Arrays, as_int8
+
+    lists = None if inputs.lists is None else tuple(inputs.lists)
+    captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
+    return Arrays(inputs.query, inputs.key, inputs.value, lists, *captured)

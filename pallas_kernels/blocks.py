@@ -1,0 +1,63 @@
+"""Walking the lists of a block mask, in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.setting import Setting
+
+
+class BlockRow(NamedTuple):
+    """Which lists of which row of blocks a tile walks: refs to counts and indices, and where in them."""
+
+    partial: tuple[Any, Any]
+    full: tuple[Any, Any]
+    at: tuple[Any, Any, Any]
+
+
+def list_position(setting: Setting, b: Any, h: Any) -> tuple[Any, Any]:
+    """Batch and head of the lists, which may be shared."""
+    return (b if setting.list_batch > 1 else 0), (h if setting.list_heads > 1 else 0)
+
+
+def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Callable[[Any, Any, bool], Any]) -> Any:
+    """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks; `first` is the first index of a tile.
+
+    Args:
+      row: The lists.
+      block: Size of a block along the walk.
+      tile: Size of a tile along the walk; it divides the block.
+      length: Of the axis that is walked.
+      state: What is folded.
+      step: One tile.
+    """
+    per_block = block // tile
+    last = -(-length // block) - 1
+    for (counts, indices), is_partial in ((row.partial, True), (row.full, False)):
+
+        def body(t, state, indices=indices, is_partial=is_partial):
+            number = indices[(*row.at, t if per_block == 1 else t // per_block)]
+            number = jnp.minimum(jnp.maximum(number, 0), last)  # lists of the user's own may hold anything
+            first = number * block if per_block == 1 else number * block + (t % per_block) * tile
+            return step(state, first, is_partial)
+
+        state = lax.fori_loop(0, counts[row.at] * per_block, body, state)
+    return state
+
+
+def walk_all(tile: int, length: int, is_partial: bool, state: Any, step: Callable[[Any, Any, bool], Any]) -> Any:
+    """As `walk` over all of an axis, without lists; a last tile that is cut short counts as partial."""
+    whole = 0 if is_partial else length // tile
+    tiles = -(-length // tile)
+    state = lax.fori_loop(0, whole, lambda t, s: step(s, t * tile, False), state)
+    return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
+
+
+def heaviest_first(counts: jax.Array, full_counts: jax.Array) -> jax.Array:
+    """Rows in the order in which they are started: those with most blocks first, so that none ends alone."""
+    return jnp.argsort(-(counts + full_counts), axis=-1).astype(jnp.int32)

@@ -1,0 +1,55 @@
+"""Online softmax in base 2 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691, section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.setting import LN_2
+
+
+class SoftmaxState(NamedTuple):
+    """Of the rows of a tile, after some of the keys.
+
+    Attributes:
+      top: The largest score so far, in base 2 (score times log2 e).
+      total: Sum of ``2 ** (score - top)``.
+      out: Sum of ``2 ** (score - top)`` times the values.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def start(rows: int, size: int) -> SoftmaxState:
+    """No key has been seen."""
+    return SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32),
+                        jnp.zeros((rows, size), jnp.float32))
+
+
+def update(state: SoftmaxState, s: jax.Array, times_values: Callable[[jax.Array], jax.Array], may_hide: bool) -> SoftmaxState:
+    """Takes in a tile of scores.
+
+    Args:
+      state: Before.
+      s: Scores in base 2; -inf where nothing is seen.
+      times_values: Multiplies a tile of probabilities by the values.
+      may_hide: Whether a row may have seen nothing yet: then ``-inf - -inf`` is avoided.
+    """
+    top = jnp.maximum(state.top, jnp.max(s, axis=1))
+    shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
+    p = jnp.exp2(s - shift[:, None])
+    keep = jnp.exp2(state.top - shift)
+    return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), state.out * keep[:, None] + times_values(p))
+
+
+def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
+    empty = state.total == 0.0
+    total = jnp.where(empty, 1.0, state.total)
+    lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
+    return state.out / total[:, None], lse

@@ -1,0 +1,103 @@
+"""Backward pass: what both kernels need, the two kernels, and the gradients of captured arrays.
+
+With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:2307.08691, section 3.1.2)::
+
+    dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
+
+where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the queries of
+a tile of keys for dK and dV; each computes P again from the lse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cotangents import LoadGroups, group_loads, scatter
+from pallas_kernels.mods import Derivative
+from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
+from pallas_kernels.triton import backward_dkv, backward_dq
+
+
+class Plan(NamedTuple):
+    """Which gradients are computed: `derivative` says of which loads of the score mod, None without one."""
+
+    query: bool
+    key_or_value: bool
+    derivative: Derivative | None
+
+
+class BackwardTiles(NamedTuple):
+    """Tiles of the two kernels."""
+
+    dkv: Tiles
+    dq: Tiles
+
+
+class Found(NamedTuple):
+    """The gradients; None where none is wanted, in `score_operands` also where an array is not read."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    score_operands: tuple[jax.Array, ...]
+
+
+def backward(setting: Setting, tiles: BackwardTiles, arrays: Arrays, plan: Plan, saved: tuple[jax.Array, jax.Array],
+             d_saved: tuple[jax.Array, jax.Array | None]) -> Found:
+    """Computes the gradients that the plan names.
+
+    Args:
+      setting: The setting.
+      tiles: Of the kernels.
+      arrays: The inputs of the forward pass.
+      plan: What is wanted.
+      saved: Output and lse of the forward pass.
+      d_saved: Their cotangents; that of lse may be None.
+    """
+    rows = _row_statistics(setting, saved, d_saved)
+    groups = group_loads(setting, plan.derivative)
+    gradients = {i: [] for i in range(len(arrays.score_operands))}
+    d_query = d_key = d_value = None
+    if plan.query or groups.rows or groups.stores or groups.atomics:
+        found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
+        d_query = found.query if plan.query else None
+        _collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
+        for load, x in zip((*groups.stores, *groups.atomics), found.tiles, strict=True):
+            gradients[load.value].append(x)
+    if plan.key_or_value or groups.columns:
+        found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
+        d_key, d_value = (_sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
+        _collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
+    captured = tuple(_total(parts, x) for parts, x in zip(gradients.values(), arrays.score_operands, strict=True))
+    return Found(d_query, d_key, d_value, captured)
+
+
+def _row_statistics(setting: Setting, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> backward_dq.Rows:
+    """dO, the lse in base 2 and delta. An empty row gets lse = inf, so that ``2 ** (score - lse)`` is 0."""
+    (out, lse), (d_out, d_lse) = saved, d_saved
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) if setting.layout == "BTNH" else delta
+    delta = delta if d_lse is None else delta - d_lse
+    return backward_dq.Rows(d_out, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), delta)
+
+
+def _collect(setting: Setting, derivative: Derivative | None, arrays: Arrays, loads: tuple, cotangents: list,
+             gradients: dict[int, list[jax.Array]]) -> None:
+    for load, cotangent in zip(loads, cotangents, strict=True):
+        gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
+
+
+def _total(parts: list[jax.Array], operand: jax.Array) -> jax.Array:
+    if len(parts) == 1:
+        return parts[0]
+    return sum((x.astype(jnp.float32) for x in parts), jnp.zeros(operand.shape, jnp.float32))
+
+
+def _sum_batch(setting: Setting, x: jax.Array) -> jax.Array:
+    return x.sum(axis=0, keepdims=True) if setting.Bkv < setting.B else x
+
+
+__all__ = ["BackwardTiles", "Found", "LoadGroups", "Plan", "backward"]

@@ -1,0 +1,120 @@
+"""Backward kernel for dQ, and for the captured arrays that are read by query, by element or not by index at all.
+
+One program computes a tile of queries of one head, over the tiles of keys that the forward kernel visits. The grid is
+(tiles of queries, query heads, batch).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.cotangents import LoadGroups
+from pallas_kernels.mods import Derivative
+from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.triton import scores
+from pallas_kernels.triton.forward import over_keys, row_order, this_row
+from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector
+
+
+class Rows(NamedTuple):
+    """Per query: cotangent of the output (in the layout of the setting), lse in base 2, delta; the last two [B, Hq, T]."""
+
+    d_out: Any
+    lse: Any
+    delta: Any
+
+
+class FoundByRows(NamedTuple):
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of the arrays of ``groups.stores`` and ``groups.atomics``."""
+
+    query: jax.Array
+    rows: list[jax.Array]
+    tiles: list[jax.Array]
+
+
+def dq(setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None,
+       groups: LoadGroups) -> FoundByRows:
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
+    operands = arrays.score_operands
+    zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
+    zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
+    inputs = (arrays, row_order(setting, tiles, arrays), rows, zeros)
+    per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)
+    outputs = [jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype), *(per_row for _ in groups.rows),
+               *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros)]
+    before = len(jax.tree.leaves(inputs[:3]))
+    aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
+    found = launch(functools.partial(_kernel, setting, tiles, derivative, groups), inputs, outputs, name="jflex_backward_dq",
+                   grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B), tiles=tiles, interpret=setting.interpret,
+                   aliases=aliases)
+    return FoundByRows(found[0], list(found[1 : 1 + len(groups.rows)]), list(found[1 + len(groups.rows) :]))
+
+
+def through_mod(derivative: Derivative | None, tile: scores.Tile, d_s: jax.Array) -> tuple[jax.Array, Any]:
+    """Cotangents of the raw scores, and a function that gives those of a load, all of the size of a tile."""
+    if derivative is None:
+        return d_s, None
+    evaluation = tile.score.child({derivative.cotangent: d_s})
+    # The derivative of a mod may be NaN where nothing is seen, and 0 times that too.
+    clear = lambda x: x if tile.visible is None else jnp.where(tile.visible, x, 0.0)
+    return clear(evaluation.tile(derivative.d_score)), lambda load: clear(evaluation.tile(derivative.d_loads[load]))
+
+
+def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, groups: LoadGroups, arrays: Arrays, order: Any,
+            rows: Rows, zeros: Any, d_query: Any, *captured: Any) -> None:
+    here = b, h, tile = this_row(setting, order)
+    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
+    first = tile * tiles.block_q
+    kv_b, kv_h = (b if setting.Bkv > 1 else 0), h // setting.group
+    own_rows = functools.partial(load_rows, setting, b=b, h=h, first=first, rows=tiles.block_q, length=setting.T,
+                                 may_end=rows_end)
+    vector = functools.partial(load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end)
+    q, d_out = own_rows(arrays.query), own_rows(rows.d_out)
+    lse, delta = vector(rows.lse, other=jnp.inf), vector(rows.delta, other=0.0)
+    programs = None if derivative is None else {"score": derivative.nodes}
+    known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first, programs=programs)
+
+    def step(state: Any, key: Any, is_partial: bool) -> Any:
+        d_q, sums = state
+        keys = functools.partial(load_rows, setting, b=kv_b, h=kv_h, first=key, rows=tiles.block_kv, length=setting.S,
+                                 may_end=is_partial and keys_end)
+        k = keys(arrays.key)
+        tile = scores.compute(known, q, k, key, is_partial)
+        p = jnp.exp2(tile.base2 - lse[:, None])
+        d_p = product(setting, d_out, keys(arrays.value), over=(1, 1))
+        d_s, of_load = through_mod(derivative, tile, p * (d_p - delta[:, None]))
+        sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
+        for load, ref in zip((*groups.stores, *groups.atomics), captured[len(groups.rows) :], strict=True):
+            _write(setting, tiles, ref, tile, load, of_load(load), (first, key), add=load in groups.atomics)
+        return d_q + product(setting, d_s.astype(k.dtype), k, over=(1, 0)), sums
+
+    sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
+    start = jnp.zeros((tiles.block_q, padded(setting.D)), jnp.float32)
+    d_q, sums = over_keys(setting, tiles, arrays, here, (start, sums), step)
+    store_rows(setting, d_query, b, h, first, d_q * setting.scale, setting.T, may_end=rows_end)
+    for ref, total in zip(captured, sums, strict=False):
+        store_vector(ref, (b, h), first, total, setting.T, may_end=rows_end)
+
+
+def _write(setting: Setting, tiles: Tiles, ref: Any, tile: scores.Tile, load: Any, cotangent: jax.Array, first: tuple[Any, Any],
+           *, add: bool) -> None:
+    """Writes the cotangents of a tile to the gradient of the array: a plain store where nothing else writes there."""
+    q_first, k_first = first
+    space = tile.score.space
+    at = tuple(space.spread(tile.score(i), i.kind, "qk") for i in load.inputs)
+    shape = cotangent.shape
+    exists = (q_first + jax.lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
+        k_first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S)
+    # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places too, as
+    # they were before; so there the one write becomes an addition to the zeros.
+    if add or setting.interpret:
+        jax.ref.addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
+    else:
+        plgpu.store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)

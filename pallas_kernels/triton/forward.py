@@ -1,0 +1,83 @@
+"""Forward kernel.
+
+One program computes a tile of queries of one head: it walks the listed blocks of keys, partial ones with the mask and full
+ones without, and keeps the query, the running softmax and the output in registers (Dong et al. 2024, arXiv:2412.05496,
+section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads, batch).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import blocks, softmax
+from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.triton import scores
+from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.tile import load_rows, padded, product, store_rows, store_vector
+
+
+def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
+    order = row_order(setting, tiles, arrays)
+    outputs = [jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+               jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)]
+    out, lse = launch(functools.partial(_kernel, setting, tiles), (arrays, order), outputs, name="jflex_forward",
+                      grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B), tiles=tiles,
+                      interpret=setting.interpret)
+    return out, lse
+
+
+def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
+    """In which order the tiles of queries are started, [list batch, list heads, tiles], or None for their own."""
+    if setting.blocks is None:
+        return None
+    weight = arrays.lists[0] + arrays.lists[2]
+    per_block = setting.blocks[0] // tiles.block_q
+    weight = jnp.repeat(weight, per_block, axis=-1)[..., : pl.cdiv(setting.T, tiles.block_q)]
+    return blocks.heaviest_first(weight, jnp.zeros_like(weight))
+
+
+def this_row(setting: Setting, order: Any) -> tuple[Any, Any, Any]:
+    """Batch, query head and tile of queries of this program."""
+    tile, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    if order is not None:
+        tile = order[(*blocks.list_position(setting, b, h), tile)]
+    return b, h, tile
+
+
+def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
+    """Folds a step over the tiles of keys that a tile of queries visits."""
+    b, h, tile = here
+    if setting.blocks is None:
+        return blocks.walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step)
+    counts, indices, full_counts, full_indices = arrays.lists[:4]
+    at = (*blocks.list_position(setting, b, h), tile * tiles.block_q // setting.blocks[0])
+    row = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
+    return blocks.walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
+
+
+def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
+    here = b, h, tile = this_row(setting, order)
+    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
+    first = tile * tiles.block_q
+    kv_b, kv_h = (b if setting.Bkv > 1 else 0), h // setting.group
+    q = load_rows(setting, arrays.query, b, h, first, tiles.block_q, setting.T, may_end=rows_end)
+    known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first)
+    may_hide = setting.mask is not None or setting.score is not None
+
+    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
+        keys = functools.partial(load_rows, setting, b=kv_b, h=kv_h, first=key, rows=tiles.block_kv, length=setting.S,
+                                 may_end=is_partial and keys_end)
+        tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
+        v = keys(arrays.value)
+        return softmax.update(state, tile.base2, lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide)
+
+    state = over_keys(setting, tiles, arrays, here, softmax.start(tiles.block_q, padded(setting.Dv)), step)
+    rows, row_lse = softmax.finish(state)
+    store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
+    store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)

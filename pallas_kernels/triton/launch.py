@@ -1,0 +1,81 @@
+"""Launching a Pallas kernel through Triton. The one place that knows how JAX treats that route."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from pallas_kernels.setting import Tiles
+
+
+def launch(kernel: Callable[..., None], inputs: Sequence[Any], outputs: Any, *, name: str, grid: tuple[int, ...], tiles: Tiles,
+           interpret: bool, aliases: dict[int, int] | None = None) -> Any:
+    """Runs ``kernel(*input refs, *output refs)`` on a grid.
+
+    Args:
+      kernel: The kernel.
+      inputs: Pytrees of arrays; the kernel gets pytrees of refs.
+      outputs: List of ``jax.ShapeDtypeStruct``.
+      name: In profiles.
+      grid: Programs along each axis; the first varies fastest.
+      tiles: Warps and stages.
+      interpret: Run by Pallas' interpreter.
+      aliases: Numbers of (flattened) inputs that are also the memory of outputs.
+    """
+    axes = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in jax.tree.leaves(inputs)))
+    shapes = [_varying(x, axes) for x in outputs]
+    params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    call = pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=interpret, name=name,
+                          input_output_aliases=aliases or {})
+    return call(*inputs) if interpret else _without_warning(call, inputs)
+
+
+def _varying(x: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """Types an output inside of `jax.shard_map` as varying like the inputs."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, vma=axes) if axes else x
+
+
+# JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context of
+# ours reaches. So the call is a primitive whose lowering lowers the kernel with this one warning off.
+_MESSAGE = "The Pallas Triton backend is deprecated"
+_quiet_p = Primitive("jflex_triton_call")
+_quiet_p.multiple_results = True
+
+
+def _without_warning(call: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    flat, tree = jax.tree.flatten(tuple(inputs))
+    jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
+    return _quiet_p.bind(*flat, jaxpr=jaxpr)
+
+
+@_quiet_p.def_effectful_abstract_eval
+def _quiet_abstract(*_, jaxpr):
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
+    return [v.aval for v in opened.outvars], opened.effects
+
+
+def _quiet_lowering(ctx, *args, jaxpr):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_MESSAGE, category=DeprecationWarning)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(_quiet_p, _quiet_lowering)
+_quiet_p.def_impl(lambda *args, jaxpr: jax.jit(lambda *xs: _quiet_p.bind(*xs, jaxpr=jaxpr))(*args))
+
+
+def _quiet_batching(args, dims, *, jaxpr):
+    batched = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(None if d is batching.not_mapped else d for d in dims))
+    new = jax.make_jaxpr(batched)(*args)
+    outs = _quiet_p.bind(*args, jaxpr=new)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[_quiet_p] = _quiet_batching

@@ -1,0 +1,131 @@
+"""One tile of scores: products, mod, mask. The same for every kernel, in both orientations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.evaluate import Evaluation
+from pallas_kernels.setting import LOG2_E, Arrays, Setting
+from pallas_kernels.triton.tile import argument, evaluation, k_indices, product, q_indices
+
+
+class Scores(NamedTuple):
+    """How a program computes scores: statics, and what is known of the mods ahead of the loop.
+
+    Attributes:
+      setting: The setting.
+      tile: Queries and keys.
+      transposed: Whether tiles are (keys, queries).
+      score: The score mod, evaluated so far.
+      mask: The mask, evaluated so far.
+      walked: ``"q"`` or ``"k"``: the axis of the loop.
+    """
+
+    setting: Setting
+    tile: tuple[int, int]
+    transposed: bool
+    score: Evaluation | None
+    mask: Evaluation | None
+    walked: str
+
+
+class Tile(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+      base2: The scores times log2 e; -inf where nothing is seen.
+      visible: What is seen, or None where everything is.
+      score: The evaluation of the score mod, for its derivative.
+    """
+
+    base2: jax.Array
+    visible: jax.Array | None
+    score: Evaluation | None
+
+
+def prepare(setting: Setting, arrays: Arrays, tile: tuple[int, int], b: Any, h: Any, *, q_first: Any = None, k_first: Any = None,
+            programs: Mapping[str, Any] | None = None) -> Scores:
+    """Evaluates what of the mods does not depend on the axis of the loop.
+
+    Args:
+      setting: The setting.
+      arrays: The refs.
+      tile: Queries and keys.
+      b: Batch.
+      h: Query head.
+      q_first: The first query, if the loop goes over keys.
+      k_first: The first key, if it goes over queries; then tiles are transposed.
+      programs: Nodes to prepare for the score mod, if they are more than those of its program.
+    """
+    transposed = q_first is None
+    fixed = {"b": b, "h": h}
+    if transposed:
+        fixed["k"] = k_indices(k_first, tile, setting.S, transposed=True)
+    else:
+        fixed["q"] = q_indices(q_first, tile, setting.T)
+    kinds = ("", "k" if transposed else "q")
+    approximate = arrays.query.dtype.itemsize == 2
+
+    def begin(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
+        if program is None:
+            return None
+        begun = evaluation(program, refs, tile, fixed, transposed=transposed, approximate=approximate)
+        begun.prepare(nodes or program.nodes, kinds)
+        return begun
+
+    score = begin(setting.score, arrays.score_operands, (programs or {}).get("score"))
+    mask = begin(setting.mask, arrays.mask_operands, None)
+    return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k")
+
+
+def compute(scores: Scores, q: jax.Array, k: jax.Array, first: Any, is_partial: bool) -> Tile:
+    """Scores of a tile.
+
+    Args:
+      scores: What is known ahead of the loop.
+      q: [Bq, D].
+      k: [Bk, D].
+      first: First index along the axis of the loop.
+      is_partial: Whether the mask, and the ends of the sequences, matter.
+    """
+    setting = scores.setting
+    raw = product(setting, k, q, over=(1, 1)) if scores.transposed else product(setting, q, k, over=(1, 1))
+    score = None
+    if scores.score is None:
+        base2 = raw * (setting.scale * LOG2_E)
+    else:
+        given = {argument(setting.score, "score"): raw * setting.scale}
+        score = scores.score.child(given | _walked_index(scores, setting.score, first))
+        base2 = score.tile(setting.score.output) * LOG2_E
+    if not is_partial:
+        return Tile(base2, None, score)
+    visible = _visible(scores, first)
+    return Tile(base2 if visible is None else jnp.where(visible, base2, -jnp.inf), visible, score)
+
+
+def _walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
+    setting = scores.setting
+    if scores.walked == "q":
+        return {argument(program, "q"): q_indices(first, scores.tile, setting.T, transposed=True)}
+    return {argument(program, "k"): k_indices(first, scores.tile, setting.S)}
+
+
+def _visible(scores: Scores, first: Any) -> jax.Array | None:
+    """What a partial tile shows: the mask, and what exists along the axis of the loop.
+
+    Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
+    """
+    setting, visible = scores.setting, None
+    if scores.mask is not None:
+        mask = scores.mask.child(_walked_index(scores, setting.mask, first))
+        visible = mask.tile(setting.mask.output)
+    length, block = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
+    if length % block:
+        shape = scores.tile[::-1] if scores.transposed else scores.tile
+        exists = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < length
+        visible = exists if visible is None else visible & exists
+    return visible
