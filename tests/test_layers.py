@@ -25,8 +25,8 @@ def layer_of(seed: int = 0, **options) -> FlexAttention:
     return FlexAttention(IN_FEATURES, HEADS, **options)
 
 
-def inputs_of(*batch: int, length: int = LENGTH, dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (*batch, length, IN_FEATURES), dtype)
+def inputs_of(*batch: int, length: int = LENGTH) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (*batch, length, IN_FEATURES))
 
 
 class Alibi(nnx.Module):
@@ -193,7 +193,7 @@ def test_wrong_sizes(sizes, message):
 def test_dtype_policy():
     layer = layer_of(dtype=jnp.bfloat16, qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {jnp.dtype(jnp.float32)}
-    output = layer(inputs_of(2, dtype=jnp.bfloat16))
+    output = layer(inputs_of(2).astype(jnp.bfloat16))
     assert output.dtype == jnp.bfloat16
     exact = layer_of(qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
     np.testing.assert_allclose(np.asarray(output, np.float32), exact(inputs_of(2)), rtol=0.1, atol=0.1)
