@@ -196,7 +196,7 @@ class BlockMask:
           neighbouring blocks go on in the old mask; blocks chosen by an array or a step see nothing there.
 
         Raises:
-          IndexError: There are more than three indices, or one is out of range.
+          IndexError: Too many indices, or one out of range.
           TypeError: One is neither integer, slice nor integer array.
           ValueError: A short last query block is selected before another one.
 
@@ -302,8 +302,7 @@ class BlockMask:
         lists_follow_mod: bool,
     ) -> BlockMask:
         """A mask of the same block size, named after the same function of the user."""
-        source = None if self.traced is None else self.traced.source
-        sizes = (seq_lengths, self.block_size)
+        sizes, source = (seq_lengths, self.block_size), None if self.traced is None else self.traced.source
         return _assemble(kinds, mask_mod, sizes, lists_follow_mod=lists_follow_mod, source=source)
 
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
