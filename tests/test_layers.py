@@ -170,6 +170,13 @@ def test_constructor_refuses_mods_that_hide_parameters(kind):
         layer_of(score_mod=hidden_states()[kind])
 
 
+def test_constructor_refuses_joined_masks_that_hide_parameters():
+    width = nnx.Param(jnp.array(3))
+    window = lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width[...]
+    with pytest.raises(ValueError, match="`mask_mod` holds a Param"):
+        layer_of(mask_mod=jflex.and_masks(causal, window))
+
+
 def test_constructor_takes_mods_that_capture_plain_values():
     slopes, factor = jnp.ones(HEADS), 2.0
     layer_of(score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes[h] * factor)

@@ -1,5 +1,6 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -223,6 +224,8 @@ def _captures(mod: Mod) -> Iterator[Any]:
         yield value
         if isinstance(value, tuple | list):
             pending += value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
+            pending += vars(value).values()
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
