@@ -36,15 +36,15 @@ def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Ca
       state: What is folded.
       step: One tile.
     """
-    per_block = block // tile
+    per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
     last = -(-length // block) - 1
     for (counts, indices), is_partial in ((row.partial, True), (row.full, False)):
 
         def body(t, state, indices=indices, is_partial=is_partial):
-            number = indices[(*row.at, t if per_block == 1 else t // per_block)]
+            nth, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
+            number = indices[(*row.at, nth)]
             number = jnp.minimum(jnp.maximum(number, 0), last)  # lists of the user's own may hold anything
-            first = number * block if per_block == 1 else number * block + (t % per_block) * tile
-            return step(state, first, is_partial)
+            return step(state, number * block + within * tile, is_partial)
 
         state = lax.fori_loop(0, counts[row.at] * per_block, body, state)
     return state

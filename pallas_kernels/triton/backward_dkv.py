@@ -64,7 +64,7 @@ def _over_queries(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[An
     if setting.blocks is None:
         return blocks.walk_all(tiles.block_q, setting.T, setting.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[4:]
-    at = (*blocks.list_position(setting, b, h), tile * tiles.block_kv // setting.blocks[1])
+    at = (*blocks.list_position(setting, b, h), lax.div(tile, setting.blocks[1] // tiles.block_kv))
     column = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
     return blocks.walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -72,7 +73,7 @@ def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, group
     here = b, h, tile = this_row(setting, order)
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
     first = tile * tiles.block_q
-    kv_b, kv_h = (b if setting.Bkv > 1 else 0), h // setting.group
+    kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
     own_rows = functools.partial(load_rows, setting, b=b, h=h, first=first, rows=tiles.block_q, length=setting.T,
                                  may_end=rows_end)
     vector = functools.partial(load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end)
@@ -110,8 +111,8 @@ def _write(setting: Setting, tiles: Tiles, ref: Any, tile: scores.Tile, load: An
     space = tile.score.space
     at = tuple(space.spread(tile.score(i), i.kind, "qk") for i in load.inputs)
     shape = cotangent.shape
-    exists = (q_first + jax.lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
-        k_first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S)
+    exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
+        k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S)
     # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places too, as
     # they were before; so there the one write becomes an addition to the zeros.
     if add or setting.interpret:

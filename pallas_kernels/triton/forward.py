@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import blocks, softmax
@@ -56,7 +57,7 @@ def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, A
     if setting.blocks is None:
         return blocks.walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[:4]
-    at = (*blocks.list_position(setting, b, h), tile * tiles.block_q // setting.blocks[0])
+    at = (*blocks.list_position(setting, b, h), lax.div(tile, setting.blocks[0] // tiles.block_q))
     row = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
     return blocks.walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
 
@@ -65,7 +66,7 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
     here = b, h, tile = this_row(setting, order)
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
     first = tile * tiles.block_q
-    kv_b, kv_h = (b if setting.Bkv > 1 else 0), h // setting.group
+    kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
     q = load_rows(setting, arrays.query, b, h, first, tiles.block_q, setting.T, may_end=rows_end)
     known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first)
     may_hide = setting.mask is not None or setting.score is not None
