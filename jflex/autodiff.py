@@ -15,7 +15,9 @@ from jax.interpreters import ad, batching, mlir
 
 from jflex import backends
 from jflex.backends.base import Gradients, Inputs, Saved, Wanted
+from jflex.opaque import opaque_call
 from jflex.problem import Problem
+from jflex.varying import unify_varying
 
 _ONLY_REVERSE = ("The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
                  "(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation=\"reference\".")
@@ -42,8 +44,17 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 
 def _forward(static: Static, inputs: Inputs) -> Saved:
-    saved = backends.get(static.backend).forward(static.problem, inputs)
+    saved = opaque_call(_run_forward, static, inputs)
     return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
+
+
+def _run_forward(static: Static, inputs: Inputs) -> Saved:
+    return backends.get(static.backend).forward(static.problem, inputs)
+
+
+def _run_backward(static: tuple[Static, Wanted], arrays: tuple[Inputs, Saved, Saved]) -> Gradients:
+    (backend, problem), wanted = static
+    return backends.get(backend).backward(problem, *arrays, wanted)
 
 
 @jax.tree_util.register_static
@@ -69,7 +80,8 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_lse = None if zero(cotangents.lse) else cotangents.lse
-    gradients = _first_order(static, asked.wanted, inputs, saved, Saved(d_out, d_lse))
+    arrays = unify_varying((inputs, saved, Saved(d_out, d_lse)))
+    gradients = _first_order(static, asked.wanted, *arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
     nothing = jax.tree.map(lambda _: None, inputs)
@@ -82,7 +94,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _first_order(static: Static, wanted: Wanted, inputs: Inputs, saved: Saved, d_saved: Saved) -> Gradients:
-    return backends.get(static.backend).backward(static.problem, inputs, saved, d_saved, wanted)
+    return opaque_call(_run_backward, (static, wanted), (inputs, saved, d_saved))
 
 
 @_first_order.defjvp

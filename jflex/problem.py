@@ -66,6 +66,11 @@ class Problem:
         """Query heads for each key head."""
         return self.Hq // self.Hkv
 
+    @property
+    def exact(self) -> str:
+        """The dtype of scores and sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
     def out_shape(self) -> tuple[int, int, int, int]:
         """Shape of the output, in the layout of the call."""
         return (self.B, self.T, self.Hq, self.Dv) if self.layout == "BTNH" else (self.B, self.Hq, self.T, self.Dv)

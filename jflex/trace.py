@@ -23,6 +23,8 @@ Kind = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 _INLINED = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "remat"})
+# What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
+_TYPE_CASTS = frozenset({"pvary", "pcast"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Ar
         traced = jax.make_jaxpr(call)(*scalars)
     replay, operands = _hoist(traced)
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
-    residual = jax.make_jaxpr(replay)(*scalars, *avals)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        residual = jax.make_jaxpr(replay)(*scalars, *avals)
     key = fingerprint(residual, differentiable=kind == "score")
     signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
     return TracedMod(kind, key, signature, residual, source), operands
@@ -197,9 +200,12 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
         for eqn in jaxpr.eqns:
             ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             inner = sub_jaxpr(eqn) if eqn.primitive.name in _INLINED else None
-            if all(isinstance(x, _Known) for x in ins) and not eqn.effects:
+            if eqn.primitive.name in _TYPE_CASTS and not isinstance(ins[0], _Known):
+                outs = ins
+            elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
                 outs = _compute(eqn, ins)
-            elif inner is not None and (inner.consts or any(isinstance(x, _Known) and x.captured for x in ins)):
+            elif inner is not None and (inner.consts or any(isinstance(x, _Known) and x.captured for x in ins)
+                                        or any(e.primitive.name in _TYPE_CASTS for e in inner.jaxpr.eqns)):
                 outs = run(inner.jaxpr, inner.consts, ins)
             else:
                 outs = [next(count) for _ in eqn.outvars]

@@ -9,7 +9,7 @@ import jax
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of one."""
-    return frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays))
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -29,7 +29,7 @@ class Reference(Backend):
         axes = "btnh,bsnh" if problem.layout == "BTNH" else "bnth,bnsh"
         key, value = (self._per_query_head(problem, x) for x in (inputs.key, inputs.value))
         precision = jax.lax.Precision.HIGHEST
-        exact = jnp.promote_types(problem.dtype, jnp.float32)
+        exact = jnp.dtype(problem.exact)
         score = jnp.einsum(f"{axes}->bnts", inputs.query.astype(exact), key.astype(exact), precision=precision)
         score = score * jnp.asarray(problem.scale, exact)
         visible = jnp.ones(score.shape, bool)

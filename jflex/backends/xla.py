@@ -13,7 +13,6 @@ from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
 from jflex.backends.blockwise import Unit, Walk, evaluate, over_block
 from jflex.loads import LoadedMod, split_loads
 from jflex.problem import Problem
-from jflex.varying import varying_axes, vary
 
 
 class Xla(Backend):
@@ -36,7 +35,6 @@ class Xla(Backend):
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
         walk = Walk.of(problem, inputs)
         query, key, value = _padded(walk, inputs)
-        axes = varying_axes(*jax.tree.leaves(inputs))
 
         def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
             unit = walk.unit(number)
@@ -50,7 +48,7 @@ class Xla(Backend):
 
             shape, exact = q.shape[:-1], _exact(problem)
             start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
-            top, total, out = walk.over_columns(unit, jax.tree.map(lambda x: vary(x, axes), start), step)
+            top, total, out = walk.over_columns(unit, start, step)
             return _finish(top, total, out)
 
         out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
@@ -90,17 +88,15 @@ class _Backward:
                  "value": jnp.zeros(self.value.shape, exact) if wanted.value else None,
                  "operands": [jnp.zeros(x.size, jnp.float32) if want else None
                               for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)]}
-        axes = varying_axes(*jax.tree.leaves((self.inputs, self.d_out, self.lse)))
-        spread = lambda tree: jax.tree.map(lambda x: vary(x, axes), tree)
 
         def row(grads, number):
             unit = walk.unit(number)
             q = walk.queries(self.query, unit)
             step = lambda carry, column, is_partial: self._block(unit, q, carry, column, is_partial)
-            d_q, grads = walk.over_columns(unit, (spread(jnp.zeros(q.shape, exact)), grads), step)
+            d_q, grads = walk.over_columns(unit, (jnp.zeros(q.shape, exact), grads), step)
             return grads, d_q
 
-        grads, d_query = lax.scan(row, spread(grads), jnp.arange(walk.units, dtype=jnp.int32))
+        grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
         d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
         keys = lambda x: None if x is None else _join_key_heads(x, problem)
         operands = tuple(None if g is None else g.reshape(x.shape)
@@ -179,7 +175,7 @@ def _scatter(loaded: LoadedMod, load: Any, operands: Sequence[jax.Array], indice
 
 def _exact(problem: Problem) -> Any:
     """The dtype of scores and sums."""
-    return jnp.promote_types(problem.dtype, jnp.float32)
+    return jnp.dtype(problem.exact)
 
 
 def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:

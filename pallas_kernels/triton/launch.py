@@ -29,17 +29,10 @@ def launch(kernel: Callable[..., None], inputs: Sequence[Any], outputs: Any, *, 
       interpret: Run by Pallas' interpreter.
       aliases: Numbers of (flattened) inputs that are also the memory of outputs.
     """
-    axes = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in jax.tree.leaves(inputs)))
-    shapes = [_varying(x, axes) for x in outputs]
     params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    call = pl.pallas_call(kernel, out_shape=shapes, grid=grid, compiler_params=params, interpret=interpret, name=name,
+    call = pl.pallas_call(kernel, out_shape=outputs, grid=grid, compiler_params=params, interpret=interpret, name=name,
                           input_output_aliases=aliases or {})
     return call(*inputs) if interpret else _without_warning(call, inputs)
-
-
-def _varying(x: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
-    """Types an output inside of `jax.shard_map` as varying like the inputs."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, vma=axes) if axes else x
 
 
 # JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context of
