@@ -1,0 +1,212 @@
+"""The table of cases: mods x shapes x dtypes. Every backend computes each of them, or says why it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tests import mask_pairs as masks
+from tests import score_pairs as scores
+from tests.mask_pairs import MaskPair
+from tests.score_pairs import ScorePair
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The letters of the documentation; 0 for those that follow: S as T, Hkv as Hq, Dv as D, Bkv as B."""
+
+    B: int = 2
+    T: int = 100
+    S: int = 0
+    Hq: int = 2
+    Hkv: int = 0
+    D: int = 32
+    Dv: int = 0
+    Bkv: int = 0
+
+    def __post_init__(self) -> None:
+        for own, other in (("S", "T"), ("Hkv", "Hq"), ("Dv", "D"), ("Bkv", "B")):
+            object.__setattr__(self, own, getattr(self, own) or getattr(self, other))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call of `flex_attention`.
+
+    Attributes:
+      name: Its name in the reports of pytest.
+      score: The score mod, in JAX and in numpy.
+      mask: The mask mod, likewise.
+      sizes: Of the arrays.
+      block: Block size of a BlockMask; None to pass the mask as `mask_mod`.
+      by_batch: Whether the BlockMask has lists for each batch entry.
+      by_head: Whether it has lists for each query head.
+      kinds: Blocks for `BlockMask.from_kv_blocks`, [B or 1, Hq or 1, R, C]: 0 empty, 1 partial, 2 full.
+      dtype: Of query, key and value.
+      layout: As in the call.
+      scale: As in the call.
+      precision: Of float32 products, as in `jax.default_matmul_precision`.
+      positive: Draws queries and keys above 0, so that no score is near 0.
+      unsupported: Backends that must refuse the case, with what their reason must match.
+    """
+
+    name: str
+    score: ScorePair | None = None
+    mask: MaskPair | None = None
+    sizes: Sizes = Sizes()
+    block: int | tuple[int, int] | None = None
+    by_batch: bool = False
+    by_head: bool = False
+    kinds: Any = None
+    dtype: str = "float32"
+    layout: str = "BTNH"
+    scale: float | None = None
+    precision: str | None = None
+    positive: bool = False
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+N = Sizes
+BF16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
+
+STANDARD = [  # the eight mods of FlexAttention's own tests, in three dtypes between them and through three kinds of mask
+    Case("identity", scores.identity),
+    Case("times_two", scores.times_two, sizes=N(T=129), **BF16),
+    Case("squared", scores.squared, sizes=N(T=129), **F16),
+    Case("causal_score", scores.causal, sizes=N(T=129)),
+    Case("inverse_causal_score", scores.inverse_causal, **BF16),
+    Case("relative", scores.relative, sizes=N(T=70, S=100)),
+    Case("relative_causal", scores.relative_causal, sizes=N(T=129), **BF16),
+    Case("alibi_like", scores.alibi, sizes=N(Hq=4, Hkv=2), **F16),
+    Case("identity_highest", scores.identity, precision="highest"),
+    Case("causal_highest", scores.causal, sizes=N(T=129), precision="highest"),
+    Case("squared_through_causal_blocks", scores.squared, masks.causal, N(T=256), block=128, **BF16),
+    Case("alibi_through_causal_blocks", scores.alibi, masks.causal, N(T=255), block=64, precision="highest"),
+    Case("times_two_through_full_blocks", scores.times_two, masks.everything, N(T=256), block=64, **F16),
+]
+
+ELEMENTWISE = [
+    Case("silu", scores.silu, **BF16),
+    Case("floor_division", scores.floor_division, **BF16),
+    Case("remainder", scores.remainder, **F16),
+    Case("odd_keys_score", scores.odd_keys),
+    Case("bits", scores.bits, **BF16),
+    Case("softcap", scores.softcap, masks.causal, N(T=129), block=64, **BF16),
+    Case("softcap_float32", scores.softcap, precision="highest"),
+    Case("relu", scores.relu, **BF16),
+    Case("softplus", scores.softplus, **F16),
+    Case("gelu_exact", scores.gelu, **BF16),
+    Case("clip", scores.clip, **BF16),
+    Case("trigonometry", scores.trigonometry, sizes=N(T=11, D=4)),
+    Case("cond", scores.cond, **BF16),
+    Case("switch", scores.switch, sizes=N(Hq=3), **BF16),
+    Case("own_derivative", scores.own_derivative, **BF16),
+    Case("extreme_logits", scores.identity, masks.causal, block=64, scale=1e3, precision="highest"),
+    Case("extreme_logits_softcap", scores.softcap, scale=1e2, **BF16),
+    Case("negative_scale", scores.identity, scale=-0.5, **BF16),
+    Case("reciprocal_with_padding", scores.reciprocal, masks.padding, N(T=65), block=32, by_batch=True, positive=True, **BF16),
+    Case("log_where_seen", scores.log_distance, masks.strictly_causal, block=32, **BF16),
+    Case("log_where_seen_mask_mod", scores.log_distance, masks.strictly_causal, N(T=37), **BF16),
+]
+
+CAPTURED = [
+    Case("bias_q", scores.bias_q, **BF16),
+    Case("bias_kv", scores.bias_kv, sizes=N(T=37, S=100)),
+    Case("bias_h", scores.bias_h, sizes=N(Hq=4, Hkv=1), **BF16),
+    Case("bias_bq", scores.bias_bq, masks.causal, block=32, **BF16),
+    Case("bias_qk", scores.bias_qk, masks.window, block=32, **BF16),
+    Case("bias_bqk", scores.bias_bqk, sizes=N(T=70), **F16),
+    Case("bias_hqk", scores.bias_hqk, sizes=N(Hq=4, Hkv=2), **BF16),
+    Case("bias_bhqk", scores.bias_bhqk, sizes=N(T=37, S=67)),
+    Case("bias_bhqk_causal", scores.bias_bhqk, masks.causal, N(T=129), block=64, **BF16),
+    Case("bias_bhwq", scores.bias_bhwq, **BF16),
+    Case("bias_0d", scores.bias_0d, **BF16),
+    Case("bias_bf16", scores.bias_bf16, **BF16),
+    Case("bias_of_product", scores.bias_of_product, sizes=N(T=67)),
+    Case("bias_q_and_kv", scores.bias_q_and_kv, **BF16),
+    Case("table", scores.table, masks.causal, N(T=129), block=64, **BF16),
+    Case("table_float32", scores.table, sizes=N(T=37, S=70)),
+    Case("table_of_distance", scores.table_of_distance, **BF16),
+    Case("take", scores.take, **F16),
+    Case("negative_index", scores.negative_index, **BF16),
+    Case("outside_index", scores.outside_index, sizes=N(T=67), **BF16),
+    Case("filled", scores.filled, **BF16),
+    Case("permuted", scores.permuted, sizes=N(T=70), **BF16),
+    Case("only_bias", scores.only_bias, **BF16),
+    Case("rounded", scores.rounded, **BF16),
+    Case("slopes", scores.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
+    Case("scale_0d", scores.scale_0d, **BF16),
+    Case("scale_int", scores.scale_int, **BF16),
+    Case("scale_one", scores.scale_one, masks.window, block=32),
+    Case("times_bias_q", scores.times_bias_q, **BF16),
+    Case("gate", scores.gate, sizes=N(Hq=4, Hkv=2), precision="highest"),
+    Case("outside_work", scores.outside_work, **BF16),
+    Case("pytree", scores.pytree, masks.documents, block=32, by_batch=True, **BF16),
+    Case("distance", scores.distance, sizes=N(T=67), **BF16),
+    Case("polynomial", scores.polynomial, **BF16),
+    Case("scan", scores.scan, **BF16),
+    Case("sorting", scores.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
+]
+
+MASKED = [
+    Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16),
+    Case("causal_mask_mod", mask=masks.causal, sizes=N(T=129), **BF16),
+    Case("causal_more_keys", mask=masks.causal, sizes=N(T=67, S=130), block=(32, 64)),
+    Case("causal_more_queries", mask=masks.causal, sizes=N(T=130, S=67), block=(64, 32), **BF16),
+    Case("window", mask=masks.window, sizes=N(T=257), block=64, **F16),
+    Case("both_sides", mask=masks.both_sides, sizes=N(T=200), block=32),
+    Case("prefix", mask=masks.prefix, sizes=N(T=129), block=32, **BF16),
+    Case("documents", mask=masks.documents, sizes=N(T=256), block=64, by_batch=True, **BF16),
+    Case("padded_document_row", mask=masks.one_document_row, sizes=N(T=9), block=128),
+    Case("neighborhood", mask=masks.neighborhood, sizes=N(T=128), block=32, **BF16),
+    Case("rows_that_see_nothing", mask=masks.first_half_only, sizes=N(T=129), block=64, **BF16),
+    Case("rows_that_see_nothing_mask_mod", mask=masks.first_half_only, sizes=N(T=100)),
+    Case("odd_keys", mask=masks.odd_keys, block=64, **BF16),
+    Case("window_by_head", mask=masks.window_by_head, sizes=N(T=200, Hq=4), block=32, by_head=True, **BF16),
+    Case("window_by_head_grouped", scores.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32, by_head=True),
+    Case("offset_by_batch", mask=masks.offset_by_batch, sizes=N(T=130), block=32, by_batch=True, **BF16),
+    Case("padding", mask=masks.padding, sizes=N(T=130), block=64, by_batch=True, by_head=True, **BF16),
+    Case("random_elements", mask=masks.random_elements, sizes=N(T=96, Hq=4, Hkv=2), block=32, by_head=True, **BF16),
+    Case("table_of_booleans", mask=masks.table, sizes=N(T=70), block=32, **BF16),
+    Case("wide_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(64, 128), **BF16),
+    Case("high_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(128, 32), **BF16),
+    Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
+    Case("own_lists", sizes=N(T=130, S=96), block=32, kinds=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)), **BF16),
+    Case("own_lists_mixed", mask=masks.random_elements, sizes=N(T=128, Hq=4, Hkv=2), block=32,
+         kinds=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)), **BF16),
+    Case("blocks_of_24", mask=masks.causal, block=24,
+         unsupported={"triton": r"none divides the mask's blocks of 24 x 24.*multiple of 16"}),
+]
+
+SHAPES = [
+    Case("one_query_one_key", sizes=N(B=1, T=1, Hq=1, D=16)),
+    Case("one_query", scores.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
+    Case("one_key", scores.times_two, sizes=N(T=37, S=1), **BF16),
+    Case("head_size_1", sizes=N(D=1)),
+    Case("head_size_8", sizes=N(T=64, D=8), **BF16),
+    Case("head_sizes_40_16", sizes=N(D=40, Dv=16), **BF16),
+    Case("head_sizes_16_40", scores.alibi, masks.causal, N(D=16, Dv=40), block=32),
+    Case("head_size_80", mask=masks.causal, sizes=N(B=1, D=80), block=64, **F16),
+    Case("head_size_96", sizes=N(B=1, D=96), **BF16),
+    Case("head_size_128", scores.softcap, masks.causal, N(B=1, T=257, D=128), block=128, **BF16),
+    Case("head_sizes_192_128", mask=masks.causal, sizes=N(B=1, D=192, Dv=128), block=64, **BF16),
+    Case("head_size_256", mask=masks.causal, sizes=N(B=1, T=129, D=256), block=128, **BF16),
+    Case("head_size_256_float32", sizes=N(B=1, T=70, D=256)),
+    Case("head_size_300", sizes=N(B=1, T=37, D=300), unsupported={"triton": r"head sizes up to 256, not 300"}),
+    Case("grouped", scores.alibi, sizes=N(T=33, S=256, Hq=8, Hkv=2), **BF16),
+    Case("grouped_causal", mask=masks.causal, sizes=N(T=129, Hq=6, Hkv=2), block=64, **F16),
+    Case("one_key_head", mask=masks.causal, sizes=N(T=100, Hq=4, Hkv=1), block=32),
+    Case("shared_keys", mask=masks.causal, sizes=N(B=3, T=70, Bkv=1), block=32, **BF16),
+    Case("shared_keys_bias", scores.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
+    Case("bnth", scores.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16),
+    Case("bnth_shared_keys", mask=masks.window, sizes=N(T=129, Bkv=1), layout="BNTH"),
+    Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
+]
+
+CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES]

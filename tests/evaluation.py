@@ -1,0 +1,202 @@
+"""Runs a case: by a backend, by plain jnp attention, by the oracle. Results are kept, for the tests that share them."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from tests import oracle
+from tests.cases import Case
+
+# Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
+BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
+
+
+class Drawn(NamedTuple):
+    """The arrays of a case, in numpy; query, key, value and d_out in the layout BTNH."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    d_out: np.ndarray
+    d_lse: np.ndarray
+    score: dict[str, np.ndarray]
+    mask: dict[str, np.ndarray]
+
+    def floats(self) -> dict[str, np.ndarray]:
+        """The captured arrays that get gradients."""
+        return {name: x for name, x in self.score.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+class Results(NamedTuple):
+    """Of one evaluation; gradients are None where only the forward pass ran."""
+
+    out: Any
+    lse: Any
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    captures: Any = None
+
+
+class Exact(NamedTuple):
+    """What the oracle says."""
+
+    results: Results
+    masses: dict[str, np.ndarray]
+    found: oracle.Forward
+
+
+@functools.cache
+def draw(case: Case) -> Drawn:
+    """Draws the arrays in their own dtype."""
+    n, rng = case.sizes, np.random.default_rng(zlib.crc32(case.name.encode()))
+    shapes = [(n.B, n.T, n.Hq, n.D), (n.Bkv, n.S, n.Hkv, n.D), (n.Bkv, n.S, n.Hkv, n.Dv), (n.B, n.T, n.Hq, n.Dv)]
+    q, k, v, d_out = (rng.normal(size=shape) for shape in shapes)
+    if case.positive:
+        q, k = np.abs(q) + 0.3, np.abs(k) + 0.3
+    dtype = jnp.dtype(case.dtype)
+    d_lse = rng.normal(size=(n.B, n.Hq, n.T)).astype(np.float32)
+    captured = [{} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, n).items()}
+                for pair in (case.score, case.mask)]
+    return Drawn(*(x.astype(dtype) for x in (q, k, v, d_out)), d_lse, *captured)
+
+
+@functools.cache
+def exact(case: Case) -> Exact:
+    """The oracle's results."""
+    x = draw(case)
+    wide = lambda a: a.astype(np.float64)
+    q, k, v = wide(x.query), wide(x.key), wide(x.value)
+    captures = {name: wide(a) if name in x.floats() else a for name, a in x.score.items()}
+    score = None if case.score is None else case.score.exact
+    scale = case.sizes.D**-0.5 if case.scale is None else case.scale
+    found = oracle.forward(q, k, v, scale, score, functools.partial(_visible, case), captures)
+    grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse))
+    return Exact(Results(found.out, found.lse, *grads[:4]), grads.masses, found)
+
+
+def _visible(case: Case, b, h, q, k, _) -> Any:
+    visible = True if case.mask is None else case.mask.exact(b, h, q, k, draw(case).mask)
+    if case.kinds is None:
+        return visible
+    kinds = np.kron(case.kinds, np.ones((1, 1, case.block, case.block), int))[:, :, : case.sizes.T, : case.sizes.S]
+    return (kinds == 2) | ((kinds == 1) & visible)
+
+
+def block_mask(case: Case) -> jflex.BlockMask | None:
+    """The BlockMask of a case, or None."""
+    if case.block is None:
+        return None
+    n, captures = case.sizes, jax.tree.map(jnp.asarray, draw(case).mask)
+    mod = None if case.mask is None else case.mask.jax(captures)
+    if case.kinds is None:
+        by_batch, by_head = n.B if case.by_batch else None, n.Hq if case.by_head else None
+        return jflex.create_block_mask(mod, by_batch, by_head, n.T, n.S, block_size=case.block)
+    lists = []
+    for kind in (1, 2):
+        is_kind = case.kinds == kind
+        lists += [is_kind.sum(-1), np.argsort(~is_kind, axis=-1, stable=True)]
+    return jflex.BlockMask.from_kv_blocks(*lists, block_size=case.block, mask_mod=mod, seq_lengths=(n.T, n.S))
+
+
+def call(case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks) -> tuple[Any, Any]:
+    """Calls `flex_attention` with arrays BTNH; returns the output BTNH and the lse."""
+    turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+    score_mod = None if case.score is None else case.score.jax(score_captures)
+    mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
+    implementation, _, interpret = backend.partition("-")
+    config = jflex.Config(interpret=True) if interpret else None
+    out, lse = jflex.flex_attention(turn(query), turn(key), turn(value), score_mod, blocks, mask_mod=mask_mod,
+                                    scale=case.scale, layout=case.layout, return_lse=True, implementation=implementation,
+                                    config=config)
+    return turn(out), lse
+
+
+@functools.cache
+def forward(case: Case, backend: str) -> Results:
+    """Out and lse by a backend."""
+    x = jax.tree.map(jnp.asarray, draw(case))
+    run = lambda x, blocks: call(case, backend, x.query, x.key, x.value, x.score, x.mask, blocks)
+    with jax.default_matmul_precision(case.precision):
+        return Results(*jax.jit(run)(x, block_mask(case)))
+
+
+@functools.cache
+def everything(case: Case, backend: str) -> Results:
+    """Out, lse and all gradients by a backend."""
+    attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
+    return _differentiated(case, attend, block_mask(case))
+
+
+@functools.cache
+def plain(case: Case) -> Results:
+    """Out, lse and all gradients by plain jnp attention, of the same precision."""
+    visible = exact(case).found.visible
+    places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
+    # What a mod makes of places that nobody sees shall not disturb its derivative: there, ask for one that is seen.
+    seen = visible.reshape(*visible.shape[:2], -1).argmax(-1)[..., None, None]
+    at_q, at_kv = np.where(visible, places[2], seen // visible.shape[3]), np.where(visible, places[3], seen % visible.shape[3])
+    where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
+    attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
+    return _differentiated(case, attend, (visible, where))
+
+
+def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
+    n = case.sizes
+    k, v = (jnp.repeat(jnp.broadcast_to(x, (n.B, *x.shape[1:])), n.Hq // n.Hkv, axis=2) for x in (key, value))
+    s = _rounded_back(jnp.einsum("bthd,bshd->bhts", query, k, preferred_element_type=jnp.float32), query.dtype)
+    s = jnp.where(visible, s * (n.D**-0.5 if case.scale is None else case.scale), 1.0)
+    if case.score is not None:
+        mod = case.score.jax(captures)
+        for _ in range(4):
+            mod = jax.vmap(mod)
+        s = mod(s, *places)
+    s = jnp.where(visible, s, -jnp.inf)
+    top = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(s - top)
+    total = weights.sum(-1, keepdims=True)
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
+    weights = (weights / jnp.where(empty, 1.0, total)).astype(query.dtype)
+    out = jnp.einsum("bhts,bshd->bthd", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype), lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rounded_back(x, dtype):
+    """The same; its cotangent passes through `dtype`, as it must to enter products of that precision."""
+    del dtype
+    return x
+
+
+_rounded_back.defvjp(lambda x, dtype: (x, None), lambda dtype, _, ct: (ct.astype(dtype).astype(jnp.float32),))
+
+
+def _differentiated(case: Case, attend, more) -> Results:
+    x = jax.tree.map(jnp.asarray, draw(case))
+
+    def run(x, more, floats):
+        out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)
+        return Results(*out, *pull((x.d_out, x.d_lse)))
+
+    with jax.default_matmul_precision(case.precision):
+        return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+
+
+def refused(case: Case, backend: str) -> bool:
+    """Checks that a backend refuses the cases that it must refuse, with the reason; False for the others."""
+    reason = case.unsupported.get(backend.partition("-")[0])
+    if reason is None:
+        return False
+    with pytest.raises(jflex.UnsupportedError, match=reason):
+        forward(case, backend)
+    return True

@@ -1,0 +1,119 @@
+"""The oracle: dense attention in numpy float64, forward and gradients by formula. It imports nothing of jflex.
+
+Arrays are in the layout BTNH. A mod is a numpy function over open index grids ``b [B,1,1,1]``, ``h [1,Hq,1,1]``, ``q
+[1,1,T,1]``, ``k [1,1,1,S]`` and a dict of captured arrays ``c``; its derivatives are written beside it, by hand, and
+`test_oracle.py` holds them against finite differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Captures = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Score:
+    """A score mod in numpy.
+
+    Attributes:
+      value: ``(s, b, h, q, k, c) -> s``.
+      d_score: Derivative of the result with respect to ``s``, of the same arguments; None where it is 1.
+      d_captures: ``{name: [(partial, index), ...]}``: the derivative with respect to the element (or the trailing axes) of
+        the captured array at ``index``, once for each load.
+    """
+
+    value: Callable[..., Any]
+    d_score: Callable[..., Any] | None = None
+    d_captures: Callable[..., dict[str, list[tuple[Any, tuple[Any, ...]]]]] | None = None
+
+
+class Forward(NamedTuple):
+    """Output [B, T, Hq, Dv], lse [B, Hq, T], and what the gradients need."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    raw: np.ndarray
+    weights: np.ndarray
+    visible: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """Gradients, and for each captured array the sum of the magnitudes that were added up."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    captures: Captures
+    masses: Captures
+
+
+def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Open grids of b, h, q_idx, kv_idx."""
+    return tuple(np.ogrid[tuple(slice(n) for n in shape)])
+
+
+def forward(query, key, value, scale, score: Score | None, mask, captures: Captures) -> Forward:
+    """Follows the definition."""
+    k, v = (_per_query_head(x, query) for x in (key, value))
+    raw = scale * np.einsum("bthd,bshd->bhts", query, k)
+    places = grids(raw.shape)
+    visible = np.broadcast_to(True if mask is None else mask(*places, captures), raw.shape)
+    with np.errstate(all="ignore"):  # where nothing is visible, a mod may divide by 0
+        s = raw if score is None else score.value(raw, *places, captures)
+    s = np.where(visible, s, -np.inf)
+    top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    empty = top == -np.inf
+    weights = np.exp(s - np.where(empty, 0, top))
+    total = np.where(empty, 1, weights.sum(-1, keepdims=True))
+    weights = weights / total
+    lse = np.where(empty, -np.inf, np.where(empty, 0, top) + np.log(total))[..., 0]
+    return Forward(np.einsum("bhts,bshd->bthd", weights, v), lse, raw, weights, visible)
+
+
+def gradients(query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse) -> Gradients:
+    """Pulls cotangents of out and lse back."""
+    k, v = (_per_query_head(x, query) for x in (key, value))
+    p, visible = found.weights, found.visible
+    d_p = np.einsum("bthd,bshd->bhts", d_out, v)
+    delta = (p * d_p).sum(-1, keepdims=True)
+    d_s = p * (d_p - delta + d_lse[..., None])
+    places = grids(d_s.shape)
+    d_raw, sums, masses = d_s, {}, {}
+    with np.errstate(all="ignore"):
+        if score is not None and score.d_score is not None:
+            d_raw = np.where(visible, d_s * score.d_score(found.raw, *places, captures), 0)
+        partials = {} if score is None or score.d_captures is None else score.d_captures(found.raw, *places, captures)
+    for name, loads in partials.items():
+        sums[name], masses[name] = np.zeros(captures[name].shape), np.zeros(captures[name].shape)
+        for partial, index in loads:
+            more = np.ndim(partial) - d_s.ndim if np.ndim(partial) > d_s.ndim else 0  # trailing axes of one load
+            widen = lambda x, more=more: x.reshape(x.shape + (1,) * more)
+            with np.errstate(all="ignore"):
+                each = np.where(widen(visible), widen(d_s) * partial, 0)
+            index = tuple(np.broadcast_to(i, d_s.shape) for i in index)
+            if index:
+                np.add.at(sums[name], index, each)
+                np.add.at(masses[name], index, np.abs(each))
+            else:
+                sums[name] += each.sum()
+                masses[name] += np.abs(each).sum()
+    d_query = scale * np.einsum("bhts,bshd->bthd", d_raw, k)
+    d_key = scale * np.einsum("bhts,bthd->bshd", d_raw, query)
+    d_value = np.einsum("bhts,bthd->bshd", p, d_out)
+    return Gradients(d_query, _per_key_head(d_key, key), _per_key_head(d_value, value), sums, masses)
+
+
+def _per_query_head(x: np.ndarray, query: np.ndarray) -> np.ndarray:
+    x = np.broadcast_to(x, (query.shape[0], *x.shape[1:]))
+    return np.repeat(x, query.shape[2] // x.shape[2], axis=2)
+
+
+def _per_key_head(gradient: np.ndarray, like: np.ndarray) -> np.ndarray:
+    B, S, _, size = gradient.shape
+    summed = gradient.reshape(B, S, like.shape[2], -1, size).sum(3)
+    return summed.sum(0, keepdims=True) if like.shape[0] < B else summed
