@@ -13,9 +13,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex import backends
 from jflex.backends.base import Gradients, Inputs, Saved, Wanted
 from jflex.opaque import opaque_call
+from jflex.passes import BackwardPass, ForwardPass
 from jflex.problem import Problem
 from jflex.varying import unify_varying
 
@@ -44,17 +44,8 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 
 def _forward(static: Static, inputs: Inputs) -> Saved:
-    saved = opaque_call(_run_forward, static, inputs)
+    saved = opaque_call(ForwardPass(*static), inputs)
     return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
-
-
-def _run_forward(static: Static, inputs: Inputs) -> Saved:
-    return backends.get(static.backend).forward(static.problem, inputs)
-
-
-def _run_backward(static: tuple[Static, Wanted], arrays: tuple[Inputs, Saved, Saved]) -> Gradients:
-    (backend, problem), wanted = static
-    return backends.get(backend).backward(problem, *arrays, wanted)
 
 
 @jax.tree_util.register_static
@@ -94,7 +85,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _first_order(static: Static, wanted: Wanted, inputs: Inputs, saved: Saved, d_saved: Saved) -> Gradients:
-    return opaque_call(_run_backward, (static, wanted), (inputs, saved, d_saved))
+    return opaque_call(BackwardPass(*static, wanted), (inputs, saved, d_saved))
 
 
 @_first_order.defjvp

@@ -7,9 +7,10 @@ would not pass that one's checks. The primitive needs no derivative, because it 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -18,28 +19,62 @@ from jax.interpreters import batching, mlir
 from jflex.fingerprint import open_jaxpr
 
 
-def opaque_call(function: Callable[..., Any], static: Hashable, arrays: Any) -> Any:
-    """Computes ``function(static, arrays)``.
+class Pass(Protocol):
+    """A pass of a backend: hashable, equal when it computes the same."""
+
+    def __call__(self, arrays: Any) -> Any:
+        """Computes the pass on a pytree of arrays."""
+
+    def partitioned(self, arrays: Any, outputs: Any, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """`whole`, a function of flat arrays, as one that XLA can split over the devices of a mesh."""
+
+    def out_specs(self, arrays: Any, outputs: Any, spec: Any) -> list[Any]:
+        """Shardings of the flat outputs, from that of the first input."""
+
+
+def opaque_call(function: Pass, arrays: Any) -> Any:
+    """Computes ``function(arrays)``.
 
     Args:
-      function: A function of a module: it keys a cache, together with `static`.
-      static: What does not depend on values.
+      function: The pass: it keys a cache.
       arrays: A pytree of arrays, all varying over the same axes of an enclosing `jax.shard_map`.
     """
     flat, tree = jax.tree.flatten(arrays)
     avals = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in flat)
-    jaxpr, out_tree = _traced(function, static, tree, avals, bool(jax.config.jax_enable_x64))
-    return jax.tree.unflatten(out_tree, _opaque_p.bind(*flat, jaxpr=jaxpr))
+    traced = _trace(function, tree, avals, bool(jax.config.jax_enable_x64), jax.device_count() > 1)
+    return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """A traced pass.
+
+    Attributes:
+      jaxpr: What is lowered: `plain` behind a call that XLA can split, if there are devices to split it over.
+      plain: The pass itself.
+      tree: Of the outputs.
+      out_specs: Shardings of the flat outputs, from that of the first input.
+    """
+
+    jaxpr: Any
+    plain: Any
+    tree: Any
+    out_specs: Callable[[Any], list[Any]]
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced(function: Callable[..., Any], static: Hashable, tree: Any, avals: Sequence[Any], x64: bool) -> tuple[Any, Any]:
+def _trace(function: Pass, tree: Any, avals: Sequence[Any], x64: bool, several_devices: bool) -> _Traced:
     del x64  # what it traces to depends on it
-    call = jax.jit(lambda *xs: function(static, jax.tree.unflatten(tree, xs)))
+    call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
     inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
+    arrays = jax.tree.unflatten(tree, inputs)
     with _no_mesh():
-        jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(*inputs)
-    return jaxpr, jax.tree.structure(shapes)
+        plain, outputs = jax.make_jaxpr(call, return_shape=True)(*inputs)
+        jaxpr = plain
+        if several_devices:
+            split = function.partitioned(arrays, outputs, lambda *xs: tuple(jaxpr_as_fun(plain)(*xs)))
+            jaxpr = jax.make_jaxpr(split)(*inputs)
+    return _Traced(jaxpr, plain, jax.tree.structure(outputs), functools.partial(function.out_specs, arrays, outputs))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -50,8 +85,8 @@ def _batched(jaxpr: Any, in_axes: Sequence[int | None], shapes: Sequence[Any]) -
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(jaxpr: Any) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr))
+def _compiled(jaxpr: Any, traced: _Traced | None) -> Callable[..., Any]:
+    return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
 
 
 def _no_mesh() -> Any:
@@ -62,17 +97,23 @@ def _no_mesh() -> Any:
 
 _opaque_p = Primitive("jflex_call")
 _opaque_p.multiple_results = True
-_opaque_p.def_impl(lambda *args, jaxpr: _compiled(jaxpr)(*args))
+_opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
 
 
 @_opaque_p.def_abstract_eval
-def _abstract(*avals, jaxpr):
+def _abstract(*avals, jaxpr, traced):
     outs = [v.aval for v in open_jaxpr(jaxpr).jaxpr.outvars]
-    varying = avals[0].manual_axis_type
-    return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=varying) for x in outs]
+    first = avals[0]
+    varying = first.manual_axis_type
+    spec = first.sharding.spec
+    if traced is None or all(name is None for name in spec):
+        return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=varying) for x in outs]
+    return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=varying, sharding=first.sharding.update(spec=own))
+            for x, own in zip(outs, traced.out_specs(spec), strict=True)]
 
 
-def _lowering(ctx, *args, jaxpr):
+def _lowering(ctx, *args, jaxpr, traced):
+    del traced
     plain = lambda avals: [jax.core.ShapedArray(x.shape, x.dtype) for x in avals]
     with _no_mesh():
         ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
@@ -82,10 +123,11 @@ def _lowering(ctx, *args, jaxpr):
 mlir.register_lowering(_opaque_p, _lowering)
 
 
-def _batching(args, dims, *, jaxpr):
+def _batching(args, dims, *, jaxpr, traced):
     in_axes = tuple(None if d is batching.not_mapped else d for d in dims)
-    new = _batched(jaxpr, in_axes, tuple((x.shape, x.dtype) for x in args))
-    outs = _opaque_p.bind(*args, jaxpr=new)
+    plain = jaxpr if traced is None else traced.plain
+    new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args))
+    outs = _opaque_p.bind(*args, jaxpr=new, traced=None)
     return outs, [0] * len(outs)
 
 
