@@ -102,14 +102,13 @@ _opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
 
 @_opaque_p.def_abstract_eval
 def _abstract(*avals, jaxpr, traced):
-    outs = [v.aval for v in open_jaxpr(jaxpr).jaxpr.outvars]
-    first = avals[0]
-    varying = first.manual_axis_type
-    spec = first.sharding.spec
-    if traced is None or all(name is None for name in spec):
-        return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=varying) for x in outs]
-    return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=varying, sharding=first.sharding.update(spec=own))
-            for x, own in zip(outs, traced.out_specs(spec), strict=True)]
+    outs, first = [v.aval for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
+    specs = [(None,) * len(x.shape) for x in outs]
+    if traced is not None and any(name is not None for name in first.sharding.spec):
+        specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded
+    shardings = [first.sharding.update(spec=jax.sharding.PartitionSpec(*spec)) for spec in specs]
+    return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
+            for x, sharding in zip(outs, shardings, strict=True)]
 
 
 def _lowering(ctx, *args, jaxpr, traced):

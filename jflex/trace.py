@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jflex.fingerprint import fingerprint, sub_jaxpr
+from jflex.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.varying import unify_varying, varying_axes
 
 Kind = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
@@ -58,8 +59,10 @@ class TracedMod:
         Returns:
           A float32 scalar for a score mod, a bool scalar for a mask mod.
         """
-        [out] = core.jaxpr_as_fun(self.jaxpr)(*scalars, *operands)
-        return out
+        args = (*scalars, *operands)
+        if not varying_axes(*args):
+            return core.jaxpr_as_fun(self.jaxpr)(*args)[0]
+        return _evaluate_varying(open_jaxpr(self.jaxpr), unify_varying(args))[0]
 
 
 def trace_score_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
@@ -200,7 +203,7 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
         for eqn in jaxpr.eqns:
             ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             inner = sub_jaxpr(eqn) if eqn.primitive.name in _INLINED else None
-            if eqn.primitive.name in _TYPE_CASTS and not isinstance(ins[0], _Known):
+            if eqn.primitive.name in _TYPE_CASTS:
                 outs = ins
             elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
                 outs = _compute(eqn, ins)
@@ -244,11 +247,26 @@ def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
     values = [x.value for x in ins]
     concrete = not any(isinstance(x, jax.core.Tracer) for x in values)
     with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
-        outs = bind(eqn, values)
+        outs = bind(eqn, values if concrete else unify_varying(values))
     captured = any(x.captured for x in ins) or not concrete
     if not captured and all(np.ndim(x) == 0 for x in outs):
         outs = [np.asarray(x) for x in outs]
     return [_Known(x, captured) for x in outs]
+
+
+def _evaluate_varying(opened: Open, args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Evaluates a jaxpr inside of a `jax.shard_map`, where what a primitive takes must vary over the same axes.
+
+    The jaxpr was traced without a mesh, so its literals and the bodies of its calls know of none.
+    """
+    env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *args), strict=True))
+    read = lambda v: jnp.asarray(v.val) if isinstance(v, core.Literal) else env[v]
+    for eqn in opened.jaxpr.eqns:
+        values = unify_varying([read(v) for v in eqn.invars])
+        inner = sub_jaxpr(eqn) if eqn.primitive.name in _INLINED else None
+        outs = bind(eqn, values) if inner is None else _evaluate_varying(inner, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in opened.jaxpr.outvars]
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
