@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import oracle
+from tests import oracle, tolerance
 from tests.cases import Case
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
@@ -190,6 +190,18 @@ def _differentiated(case: Case, attend, more) -> Results:
 
     with jax.default_matmul_precision(case.precision):
         return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+
+
+def check_gradients(case: Case, backend: str, names: tuple[str, ...]) -> None:
+    """Fails unless the named gradients (``query``, ``key``, ``value``, or names of captured arrays) are right."""
+    found, by_plain, by_oracle = everything(case, backend), plain(case), exact(case)
+    pick = lambda results, name: results.captures[name] if name in results.captures else getattr(results, name)
+    for name in names:
+        right, mass = pick(by_oracle.results, name), by_oracle.masses[name]
+        dtype = np.asarray(pick(by_plain, name)).dtype
+        # A captured array may sum thousands of terms of either sign into one number, by which nothing can be judged.
+        rounding = tolerance.gradient_rounding(mass if name in draw(case).score else right, mass, by_oracle.results.lse, dtype)
+        tolerance.check(name, pick(found, name), pick(by_plain, name), right, rounding)
 
 
 def refused(case: Case, backend: str) -> bool:

@@ -43,13 +43,13 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients, and for each captured array the sum of the magnitudes that were added up."""
+    """Gradients, and for each of them the sum of the magnitudes that were added up."""
 
     query: np.ndarray
     key: np.ndarray
     value: np.ndarray
     captures: Captures
-    masses: Captures
+    masses: dict[str, np.ndarray]
 
 
 def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
@@ -102,10 +102,14 @@ def gradients(query, key, value, scale, score: Score | None, found: Forward, cap
             else:
                 sums[name] += each.sum()
                 masses[name] += np.abs(each).sum()
-    d_query = scale * np.einsum("bhts,bshd->bthd", d_raw, k)
-    d_key = scale * np.einsum("bhts,bthd->bshd", d_raw, query)
-    d_value = np.einsum("bhts,bthd->bshd", p, d_out)
-    return Gradients(d_query, _per_key_head(d_key, key), _per_key_head(d_value, value), sums, masses)
+    def products(d_raw, k, query, d_out, scale):
+        d_key = scale * np.einsum("bhts,bthd->bshd", d_raw, query)
+        d_value = np.einsum("bhts,bthd->bshd", p, d_out)
+        return scale * np.einsum("bhts,bshd->bthd", d_raw, k), _per_key_head(d_key, key), _per_key_head(d_value, value)
+
+    sizes = products(*map(np.abs, (d_raw, k, query, d_out, scale)))
+    return Gradients(*products(d_raw, k, query, d_out, scale), sums,
+                     masses | dict(zip(("query", "key", "value"), sizes, strict=True)))
 
 
 def _per_query_head(x: np.ndarray, query: np.ndarray) -> np.ndarray:

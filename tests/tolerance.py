@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 
-def check(name: str, got, plain, exact: np.ndarray, mass: np.ndarray | None = None) -> None:
+def check(name: str, got, plain, exact: np.ndarray, rounding: np.ndarray | None = None) -> None:
     """Fails unless `got` is near enough to `exact`.
 
     Args:
@@ -18,7 +18,7 @@ def check(name: str, got, plain, exact: np.ndarray, mass: np.ndarray | None = No
       got: The result under test.
       plain: The same by plain jnp attention; sets the dtype of the result, too.
       exact: The oracle's.
-      mass: For a sum, the sum of the magnitudes of its terms: what one rounding is relative to. None: `exact` itself.
+      rounding: The error that one rounding makes; None for one of `exact` to the dtype of the result.
     """
     got, plain = np.asarray(got), np.asarray(plain)
     assert got.shape == exact.shape, f"{name}: shape {got.shape}, not {exact.shape}"
@@ -27,14 +27,34 @@ def check(name: str, got, plain, exact: np.ndarray, mass: np.ndarray | None = No
         return
     own, allowed = _error(got, exact), _error(plain, exact)
     assert np.isfinite(allowed).all(), f"{name}: plain attention is not finite where the oracle is; the case is no use"
-    size = np.abs(exact if mass is None else mass)
-    rounding = float(ml_dtypes.finfo(got.dtype).eps) * np.where(np.isfinite(size), size, 0)
+    rounding = one_rounding(exact, got.dtype) if rounding is None else rounding
     for statistic in (np.mean, np.max):
         error, limit = statistic(own), 2 * statistic(allowed) + statistic(rounding)
         assert error <= limit, (
             f"{name}: {statistic.__name__} error {error:.3g} exceeds {limit:.3g} = 2 x {statistic(allowed):.3g} (plain) + "
             f"{statistic(rounding):.3g} (rounding); worst at {np.unravel_index(np.argmax(own), own.shape)}"
         )
+
+
+def one_rounding(x: np.ndarray, dtype) -> np.ndarray:
+    """How far rounding to `dtype` moves each number, at most."""
+    return float(ml_dtypes.finfo(dtype).eps) * np.where(np.isfinite(x), np.abs(x), 0)
+
+
+def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtype) -> np.ndarray:
+    """One rounding of a gradient to its dtype, and one of the lse to float32.
+
+    The backward pass computes the weights anew, as exp(score - lse): a rounding of the lse, relative to the lse, becomes
+    one of the weights, and so of each term of a sum. Plain attention keeps the weights and has none.
+
+    Args:
+      exact: The gradient.
+      mass: The sum of the magnitudes of its terms.
+      lse: Of all rows.
+      dtype: Of the gradient.
+    """
+    largest = np.max(one_rounding(lse, np.float32), initial=0)
+    return one_rounding(exact, dtype) + largest * mass
 
 
 def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:

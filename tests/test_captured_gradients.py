@@ -1,0 +1,16 @@
+"""Gradients of the arrays that score mods capture, by every backend, against the oracle."""
+
+import pytest
+
+from tests import evaluation
+from tests.cases import CASES
+
+CAPTURING = [case for case in CASES if evaluation.draw(case).floats()]
+
+
+@pytest.mark.parametrize("case", CAPTURING, ids=str)
+@pytest.mark.parametrize("backend", evaluation.BACKENDS)
+def test_captured_gradients(case, backend):
+    if evaluation.refused(case, backend):
+        return
+    evaluation.check_gradients(case, backend, tuple(evaluation.draw(case).floats()))
