@@ -68,7 +68,7 @@ def prepare(setting: Setting, arrays: Arrays, tile: tuple[int, int], b: Any, h: 
     else:
         fixed["q"] = q_indices(q_first, tile, setting.T)
     kinds = ("", "k" if transposed else "q")
-    approximate = arrays.query.dtype.itemsize == 2
+    approximate = arrays.query.dtype.itemsize == 2 and not setting.interpret  # the interpreter has no such functions
 
     def begin(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
         if program is None:
