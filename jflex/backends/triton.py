@@ -14,6 +14,9 @@ from jflex.backends.programs import Programs, programs_of
 from jflex.config import Tiles
 from jflex.problem import Problem
 
+KERNELS = ("forward", "dkv", "dq")
+SMALLEST_TILE = 16  # of queries or keys: what a product of Triton takes
+
 
 class Triton(Backend):
     """Fused kernels for NVIDIA GPUs from Ampere on, through Pallas and Triton."""
@@ -29,18 +32,20 @@ class Triton(Backend):
             return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
         if max(problem.D, problem.Dv) > 256:
             return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
-        for kernel in ("forward", "dkv", "dq"):
-            try:
-                _tiles(problem, kernel)
-            except _NoTile as error:
-                return str(error)
         programs = programs_of(problem)
-        return programs if isinstance(programs, str) else None
+        if isinstance(programs, str):
+            return programs
+        smallest = min(min(tiles.block_q, tiles.block_kv) for tiles in map(functools.partial(_tiles, problem), KERNELS))
+        if smallest < SMALLEST_TILE:
+            where = "the blocks of the mask" if problem.blocks is not None else "what `config` sets"
+            return (f"its tiles are powers of two from {SMALLEST_TILE} on, and {where} ask for {smallest} (create the mask with a "
+                    f"`block_size` that is a multiple of {SMALLEST_TILE})")
+        return None
 
     def describe(self, problem: Problem) -> str:
         """The tiles of its three kernels."""
         return ", ".join(f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages)"
-                         for kernel in ("forward", "dkv", "dq") for t in [_tiles(problem, kernel)])
+                         for kernel in KERNELS for t in [_tiles(problem, kernel)])
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel."""
@@ -62,10 +67,6 @@ class Triton(Backend):
         return Gradients(found.query, found.key, found.value, captured)
 
 
-class _NoTile(Exception):
-    """No tile of the kernels divides the blocks of the mask; the message says so."""
-
-
 def _programs(problem: Problem) -> Programs:
     programs = programs_of(problem)
     assert isinstance(programs, Programs), programs
@@ -80,7 +81,10 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
     if given is not None:
         return given
     size = max(problem.D, problem.Dv)
-    tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(size, jnp.dtype(problem.dtype).itemsize))
+    programs = _programs(problem)
+    need = rules.Need(size, jnp.dtype(problem.dtype).itemsize, rules.is_heavy(programs.score, programs.mask),
+                      rules.has_large_memory(problem.device_kind))
+    tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(need))
     block_q, block_kv = tiles.block_q, tiles.block_kv
     if problem.blocks is not None:
         block_q, block_kv = (min(tile, block & -block) for tile, block in zip((block_q, block_kv), problem.blocks.size,
@@ -88,9 +92,6 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
     else:
         block_q = min(block_q, max(16, 1 << (problem.T - 1).bit_length()))
         block_kv = min(block_kv, max(16, 1 << (problem.S - 1).bit_length()))
-    if min(block_q, block_kv) < 16:
-        raise _NoTile(f"its tiles are powers of two from 16 on, and none divides the mask's blocks of {problem.blocks.size[0]} x "
-                      f"{problem.blocks.size[1]} (create the mask with a `block_size` that is a multiple of 16)")
     return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
 
 

@@ -42,7 +42,7 @@ class Found(NamedTuple):
     query: jax.Array | None
     key: jax.Array | None
     value: jax.Array | None
-    score_operands: tuple[jax.Array, ...]
+    score_operands: tuple[jax.Array | None, ...]
 
 
 def backward(setting: Setting, tiles: BackwardTiles, arrays: Arrays, plan: Plan, saved: tuple[jax.Array, jax.Array],
@@ -71,7 +71,7 @@ def backward(setting: Setting, tiles: BackwardTiles, arrays: Arrays, plan: Plan,
         found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
         d_key, d_value = (_sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
         _collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
-    captured = tuple(_total(parts, x) for parts, x in zip(gradients.values(), arrays.score_operands, strict=True))
+    captured = tuple(map(_total, gradients.values()))
     return Found(d_query, d_key, d_value, captured)
 
 
@@ -90,10 +90,8 @@ def _collect(setting: Setting, derivative: Derivative | None, arrays: Arrays, lo
         gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
 
 
-def _total(parts: list[jax.Array], operand: jax.Array) -> jax.Array:
-    if len(parts) == 1:
-        return parts[0]
-    return sum((x.astype(jnp.float32) for x in parts), jnp.zeros(operand.shape, jnp.float32))
+def _total(parts: list[jax.Array]) -> jax.Array | None:
+    return functools.reduce(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), parts) if parts else None
 
 
 def _sum_batch(setting: Setting, x: jax.Array) -> jax.Array:
