@@ -110,7 +110,16 @@ ELEMENTWISE = [
     Case("extreme_logits", scores.identity, masks.causal, block=64, scale=1e3, precision="highest"),
     Case("extreme_logits_softcap", scores.softcap, scale=1e2, **BF16),
     Case("negative_scale", scores.identity, scale=-0.5, **BF16),
-    Case("reciprocal_with_padding", scores.reciprocal, masks.padding, N(T=65), block=32, by_batch=True, positive=True, **BF16),
+    Case(
+        "reciprocal_with_padding",
+        scores.reciprocal,
+        masks.padding,
+        N(T=65),
+        block=32,
+        by_batch=True,
+        positive=True,
+        **BF16,
+    ),
     Case("log_where_seen", scores.log_distance, masks.strictly_causal, block=32, **BF16),
     Case("log_where_seen_mask_mod", scores.log_distance, masks.strictly_causal, N(T=37), **BF16),
 ]
@@ -177,11 +186,23 @@ MASKED = [
     Case("wide_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(64, 128), **BF16),
     Case("high_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(128, 32), **BF16),
     Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
-    Case("own_lists", sizes=N(T=130, S=96), block=32, kinds=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)), **BF16),
-    Case("own_lists_mixed", mask=masks.random_elements, sizes=N(T=128, Hq=4, Hkv=2), block=32,
-         kinds=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)), **BF16),
-    Case("blocks_of_24", mask=masks.causal, block=24,
-         unsupported={"triton": r"none divides the mask's blocks of 24 x 24.*multiple of 16"}),
+    Case(
+        "own_lists", sizes=N(T=130, S=96), block=32, kinds=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)), **BF16
+    ),
+    Case(
+        "own_lists_mixed",
+        mask=masks.random_elements,
+        sizes=N(T=128, Hq=4, Hkv=2),
+        block=32,
+        kinds=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)),
+        **BF16,
+    ),
+    Case(
+        "blocks_of_24",
+        mask=masks.causal,
+        block=24,
+        unsupported={"triton": r"none divides the mask's blocks of 24 x 24.*multiple of 16"},
+    ),
 ]
 
 SHAPES = [

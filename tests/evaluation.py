@@ -64,8 +64,10 @@ def draw(case: Case) -> Drawn:
         q, k = np.abs(q) + 0.3, np.abs(k) + 0.3
     dtype = jnp.dtype(case.dtype)
     d_lse = rng.normal(size=(n.B, n.Hq, n.T)).astype(np.float32)
-    captured = [{} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, n).items()}
-                for pair in (case.score, case.mask)]
+    captured = [
+        {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, n).items()}
+        for pair in (case.score, case.mask)
+    ]
     return Drawn(*(x.astype(dtype) for x in (q, k, v, d_out)), d_lse, *captured)
 
 
@@ -114,9 +116,19 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
     mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
     implementation, _, interpret = backend.partition("-")
     config = jflex.Config(interpret=True) if interpret else None
-    out, lse = jflex.flex_attention(turn(query), turn(key), turn(value), score_mod, blocks, mask_mod=mask_mod,
-                                    scale=case.scale, layout=case.layout, return_lse=True, implementation=implementation,
-                                    config=config)
+    out, lse = jflex.flex_attention(
+        turn(query),
+        turn(key),
+        turn(value),
+        score_mod,
+        blocks,
+        mask_mod=mask_mod,
+        scale=case.scale,
+        layout=case.layout,
+        return_lse=True,
+        implementation=implementation,
+        config=config,
+    )
     return turn(out), lse
 
 
@@ -143,7 +155,10 @@ def plain(case: Case) -> Results:
     places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
     # What a mod makes of places that nobody sees shall not disturb its derivative: there, ask for one that is seen.
     seen = visible.reshape(*visible.shape[:2], -1).argmax(-1)[..., None, None]
-    at_q, at_kv = np.where(visible, places[2], seen // visible.shape[3]), np.where(visible, places[3], seen % visible.shape[3])
+    at_q, at_kv = (
+        np.where(visible, places[2], seen // visible.shape[3]),
+        np.where(visible, places[3], seen % visible.shape[3]),
+    )
     where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
     return _differentiated(case, attend, (visible, where))
@@ -200,7 +215,9 @@ def check_gradients(case: Case, backend: str, names: tuple[str, ...]) -> None:
         right, mass = pick(by_oracle.results, name), by_oracle.masses[name]
         dtype = np.asarray(pick(by_plain, name)).dtype
         # A captured array may sum thousands of terms of either sign into one number, by which nothing can be judged.
-        rounding = tolerance.gradient_rounding(mass if name in draw(case).score else right, mass, by_oracle.results.lse, dtype)
+        rounding = tolerance.gradient_rounding(
+            mass if name in draw(case).score else right, mass, by_oracle.results.lse, dtype
+        )
         tolerance.check(name, pick(found, name), pick(by_plain, name), right, rounding)
 
 

@@ -40,10 +40,13 @@ first_half_only = same(lambda b, h, q, k, c: q < 64)
 odd_keys = same(lambda b, h, q, k, c: k % 2 == 1)
 window_by_head = same(lambda b, h, q, k, c: (q >= k) & (q - k < 16 * (h + 1)))
 random_elements = same(lambda b, h, q, k, c: (q * 7 + k * 13 + h * 5) % 11 < 4)
-offset_by_batch = same(lambda b, h, q, k, c: q + c["offset"][b] >= k,
-                       lambda rng, n: {"offset": np.arange(n.B, dtype=np.int32) * 40})
-padding = same(lambda b, h, q, k, c: (q < c["length"][b]) & (k < c["length"][b]),
-               lambda rng, n: {"length": np.linspace(n.S // 2, n.S, n.B).astype(np.int32)})
+offset_by_batch = same(
+    lambda b, h, q, k, c: q + c["offset"][b] >= k, lambda rng, n: {"offset": np.arange(n.B, dtype=np.int32) * 40}
+)
+padding = same(
+    lambda b, h, q, k, c: (q < c["length"][b]) & (k < c["length"][b]),
+    lambda rng, n: {"length": np.linspace(n.S // 2, n.S, n.B).astype(np.int32)},
+)
 
 
 def _documents(rng, n):
@@ -51,11 +54,19 @@ def _documents(rng, n):
 
 
 documents = same(lambda b, h, q, k, c: (c["document"][b, q] == c["document"][b, k]) & (q >= k), _documents)
-one_document_row = same(lambda b, h, q, k, c: (c["row"][q] == c["row"][k]) & (c["row"][k] >= 0),
-                        lambda rng, n: {"row": (rng.integers(-1, 3, max(n.T, n.S))).astype(np.int32)})
+one_document_row = same(
+    lambda b, h, q, k, c: (c["row"][q] == c["row"][k]) & (c["row"][k] >= 0),
+    lambda rng, n: {"row": (rng.integers(-1, 3, max(n.T, n.S))).astype(np.int32)},
+)
 neighborhood = MaskPair(  # 5 x 5 around the query, on a grid of 16 columns; window shifted inwards at the borders
-    lambda c: lambda b, h, q, k: ((jnp.abs(jnp.clip(q // 16, 2, 5) - k // 16) <= 2)
-                                  & (jnp.abs(jnp.clip(q % 16, 2, 13) - k % 16) <= 2)),
-    lambda b, h, q, k, c: ((abs(np.minimum(np.maximum(np.floor(q / 16), 2), 5) - np.floor(k / 16)) < 2.5)
-                           & (abs(np.minimum(np.maximum(np.mod(q, 16), 2), 13) - np.mod(k, 16)) < 2.5)))
+    lambda c: (
+        lambda b, h, q, k: (
+            (jnp.abs(jnp.clip(q // 16, 2, 5) - k // 16) <= 2) & (jnp.abs(jnp.clip(q % 16, 2, 13) - k % 16) <= 2)
+        )
+    ),
+    lambda b, h, q, k, c: (
+        (abs(np.minimum(np.maximum(np.floor(q / 16), 2), 5) - np.floor(k / 16)) < 2.5)
+        & (abs(np.minimum(np.maximum(np.mod(q, 16), 2), 13) - np.mod(k, 16)) < 2.5)
+    ),
+)
 table = same(lambda b, h, q, k, c: c["seen"][q, k], lambda rng, n: {"seen": rng.random((n.T, n.S)) < 0.3})

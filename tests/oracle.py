@@ -75,7 +75,9 @@ def forward(query, key, value, scale, score: Score | None, mask, captures: Captu
     return Forward(np.einsum("bhts,bshd->bthd", weights, v), lse, raw, weights, visible)
 
 
-def gradients(query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse) -> Gradients:
+def gradients(
+    query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse
+) -> Gradients:
     """Pulls cotangents of out and lse back."""
     k, v = (_per_query_head(x, query) for x in (key, value))
     p, visible = found.weights, found.visible
@@ -102,14 +104,18 @@ def gradients(query, key, value, scale, score: Score | None, found: Forward, cap
             else:
                 sums[name] += each.sum()
                 masses[name] += np.abs(each).sum()
+
     def products(d_raw, k, query, d_out, scale):
         d_key = scale * np.einsum("bhts,bthd->bshd", d_raw, query)
         d_value = np.einsum("bhts,bthd->bshd", p, d_out)
         return scale * np.einsum("bhts,bshd->bthd", d_raw, k), _per_key_head(d_key, key), _per_key_head(d_value, value)
 
     sizes = products(*map(np.abs, (d_raw, k, query, d_out, scale)))
-    return Gradients(*products(d_raw, k, query, d_out, scale), sums,
-                     masses | dict(zip(("query", "key", "value"), sizes, strict=True)))
+    return Gradients(
+        *products(d_raw, k, query, d_out, scale),
+        sums,
+        masses | dict(zip(("query", "key", "value"), sizes, strict=True)),
+    )
 
 
 def _per_query_head(x: np.ndarray, query: np.ndarray) -> np.ndarray:

@@ -1,0 +1,125 @@
+"""Lowers programs for an NVIDIA H200 and compiles their Triton kernels to machine code, on a machine without a GPU.
+
+Interpret mode accepts what the GPU refuses (a primitive without a lowering, too much shared memory) and says nothing of
+registers that spill. Compiling needs what the extra `gpu-compile` installs; lowering needs JAX alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+DEVICE = "NVIDIA H200"
+# Of the device that is not there: limits that steer XLA's and Triton's code, and what its cost models want to know.
+_CONFIG = """
+platform_name: "CUDA" device_description_str: "NVIDIA H200" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 threads_per_warp: 32 clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  l2_cache_size: 52428800 memory_bandwidth: 4800000000000 device_memory_size: 141000000000
+}
+"""
+
+
+class Kernel(NamedTuple):
+    """What the compilers made of a kernel.
+
+    Attributes:
+      name: Its entry point.
+      registers: Of a thread.
+      spill: Bytes of registers that a thread stores away.
+      tensor: Instructions of the tensor cores: ``"wgmma"``, ``"mma"`` or ``""``.
+    """
+
+    name: str
+    registers: int
+    spill: int
+    tensor: str
+
+
+@functools.cache
+def missing() -> str | None:
+    """What is not there that compiling needs, as a sentence, or None."""
+    try:
+        plugin = importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        plugin = None
+    if plugin != jax.__version__:
+        return f"jax-cuda13-plugin {jax.__version__} is not installed (found: {plugin}); the extra gpu-compile has it"
+    if _ptxas() is None:
+        return "ptxas was not found; the extra gpu-compile has it"
+    return None
+
+
+def _ptxas() -> pathlib.Path | None:
+    found = (pathlib.Path(folder) / "nvidia/cu13/bin/ptxas" for folder in sys.path)
+    return next((path for path in found if path.is_file()), None)
+
+
+@contextlib.contextmanager
+def absent_gpu() -> Iterator[None]:
+    """Makes JAX lower for the GPU that is not there."""
+    device = jax.sharding.AbstractDevice(device_kind=DEVICE, num_cores=None, platform="cuda")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def lower(function: Any, *arrays: Any) -> Any:
+    """Lowers a function for the GPU, with arrays or `jax.ShapeDtypeStruct` for arguments."""
+    with absent_gpu():
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+@functools.cache
+def _sharding() -> jax.sharding.SingleDeviceSharding:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=_CONFIG, topology="1x1x1")
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
+    """Compiles a function and reports its Triton kernels, sorted by name.
+
+    Raises whatever Pallas, Triton, XLA or ptxas raise when they refuse it. Needs `missing()` to be None.
+    """
+    on_gpu = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding())
+    lowered = lower(function, *jax.tree.map(on_gpu, arrays))
+    with tempfile.TemporaryDirectory() as folder:
+        # The emitter writes PTX for every kernel, also for those that XLA fuses itself.
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        calls = (line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
+        names = {re.sub(r"\W", "_", re.findall(r'\bname = "([^"]+)"', line)[-1]) for line in calls}
+        texts = (path.read_text() for path in pathlib.Path(folder).glob("*.ptx"))
+        kernels = (_assembled(text, folder) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
+        return sorted(kernels)
+
+
+def _entry(ptx: str) -> str:
+    found = re.search(r"\.entry (\w+)", ptx)
+    return "" if found is None else found[1]
+
+
+def _assembled(ptx: str, folder: str) -> Kernel:
+    """Runs ptxas again, for what it says."""
+    source = pathlib.Path(folder, "kernel.ptx")
+    source.write_text(ptx)
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    command = [str(_ptxas()), "-v", f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spill = (
+        int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    tensor = next((name for name, word in (("wgmma", "wgmma.mma_async"), ("mma", "mma.sync")) if word in ptx), "")
+    return Kernel(_entry(ptx), registers, spill, tensor)

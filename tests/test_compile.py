@@ -1,0 +1,65 @@
+"""Every case that the Triton kernels can run, lowered for an H200 and compiled to machine code, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import evaluation, gpu_compile
+from tests.cases import CASES, Case, Sizes
+
+KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]
+SUPPORTED = [case for case in CASES if "triton" not in case.unsupported]
+
+
+def program_of(case):
+    """Forward and backward pass, with all gradients, and the shapes of its arguments."""
+    x = evaluation.draw(case)
+
+    def run(x, blocks, floats):
+        attend = lambda q, k, v, c: evaluation.call(case, "triton", q, k, v, {**x.score, **c}, x.mask, blocks)
+        out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
+        return out, pull((x.d_out, x.d_lse))
+
+    shapes = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+    with jax.default_matmul_precision(case.precision):
+        return run, shapes(x), shapes(evaluation.block_mask(case)), shapes(x.floats())
+
+
+def fills_wgmma(case):
+    """Whether 16-bit products have the 64 rows that wgmma wants, in all three kernels."""
+    n = case.sizes
+    block = case.block if isinstance(case.block, tuple) else (case.block or 64,) * 2
+    short = min(block) < 64 or min(n.T, n.S) <= 32
+    return jnp.dtype(case.dtype).itemsize == 2 and not short and min(n.D, n.Dv) >= 16 and max(n.D, n.Dv) <= 128
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_compiles(case):
+    with jax.default_matmul_precision(case.precision):
+        program = program_of(case)
+        if gpu_compile.missing():
+            gpu_compile.lower(*program)
+            pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+        kernels = gpu_compile.compile_kernels(*program)
+    assert [kernel.name for kernel in kernels] == KERNELS
+    print(*kernels, sep="\n")
+    assert sum(kernel.spill for kernel in kernels) == 0
+    if fills_wgmma(case):
+        assert [kernel.tensor for kernel in kernels] == ["wgmma"] * 3
+
+
+def test_reports_what_cannot_be_compiled():
+    """So that a kernel which passes here is known to have been judged."""
+    if gpu_compile.missing():
+        pytest.skip(gpu_compile.missing())
+    import jflex
+
+    case = Case("too_much_shared_memory", sizes=Sizes(B=1, T=512, D=256), dtype="bfloat16")
+    config = jflex.Config(forward=jflex.Tiles(128, 256, num_warps=8, num_stages=4))
+    x = evaluation.draw(case)
+    call = functools.partial(jflex.flex_attention, implementation="triton", config=config)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.query, x.key, x.value)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)shared memory"):
+        gpu_compile.compile_kernels(call, *shapes)

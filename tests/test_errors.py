@@ -1,0 +1,332 @@
+"""What is said of wrong input: the type of each error, and what its message names."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex import Config, Tiles, UnsupportedError
+
+F32 = jnp.float32
+HELD = np.arange(8)  # a numpy array for mods to misuse
+
+
+def array(*shape, dtype=F32):
+    return jnp.zeros(shape, dtype)
+
+
+def call(query=(2, 8, 4, 16), key=(2, 8, 2, 16), value=(2, 8, 2, 16), dtypes=(F32,) * 3, **options):
+    arrays = (array(*shape, dtype=dtype) for shape, dtype in zip((query, key, value), dtypes, strict=True))
+    return jflex.flex_attention(*arrays, **({"implementation": "xla"} | options))
+
+
+def score(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def mask(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx >= kv_idx else -score
+
+
+def block_mask(B=None, H=None, T=8, S=8, mod=mask):
+    return jflex.create_block_mask(mod, B, H, T, S, block_size=32)
+
+
+class Holder:
+    def __init__(self, array):
+        self.array = array
+
+    def mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.array[q_idx].astype(F32)
+
+
+# Name, how to provoke it, type, what the message holds.
+ROWS = [
+    # --- arrays
+    (
+        "rank",
+        lambda: call((8, 4, 16)),
+        ValueError,
+        r"`query` must have four axes, \[B, T, Hq, D\].*'BTNH'; it has 3.*jax\.vmap",
+    ),
+    (
+        "rank_of_key",
+        lambda: call(key=(1, 2, 8, 2, 16)),
+        ValueError,
+        r"`key` must have four axes, \[B, S, Hkv, D\].*has 5",
+    ),
+    ("rank_bnth", lambda: call((8, 4, 16), layout="BNTH"), ValueError, r"`query` must have four axes, \[B, Hq, T, D\]"),
+    (
+        "integers",
+        lambda: call(dtypes=(jnp.int32,) * 3),
+        TypeError,
+        r"`query` must be floating-point \(bfloat16, float16, float32, float64\); it is int32\. Cast it",
+    ),
+    (
+        "mixed_dtypes",
+        lambda: call(dtypes=(F32, jnp.bfloat16, F32)),
+        TypeError,
+        r"`query`, `key` and `value` must have one dtype.*query: float32\[2,8,4,16\], key: bfloat16",
+    ),
+    (
+        "no_array",
+        lambda: jflex.flex_attention([1.0], array(1), array(1)),
+        TypeError,
+        r"`query` must be an array\. Got list",
+    ),
+    (
+        "head_ratio",
+        lambda: call((2, 8, 3, 16)),
+        ValueError,
+        r"`key` has 2 heads, which do not divide the 3 heads of `query`",
+    ),
+    ("more_key_heads", lambda: call((2, 8, 1, 16)), ValueError, r"`key` has 2 heads, which do not divide the 1 heads"),
+    ("no_heads", lambda: call(key=(2, 8, 0, 16), value=(2, 8, 0, 16)), ValueError, r"`key` has 0 heads"),
+    (
+        "heads_of_value",
+        lambda: call(value=(2, 8, 4, 16)),
+        ValueError,
+        r"`key` and `value` must have as many heads.*2 and 4",
+    ),
+    (
+        "head_sizes",
+        lambda: call(key=(2, 8, 2, 32)),
+        ValueError,
+        r"`query` and `key` must have one head size.*16 and 32",
+    ),
+    ("no_head_size", lambda: call(value=(2, 8, 2, 0)), ValueError, r"Head sizes must be at least 1"),
+    ("lengths", lambda: call(value=(2, 9, 2, 16)), ValueError, r"`key` and `value` must have one length.*8 and 9"),
+    (
+        "batch",
+        lambda: call(key=(3, 8, 2, 16), value=(3, 8, 2, 16)),
+        ValueError,
+        r"`key` and `value` must have the batch size of `query`, or both 1.*2 \(query\), 3 \(key\), 3 \(value\)",
+    ),
+    ("batch_of_value", lambda: call(value=(1, 8, 2, 16)), ValueError, r"or both 1.*2 \(key\), 1 \(value\)"),
+    (
+        "bnth_taken_for_btnh",
+        lambda: call((2, 8, 64, 16), (2, 2, 96, 16), (2, 2, 96, 16)),
+        ValueError,
+        r"which do not divide.*pass layout='BNTH'",
+    ),
+    ("layout", lambda: call(layout="BHTD"), ValueError, r"`layout` must be one of 'BTNH', 'BNTH'\. Got 'BHTD'"),
+    # --- scale
+    ("scale_0", lambda: call(scale=0), ValueError, r"`scale` must be finite and not 0\. Got 0"),
+    ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite and not 0\. Got nan"),
+    ("scale_array", lambda: call(scale=jnp.float32(2)), TypeError, r"`scale` must be a Python number.*score_mod"),
+    ("scale_traced", lambda: jax.jit(lambda x: call(scale=x))(2.0), TypeError, r"`scale` must be a Python number"),
+    # --- masks
+    ("mask_as_block_mask", lambda: call(block_mask=mask), TypeError, r"`block_mask` must be a `BlockMask`.*`mask_mod`"),
+    ("array_as_block_mask", lambda: call(block_mask=array(8, 8)), TypeError, r"`block_mask` must be a `BlockMask`"),
+    (
+        "both_masks",
+        lambda: call(block_mask=block_mask(), mask_mod=mask),
+        ValueError,
+        r"cannot both be given.*and_masks",
+    ),
+    (
+        "mask_of_other_batch",
+        lambda: call(block_mask=block_mask(B=3)),
+        ValueError,
+        r"`block_mask` has batch 3, the query 2.*B=2",
+    ),
+    (
+        "mask_of_key_heads",
+        lambda: call(block_mask=block_mask(H=2)),
+        ValueError,
+        r"`block_mask` has heads 2, the query 4.*H=4",
+    ),
+    (
+        "longer_mask",
+        lambda: call(block_mask=block_mask(T=16, S=16)),
+        ValueError,
+        r"is for 16 queries and 16 keys, the call has 8 and 8\. Crop it with `block_mask.with_lengths\(8, 8\)`",
+    ),
+    (
+        "shorter_mask",
+        lambda: call(block_mask=block_mask(T=4)),
+        ValueError,
+        r"is for 4 queries and 8 keys.*create_block_mask",
+    ),
+    ("mapped_mask", lambda: call(block_mask=jax.tree.map(lambda x: x[None], block_mask())), ValueError, r"jax\.vmap"),
+    # --- mods
+    (
+        "score_no_function",
+        lambda: call(score_mod=3),
+        TypeError,
+        r"`score_mod` must be a function \(score, b, h.*Got int",
+    ),
+    (
+        "mask_no_function",
+        lambda: call(mask_mod="causal"),
+        TypeError,
+        r"`mask_mod` must be a function \(b, h, q_idx.*Got str",
+    ),
+    (
+        "mask_as_score",
+        lambda: call(score_mod=mask),
+        TypeError,
+        r"mask \(test_errors.py:\d+\) takes.*pass it as `mask_mod`",
+    ),
+    (
+        "score_as_mask",
+        lambda: call(mask_mod=score),
+        TypeError,
+        r"score \(test_errors.py:\d+\) takes.*pass it as `score_mod`",
+    ),
+    (
+        "arity",
+        lambda: call(score_mod=lambda s, q, k: s),
+        TypeError,
+        r"<lambda> \(test_errors.py:\d+\) takes \(s, q, k\)",
+    ),
+    ("partial_arity", lambda: call(score_mod=functools.partial(score, 1)), TypeError, r"score \(test_errors.py"),
+    (
+        "bool_of_score",
+        lambda: call(score_mod=lambda s, b, h, q, k: q >= k),
+        TypeError,
+        r"`score_mod` must return one floating-point number; .*returned bool\[\].*pass it as `mask_mod`",
+    ),
+    ("integer_of_score", lambda: call(score_mod=lambda s, b, h, q, k: q), TypeError, r"returned int32\[\]\. Cast it"),
+    (
+        "float_of_mask",
+        lambda: call(mask_mod=lambda b, h, q, k: q.astype(F32)),
+        TypeError,
+        r"`mask_mod` must return one boolean; .*returned float32\[\].*Compare.*score_mod",
+    ),
+    (
+        "array_of_score",
+        lambda: call(score_mod=lambda s, b, h, q, k: s + array(3)),
+        TypeError,
+        r"returned float32\[3\]\. It is called on scalars",
+    ),
+    (
+        "tuple_of_score",
+        lambda: call(score_mod=lambda s, b, h, q, k: (s, s)),
+        TypeError,
+        r"must return one.*returned tuple",
+    ),
+    (
+        "nothing_of_mask",
+        lambda: call(mask_mod=lambda b, h, q, k: None),
+        TypeError,
+        r"must return one boolean.*NoneType",
+    ),
+    ("text_of_score", lambda: call(score_mod=lambda s, b, h, q, k: "s"), TypeError, r"must return one.*returned str"),
+    (
+        "branch",
+        lambda: call(score_mod=branches),
+        ValueError,
+        r"`score_mod` cannot branch in Python.*branches \(test_errors.py:\d+\).*jnp\.where",
+    ),
+    (
+        "branch_of_mask",
+        lambda: call(mask_mod=lambda b, h, q, k: q >= k and h > 0),
+        ValueError,
+        r"`mask_mod` cannot branch.*`&`",
+    ),
+    (
+        "numpy_index",
+        lambda: call(score_mod=Holder(HELD).mod),
+        ValueError,
+        r"cannot index a numpy array.*Holder.mod \(test_errors.py:\d+\).*jnp\.asarray",
+    ),
+    (
+        "list_index",
+        lambda: call(mask_mod=lambda b, h, q, k: [True, False][h]),
+        ValueError,
+        r"cannot index.*Python list",
+    ),
+    ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
+    # --- implementation
+    (
+        "unknown",
+        lambda: call(implementation="cuda"),
+        ValueError,
+        r"'mosaic_gpu', 'triton', 'xla', 'reference', a sequence of them, or None\. Got 'cuda'",
+    ),
+    ("unknown_in_sequence", lambda: call(implementation=("xla", "cuda")), ValueError, r"Got 'cuda'"),
+    ("empty_sequence", lambda: call(implementation=()), ValueError, r"at least one backend; the sequence is empty"),
+    (
+        "not_here",
+        lambda: call(implementation="triton"),
+        UnsupportedError,
+        r"triton: it needs an NVIDIA GPU, and this call runs on cpu.*These can: 'xla', 'reference'",
+    ),
+    (
+        "none_of_them",
+        lambda: call(implementation=("mosaic_gpu", "triton")),
+        UnsupportedError,
+        r"mosaic_gpu: its kernels are not part.*; triton: it needs an NVIDIA GPU.*implementation=None",
+    ),
+    # --- config
+    ("no_config", lambda: call(config={}), TypeError, r"`config` must be a `jflex.Config`\. Got dict"),
+    (
+        "tile_not_dividing",
+        lambda: call(block_mask=block_mask(), config=Config(dq=Tiles(64, 32))),
+        ValueError,
+        r"`config.dq.block_q` must divide the block size of the mask, 32\. Got 64",
+    ),
+    ("tile_zero", lambda: Tiles(0, 64), ValueError, r"`block_q` of a `Tiles` must be a positive integer\. Got 0"),
+    (
+        "tile_float",
+        lambda: Tiles(64, 64.0),
+        ValueError,
+        r"`block_kv` of a `Tiles` must be a positive integer\. Got 64\.0",
+    ),
+    ("tile_of_96", lambda: Tiles(96, 64), ValueError, r"power of two\. Got 96; the nearest are 64 and 128"),
+    ("stages", lambda: Tiles(64, 64, num_stages=0), ValueError, r"`num_stages`"),
+    # --- jflex.create_block_mask with a mask for this call
+    ("mask_uses_b", lambda: block_mask(mod=lambda b, h, q, k: q + b >= k), ValueError, r"`B` is None.*uses `b`"),
+]
+
+
+@pytest.mark.parametrize(("provoke", "kind", "message"), [pytest.param(*row[1:], id=row[0]) for row in ROWS])
+def test_message(provoke, kind, message):
+    with pytest.raises(kind, match=f"(?s){message}") as caught:
+        provoke()
+    assert caught.type is kind
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "call" in row[1].__code__.co_names], ids=lambda row: row[0])
+def test_nothing_runs_before_the_message(row, monkeypatch):
+    ran = []
+    monkeypatch.setattr("jflex.attention._run", lambda *args: ran.append(args))
+    with pytest.raises(row[2]):
+        row[1]()
+    assert not ran
+
+
+def test_explain_says_the_same():
+    for shapes in ((2, 8, 3, 16), (2, 8, 16)):
+        wrong = jax.ShapeDtypeStruct(shapes, F32), *(jax.ShapeDtypeStruct((2, 8, 2, 16), F32),) * 2
+        with pytest.raises(ValueError, match="`(key|query)`"):
+            jflex.explain(*wrong)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_empty_lengths_are_no_error(implementation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = call((2, 0, 4, 16), return_lse=True, implementation=implementation)
+        assert out.shape == (2, 0, 4, 16)
+        assert lse.shape == (2, 4, 0)
+        no_keys = functools.partial(call, key=(2, 0, 2, 16), value=(2, 0, 2, 5), return_lse=True)
+        out, lse = no_keys(implementation=implementation, score_mod=score)
+    np.testing.assert_array_equal(out, np.zeros((2, 8, 4, 5)))
+    np.testing.assert_array_equal(lse, np.full((2, 4, 8), -np.inf))
+
+
+def test_gradients_of_empty_lengths_are_zero():
+    key = array(2, 0, 2, 16)
+    grads = jax.grad(lambda q, k: jflex.flex_attention(q, k, k).sum(), argnums=(0, 1))(array(2, 8, 4, 16), key)
+    np.testing.assert_array_equal(grads[0], np.zeros((2, 8, 4, 16)))
+    assert grads[1].shape == key.shape
