@@ -14,14 +14,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jflex.backends.base import Gradients, Inputs, Saved, Wanted
-from jflex.opaque import opaque_call
+from jflex.opaque import ONLY_REVERSE, opaque_call
 from jflex.passes import BackwardPass, ForwardPass
 from jflex.problem import Problem
 from jflex.varying import unify_varying
-
-_ONLY_REVERSE = ("The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
-                 "(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation=\"reference\".")
-
 
 class Static(NamedTuple):
     """What does not depend on the values of arrays: the backend's name and the problem."""
@@ -35,7 +31,12 @@ def attend(static: Static, inputs: Inputs) -> Saved:
     guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
     inputs = inputs._replace(query=guard(inputs.query), key=guard(inputs.key), value=guard(inputs.value),
                              score_operands=tuple(map(guard, inputs.score_operands)))
-    return _attend(static, inputs)
+    try:
+        return _attend(static, inputs)
+    except TypeError as error:  # JAX's own sentence about custom_vjp, which `jax.jit(jax.jacfwd(...))` meets before the guard
+        if "forward-mode" in str(error):
+            raise NotImplementedError(ONLY_REVERSE) from error
+        raise
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,7 +73,7 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_lse = None if zero(cotangents.lse) else cotangents.lse
     arrays = unify_varying((inputs, saved, Saved(d_out, d_lse)))
-    gradients = _first_order(static, asked.wanted, *arrays)
+    gradients = opaque_call(BackwardPass(*static, asked.wanted), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
     nothing = jax.tree.map(lambda _: None, inputs)
@@ -83,23 +84,13 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _first_order(static: Static, wanted: Wanted, inputs: Inputs, saved: Saved, d_saved: Saved) -> Gradients:
-    return opaque_call(BackwardPass(*static, wanted), (inputs, saved, d_saved))
-
-
-@_first_order.defjvp
-def _no_second_order(static, wanted, primals, tangents):
-    raise NotImplementedError(_ONLY_REVERSE)
-
-
 # A custom_vjp refuses forward mode with a sentence that knows nothing of jflex, and under jit as late as at lowering. This
 # identity sits before it: its tangent passes through a linear primitive that has a transpose, but no value.
 _guard_p = Primitive("jflex_reverse_only")
 
 
 def _refuse(*_, **__):
-    raise NotImplementedError(_ONLY_REVERSE)
+    raise NotImplementedError(ONLY_REVERSE)
 
 
 _guard_p.def_impl(_refuse)

@@ -2,7 +2,7 @@
 
 A backend's forward or backward pass is traced once for each problem and kept; eager calls compile once, and a transformation
 sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry starts from a constant
-would not pass that one's checks. The primitive needs no derivative, because it only stands inside of a custom_vjp.
+would not pass that one's checks. The primitive has no derivative, because it only stands inside of a custom_vjp.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jflex.fingerprint import open_jaxpr
+
+
+ONLY_REVERSE = ("The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
+                "(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation=\"reference\".")
 
 
 class Pass(Protocol):
@@ -122,8 +126,16 @@ def _lowering(ctx, *args, jaxpr, traced):
 mlir.register_lowering(_opaque_p, _lowering)
 
 
+def _jvp(*_, **__):
+    """Reached by a derivative of the custom_vjp's own passes: a second one."""
+    raise NotImplementedError(ONLY_REVERSE)
+
+
+ad.primitive_jvps[_opaque_p] = _jvp
+
+
 def _batching(args, dims, *, jaxpr, traced):
-    in_axes = tuple(None if d is batching.not_mapped else d for d in dims)
+    in_axes = tuple(dims)  # None where an array is not mapped
     plain = jaxpr if traced is None else traced.plain
     new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args))
     outs = _opaque_p.bind(*args, jaxpr=new, traced=None)

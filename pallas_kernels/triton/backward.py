@@ -10,6 +10,7 @@ a tile of keys for dK and dV; each computes P again from the lse.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
