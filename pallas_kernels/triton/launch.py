@@ -30,6 +30,9 @@ def launch(kernel: Callable[..., None], inputs: Sequence[Any], outputs: Any, *, 
       aliases: Numbers of (flattened) inputs that are also the memory of outputs.
     """
     params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    # A `jax.shard_map` around all this wants to be told, in this form, that nothing varies over its mesh here.
+    nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
     call = pl.pallas_call(kernel, out_shape=outputs, grid=grid, compiler_params=params, interpret=interpret, name=name,
                           input_output_aliases=aliases or {})
     return call(*inputs) if interpret else _without_warning(call, inputs)
@@ -65,7 +68,7 @@ _quiet_p.def_impl(lambda *args, jaxpr: jax.jit(lambda *xs: _quiet_p.bind(*xs, ja
 
 
 def _quiet_batching(args, dims, *, jaxpr):
-    batched = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(None if d is batching.not_mapped else d for d in dims))
+    batched = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))
     new = jax.make_jaxpr(batched)(*args)
     outs = _quiet_p.bind(*args, jaxpr=new)
     return outs, [0] * len(outs)
