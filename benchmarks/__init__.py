@@ -1,0 +1,1 @@
+"""Commands that measure jflex; the README's figures come from their result files."""
