@@ -14,10 +14,13 @@ from pallas_kernels.setting import LN_2
 class SoftmaxState(NamedTuple):
     """Of the rows of a tile, after some of the keys.
 
+    Scores are in a unit of the caller's: a weight is ``2 ** (unit * (score - top))``. So the factor of the scores and log2 e
+    cost nothing: with the subtraction they are one fused multiply-add for each element.
+
     Attributes:
-      top: The largest score so far, in base 2 (score times log2 e).
-      total: Sum of ``2 ** (score - top)``.
-      out: Sum of ``2 ** (score - top)`` times the values.
+      top: The largest score so far.
+      total: Sum of the weights.
+      out: Sum of the weights times the values.
     """
 
     top: jax.Array
@@ -31,25 +34,27 @@ def start(rows: int, size: int) -> SoftmaxState:
                         jnp.zeros((rows, size), jnp.float32))
 
 
-def update(state: SoftmaxState, s: jax.Array, times_values: Callable[[jax.Array], jax.Array], may_hide: bool) -> SoftmaxState:
+def update(state: SoftmaxState, s: jax.Array, unit: float, times_values: Callable[[jax.Array], jax.Array],
+           may_hide: bool) -> SoftmaxState:
     """Takes in a tile of scores.
 
     Args:
       state: Before.
-      s: Scores in base 2; -inf where nothing is seen.
-      times_values: Multiplies a tile of probabilities by the values.
+      s: Scores; -inf where nothing is seen.
+      unit: Of the scores; positive.
+      times_values: Multiplies a tile of weights by the values.
       may_hide: Whether a row may have seen nothing yet: then ``-inf - -inf`` is avoided.
     """
     top = jnp.maximum(state.top, jnp.max(s, axis=1))
-    shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
-    p = jnp.exp2(s - shift[:, None])
-    keep = jnp.exp2(state.top - shift)
+    shift = (jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top) * unit
+    p = jnp.exp2(s * unit - shift[:, None])
+    keep = jnp.exp2(state.top * unit - shift)
     return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), state.out * keep[:, None] + times_values(p))
 
 
-def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
+def finish(state: SoftmaxState, unit: float) -> tuple[jax.Array, jax.Array]:
     """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
     empty = state.total == 0.0
     total = jnp.where(empty, 1.0, state.total)
-    lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
-    return state.out / total[:, None], lse
+    lse = jnp.where(empty, -jnp.inf, state.top * (unit * LN_2) + jnp.log(total))
+    return state.out * (1.0 / total)[:, None], lse

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from jflex.problem import Problem
@@ -62,6 +61,4 @@ def _operand_reason(mod: TracedMod) -> str | None:
             return f"{_speak_of(mod)} it captures an array of {dtype}{list(shape)}. Cast it, or take another one: {_WAY_OUT}"
         if 0 in shape:
             return f"{_speak_of(mod)} it captures an empty array of shape {list(shape)}. {_WAY_OUT}"
-        if math.prod(shape) >= 2**31:
-            return f"{_speak_of(mod)} it captures an array of shape {list(shape)}, with more than 2 ** 31 elements. {_WAY_OUT}"
     return None

@@ -121,7 +121,7 @@ class _Head(NamedTuple):
                                        may_end=may_end)
             q, d_out = queries(arrays.query), queries(self.rows.d_out)
             tile = scores.compute(known, q, k, query, is_partial)
-            p = jnp.exp2(tile.base2 - vector(self.rows.lse, other=jnp.inf)[None, :])
+            p = jnp.exp2(tile.s * known.unit - vector(self.rows.lse, other=jnp.inf)[None, :])
             d_v += product(setting, p.astype(d_out.dtype), d_out, over=(1, 0))
             d_p = product(setting, v, d_out, over=(1, 1))
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])

@@ -76,9 +76,9 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
                                  may_end=is_partial and keys_end)
         tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
         v = keys(arrays.value)
-        return softmax.update(state, tile.base2, lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide)
+        return softmax.update(state, tile.s, known.unit, lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide)
 
     state = over_keys(setting, tiles, arrays, here, softmax.start(tiles.block_q, padded(setting.Dv)), step)
-    rows, row_lse = softmax.finish(state)
+    rows, row_lse = softmax.finish(state, known.unit)
     store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
     store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)

@@ -32,17 +32,25 @@ class Scores(NamedTuple):
     mask: Evaluation | None
     walked: str
 
+    @property
+    def unit(self) -> float:
+        """What the scores of a tile are to be multiplied by for weights in base 2; positive.
+
+        Without a mod they are the products themselves, up to the sign of the scale.
+        """
+        return LOG2_E * (abs(self.setting.scale) if self.score is None else 1.0)
+
 
 class Tile(NamedTuple):
     """A tile of scores.
 
     Attributes:
-      base2: The scores times log2 e; -inf where nothing is seen.
+      s: The scores, in the unit of `Scores.unit`; -inf where nothing is seen.
       visible: What is seen, or None where everything is.
       score: The evaluation of the score mod, for its derivative.
     """
 
-    base2: jax.Array
+    s: jax.Array
     visible: jax.Array | None
     score: Evaluation | None
 
@@ -96,15 +104,15 @@ def compute(scores: Scores, q: jax.Array, k: jax.Array, first: Any, is_partial: 
     raw = product(setting, k, q, over=(1, 1)) if scores.transposed else product(setting, q, k, over=(1, 1))
     score = None
     if scores.score is None:
-        base2 = raw * (setting.scale * LOG2_E)
+        s = raw if setting.scale > 0 else -raw
     else:
         given = {argument(setting.score, "score"): raw * setting.scale}
         score = scores.score.child(given | _walked_index(scores, setting.score, first))
-        base2 = score.tile(setting.score.output) * LOG2_E
+        s = score.tile(setting.score.output)
     if not is_partial:
-        return Tile(base2, None, score)
+        return Tile(s, None, score)
     visible = _visible(scores, first)
-    return Tile(base2 if visible is None else jnp.where(visible, base2, -jnp.inf), visible, score)
+    return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
 def _walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
