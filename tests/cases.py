@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import captured_pairs as captured
 from tests import mask_pairs as masks
 from tests import score_pairs as scores
 from tests.mask_pairs import MaskPair
@@ -75,7 +76,8 @@ class Case:
 N = Sizes
 BF16, F16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
 
-STANDARD = [  # the eight mods of FlexAttention's own tests, in three dtypes between them and through three kinds of mask
+# The eight mods of FlexAttention's own tests, in three dtypes between them and through three kinds of mask.
+STANDARD = [
     Case("identity", scores.identity),
     Case("times_two", scores.times_two, sizes=N(T=129), **BF16),
     Case("squared", scores.squared, sizes=N(T=129), **F16),
@@ -125,42 +127,42 @@ ELEMENTWISE = [
 ]
 
 CAPTURED = [
-    Case("bias_q", scores.bias_q, **BF16),
-    Case("bias_kv", scores.bias_kv, sizes=N(T=37, S=100)),
-    Case("bias_h", scores.bias_h, sizes=N(Hq=4, Hkv=1), **BF16),
-    Case("bias_bq", scores.bias_bq, masks.causal, block=32, **BF16),
-    Case("bias_qk", scores.bias_qk, masks.window, block=32, **BF16),
-    Case("bias_bqk", scores.bias_bqk, sizes=N(T=70), **F16),
-    Case("bias_hqk", scores.bias_hqk, sizes=N(Hq=4, Hkv=2), **BF16),
-    Case("bias_bhqk", scores.bias_bhqk, sizes=N(T=37, S=67)),
-    Case("bias_bhqk_causal", scores.bias_bhqk, masks.causal, N(T=129), block=64, **BF16),
-    Case("bias_bhwq", scores.bias_bhwq, **BF16),
-    Case("bias_0d", scores.bias_0d, **BF16),
-    Case("bias_bf16", scores.bias_bf16, **BF16),
-    Case("bias_of_product", scores.bias_of_product, sizes=N(T=67)),
-    Case("bias_q_and_kv", scores.bias_q_and_kv, **BF16),
-    Case("table", scores.table, masks.causal, N(T=129), block=64, **BF16),
-    Case("table_float32", scores.table, sizes=N(T=37, S=70)),
-    Case("table_of_distance", scores.table_of_distance, **BF16),
-    Case("take", scores.take, **F16),
-    Case("negative_index", scores.negative_index, **BF16),
-    Case("outside_index", scores.outside_index, sizes=N(T=67), **BF16),
-    Case("filled", scores.filled, **BF16),
-    Case("permuted", scores.permuted, sizes=N(T=70), **BF16),
-    Case("only_bias", scores.only_bias, **BF16),
-    Case("rounded", scores.rounded, **BF16),
-    Case("slopes", scores.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
-    Case("scale_0d", scores.scale_0d, **BF16),
-    Case("scale_int", scores.scale_int, **BF16),
-    Case("scale_one", scores.scale_one, masks.window, block=32),
-    Case("times_bias_q", scores.times_bias_q, **BF16),
-    Case("gate", scores.gate, sizes=N(Hq=4, Hkv=2), precision="highest"),
-    Case("outside_work", scores.outside_work, **BF16),
-    Case("pytree", scores.pytree, masks.documents, block=32, by_batch=True, **BF16),
-    Case("distance", scores.distance, sizes=N(T=67), **BF16),
-    Case("polynomial", scores.polynomial, **BF16),
-    Case("scan", scores.scan, **BF16),
-    Case("sorting", scores.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
+    Case("bias_q", captured.bias_q, **BF16),
+    Case("bias_kv", captured.bias_kv, sizes=N(T=37, S=100)),
+    Case("bias_h", captured.bias_h, sizes=N(Hq=4, Hkv=1), **BF16),
+    Case("bias_bq", captured.bias_bq, masks.causal, block=32, **BF16),
+    Case("bias_qk", captured.bias_qk, masks.window, block=32, **BF16),
+    Case("bias_bqk", captured.bias_bqk, sizes=N(T=70), **F16),
+    Case("bias_hqk", captured.bias_hqk, sizes=N(Hq=4, Hkv=2), **BF16),
+    Case("bias_bhqk", captured.bias_bhqk, sizes=N(T=37, S=67)),
+    Case("bias_bhqk_causal", captured.bias_bhqk, masks.causal, N(T=129), block=64, **BF16),
+    Case("bias_bhwq", captured.bias_bhwq, **BF16),
+    Case("bias_0d", captured.bias_0d, **BF16),
+    Case("bias_bf16", captured.bias_bf16, **BF16),
+    Case("bias_of_product", captured.bias_of_product, sizes=N(T=67)),
+    Case("bias_q_and_kv", captured.bias_q_and_kv, **BF16),
+    Case("table", captured.table, masks.causal, N(T=129), block=64, **BF16),
+    Case("table_float32", captured.table, sizes=N(T=37, S=70)),
+    Case("table_of_distance", captured.table_of_distance, **BF16),
+    Case("take", captured.take, **F16),
+    Case("negative_index", captured.negative_index, **BF16),
+    Case("outside_index", captured.outside_index, sizes=N(T=67), **BF16),
+    Case("filled", captured.filled, **BF16),
+    Case("permuted", captured.permuted, sizes=N(T=70), **BF16),
+    Case("only_bias", captured.only_bias, **BF16),
+    Case("rounded", captured.rounded, **BF16),
+    Case("slopes", captured.slopes, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
+    Case("scale_0d", captured.scale_0d, **BF16),
+    Case("scale_int", captured.scale_int, **BF16),
+    Case("scale_one", captured.scale_one, masks.window, block=32),
+    Case("times_bias_q", captured.times_bias_q, **BF16),
+    Case("gate", captured.gate, sizes=N(Hq=4, Hkv=2), precision="highest"),
+    Case("outside_work", captured.outside_work, **BF16),
+    Case("pytree", captured.pytree, masks.documents, block=32, by_batch=True, **BF16),
+    Case("distance", captured.distance, sizes=N(T=67), **BF16),
+    Case("polynomial", captured.polynomial, **BF16),
+    Case("scan", captured.scan, **BF16),
+    Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
 ]
 
 MASKED = [
@@ -178,7 +180,9 @@ MASKED = [
     Case("rows_that_see_nothing_mask_mod", mask=masks.first_half_only, sizes=N(T=100)),
     Case("odd_keys", mask=masks.odd_keys, block=64, **BF16),
     Case("window_by_head", mask=masks.window_by_head, sizes=N(T=200, Hq=4), block=32, by_head=True, **BF16),
-    Case("window_by_head_grouped", scores.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32, by_head=True),
+    Case(
+        "window_by_head_grouped", captured.bias_kv, masks.window_by_head, N(T=200, Hq=4, Hkv=2), block=32, by_head=True
+    ),
     Case("offset_by_batch", mask=masks.offset_by_batch, sizes=N(T=130), block=32, by_batch=True, **BF16),
     Case("padding", mask=masks.padding, sizes=N(T=130), block=64, by_batch=True, by_head=True, **BF16),
     Case("random_elements", mask=masks.random_elements, sizes=N(T=96, Hq=4, Hkv=2), block=32, by_head=True, **BF16),
@@ -201,13 +205,13 @@ MASKED = [
         "blocks_of_24",
         mask=masks.causal,
         block=24,
-        unsupported={"triton": r"none divides the mask's blocks of 24 x 24.*multiple of 16"},
+        unsupported={"triton": r"blocks of the mask ask for 8.*multiple of 16"},
     ),
 ]
 
 SHAPES = [
     Case("one_query_one_key", sizes=N(B=1, T=1, Hq=1, D=16)),
-    Case("one_query", scores.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
+    Case("one_query", captured.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
     Case("one_key", scores.times_two, sizes=N(T=37, S=1), **BF16),
     Case("head_size_1", sizes=N(D=1)),
     Case("head_size_8", sizes=N(T=64, D=8), **BF16),
@@ -224,8 +228,8 @@ SHAPES = [
     Case("grouped_causal", mask=masks.causal, sizes=N(T=129, Hq=6, Hkv=2), block=64, **F16),
     Case("one_key_head", mask=masks.causal, sizes=N(T=100, Hq=4, Hkv=1), block=32),
     Case("shared_keys", mask=masks.causal, sizes=N(B=3, T=70, Bkv=1), block=32, **BF16),
-    Case("shared_keys_bias", scores.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
-    Case("bnth", scores.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16),
+    Case("shared_keys_bias", captured.bias_bq, sizes=N(B=3, T=37, S=67, Hq=4, Hkv=2, Bkv=1)),
+    Case("bnth", captured.bias_hqk, masks.causal, N(T=100, S=67, Hq=4, Hkv=2, Dv=16), block=32, layout="BNTH", **BF16),
     Case("bnth_shared_keys", mask=masks.window, sizes=N(T=129, Bkv=1), layout="BNTH"),
     Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
 ]

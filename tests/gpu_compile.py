@@ -23,10 +23,12 @@ from jax.experimental import topologies
 DEVICE = "NVIDIA H200"
 # Of the device that is not there: limits that steer XLA's and Triton's code, and what its cost models want to know.
 _CONFIG = """
-platform_name: "CUDA" device_description_str: "NVIDIA H200" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
 gpu_device_info {
   cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 threads_per_warp: 32 clock_rate_ghz: 1.98
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   l2_cache_size: 52428800 memory_bandwidth: 4800000000000 device_memory_size: 141000000000

@@ -23,8 +23,8 @@ class Score:
     Attributes:
       value: ``(s, b, h, q, k, c) -> s``.
       d_score: Derivative of the result with respect to ``s``, of the same arguments; None where it is 1.
-      d_captures: ``{name: [(partial, index), ...]}``: the derivative with respect to the element (or the trailing axes) of
-        the captured array at ``index``, once for each load.
+      d_captures: ``{name: [(partial, index), ...]}``: the derivative with respect to the element (or the trailing
+        axes) of the captured array at ``index``, once for each load.
     """
 
     value: Callable[..., Any]

@@ -308,7 +308,7 @@ def test_nothing_runs_before_the_message(row, monkeypatch):
 def test_explain_says_the_same():
     for shapes in ((2, 8, 3, 16), (2, 8, 16)):
         wrong = jax.ShapeDtypeStruct(shapes, F32), *(jax.ShapeDtypeStruct((2, 8, 2, 16), F32),) * 2
-        with pytest.raises(ValueError, match="`(key|query)`"):
+        with pytest.raises(ValueError, match=r"`(key|query)`"):
             jflex.explain(*wrong)
 
 

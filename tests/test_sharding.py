@@ -1,4 +1,4 @@
-"""Several devices: `jax.shard_map` over batch and heads, and plain `jax.jit` of sharded arrays. Eight simulated CPUs."""
+"""Eight simulated devices: `jax.shard_map` over batch and heads, and plain `jax.jit` of sharded arrays."""
 
 import functools
 import re

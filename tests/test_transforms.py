@@ -1,4 +1,4 @@
-"""Transformations of JAX around the call: jit, grad, vmap, scan, checkpoint, export; and what reverse mode cannot do."""
+"""Transformations around the call: jit, grad, vmap, scan, checkpoint, export; and what reverse mode cannot do."""
 
 import functools
 import itertools
@@ -67,8 +67,9 @@ def counted(monkeypatch):
     """How often each pass of a backend was traced. Traces outlive a test: each test takes a `scale` of its own."""
     counts = {"forward": 0, "backward": 0}
     for backend, name in itertools.product((Xla, Triton), counts):
+        method = getattr(backend, name)
 
-        def wrapper(self, *args, name=name, method=getattr(backend, name)):
+        def wrapper(self, *args, name=name, method=method):
             counts[name] += 1
             return method(self, *args)
 

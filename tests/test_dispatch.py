@@ -1,0 +1,163 @@
+"""Which backend runs a call, what `explain` says of it, and what a BlockMask saves."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from jflex import backends
+from jflex.attention import _choose
+from jflex.backends.base import Backend
+from jflex.problem import Problem
+from tests import gpu_compile
+
+B, T, H, D = 1, 256, 2, 64
+X = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+
+
+def halve_mod(s, b, h, q, k):
+    return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, s)
+
+
+def problem(platform="cpu", **fields):
+    sizes = {"B": B, "T": T, "S": T, "Hq": H, "Hkv": H, "D": D, "Dv": D, "Bkv": B}
+    mods = {"score": None, "mask": None, "blocks": None, "scale": 0.125, "precision": None}
+    plain = {"dtype": "bfloat16", "layout": "BTNH", "platform": platform, "device_kind": "", "config": jflex.Config()}
+    plain |= sizes | mods
+    return Problem(**plain | fields)
+
+
+def test_order_names_known_backends():
+    assert (*backends.ORDER, "reference") == backends.KNOWN
+    assert "reference" not in backends.ORDER
+    for name in backends.KNOWN:
+        if name not in backends.ABSENT:
+            backend = backends.get(name)
+            assert isinstance(backend, Backend)
+            assert backend.name == name
+
+
+def test_a_cpu_runs_xla_without_a_warning():
+    x = jnp.zeros((1, 8, 2, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _choose(problem(), backends.ORDER, automatic=True) == "xla"
+        jflex.flex_attention(x, x, x)
+
+
+def test_a_gpu_runs_triton():
+    assert _choose(problem("gpu"), backends.ORDER, automatic=True) == "triton"
+
+
+def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
+    with pytest.warns(UserWarning, match=r"slower implementation 'xla'.*triton: .*head sizes up to 256, not 300"):
+        assert _choose(problem("gpu", D=300), backends.ORDER, automatic=True) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _choose(problem("gpu", D=300), ("triton", "xla"), automatic=False) == "xla"
+
+
+def test_the_first_of_a_sequence_that_can_run_is_taken():
+    assert _choose(problem("gpu"), ("xla", "triton"), automatic=False) == "xla"
+    assert _choose(problem(), ("triton", "reference"), automatic=False) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"platform": "cpu"}, r"needs an NVIDIA GPU, and this call runs on cpu"),
+        ({"platform": "tpu"}, r"this call runs on tpu"),
+        ({"dtype": "float64"}, r"not float64"),
+        ({"Dv": 512}, r"up to 256, not 512"),
+    ],
+)
+def test_reasons_of_triton(fields, reason):
+    with pytest.raises(jflex.UnsupportedError, match=rf"triton: .*{reason}.*These can: 'xla', 'reference'"):
+        _choose(problem(**{"platform": "gpu", **fields}), ("triton",), automatic=False)
+
+
+def test_a_mod_that_has_no_meaning_on_a_tile_names_function_primitive_and_way_out():
+    config = jflex.Config(interpret=True)
+    x = jnp.zeros((1, 8, 2, 16))
+    run = functools.partial(jflex.flex_attention, x, x, x, halve_mod)
+    with pytest.raises(jflex.UnsupportedError) as caught:
+        run(implementation="triton", config=config)
+    for part in ("halve_mod (test_dispatch.py:", "`while`", "implementation='xla'"):
+        assert part in str(caught.value)
+    assert run(implementation="xla").shape == x.shape
+
+
+def test_explain_of_a_cpu_call():
+    mask = jflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, block_size=64)
+    account = jflex.explain(X, X, X, block_mask=mask)
+    assert account.backend == "xla"
+    assert [*account.reasons] == ["mosaic_gpu", "triton"]
+    assert (account.visited, account.full, account.blocks) == (20, 12, 32)
+    assert account.flops == 2 * 2 * D * H * 10 * 64 * 64
+    for part in (
+        "backend   xla",
+        "not triton: it needs an NVIDIA GPU",
+        "20 of 32 visited (12 full, 8 partial)",
+        "37.5 %",
+    ):
+        assert part in str(account)
+
+
+def test_explain_for_an_absent_gpu():
+    with gpu_compile.absent_gpu():
+        account = jflex.explain(X, X, X)
+    assert account.backend == "triton"
+    assert "forward" in account.tiles
+
+
+def test_explain_when_none_can_run():
+    account = jflex.explain(X, X, X, implementation="triton")
+    assert account.backend is None
+    assert "none of those asked for" in str(account)
+
+
+def test_explain_under_jit_counts_no_blocks():
+    def run(x, offset):
+        mask = jflex.create_block_mask(lambda b, h, q, k: q + offset >= k, None, None, T, T)
+        said.append(str(jflex.explain(x, x, x, block_mask=mask)))
+        return x
+
+    said = []
+    jax.jit(run)(jnp.zeros(X.shape), 3)
+    assert "not counted" in said[0]
+
+
+@pytest.mark.parametrize("options", [{"implementation": "xla"},
+                                     {"implementation": "triton", "config": jflex.Config(interpret=True)}],
+                         ids=["xla", "triton-interpret"])  # fmt: skip
+def test_unlisted_blocks_and_unused_entries_are_never_read(options):
+    """NaN in keys that no list names, and garbage after the counts, reach no output and no gradient."""
+    rng = np.random.default_rng(0)
+    q, k, v = jnp.asarray(rng.normal(size=(3, 1, 128, 2, 16)), jnp.float32)
+    counts, numbers = jnp.array([[[1, 2, 1, 0]]]), jnp.array([[[[0, 7], [0, 1], [1, -4], [99, 99]]]])
+    mask = jflex.BlockMask.from_kv_blocks(counts, numbers, block_size=32, seq_lengths=(128, 128))
+    broken = [x.at[:, 64:].set(jnp.nan) for x in (k, v)]
+    run = jax.value_and_grad(
+        lambda q, k, v: jnp.sum(jflex.flex_attention(q, k, v, None, mask, **options) ** 2), (0, 1, 2)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), run(q, *broken), run(q, k, v))
+
+
+@pytest.mark.parametrize("options", [{"implementation": "xla"},
+                                     {"implementation": "triton", "config": jflex.Config(interpret=True)}],
+                         ids=["xla", "triton-interpret"])  # fmt: skip
+@pytest.mark.parametrize("tiles", [(16, 64), (64, 16), (32, 32)])
+def test_tiles_of_the_user_do_not_change_the_result(options, tiles):
+    rng = np.random.default_rng(1)
+    q, k, v = jnp.asarray(rng.normal(size=(3, 1, 100, 2, 16)), jnp.float32)
+    chosen = jflex.Tiles(*tiles)
+    config = jflex.Config(chosen, chosen, chosen, interpret="config" in options)
+    run = lambda **options: jax.grad(
+        lambda q, k, v: jnp.sum(jflex.flex_attention(q, k, v, mask_mod=lambda b, h, q, k: q >= k, **options) ** 2),
+        (0, 1, 2))(q, k, v)  # fmt: skip
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5),
+                 run(**{**options, "config": config}), run(implementation="reference"))  # fmt: skip
