@@ -137,7 +137,7 @@ def forward(case: Case, backend: str) -> Results:
     """Out and lse by a backend."""
     x = jax.tree.map(jnp.asarray, draw(case))
     run = lambda x, blocks: call(case, backend, x.query, x.key, x.value, x.score, x.mask, blocks)
-    with jax.default_matmul_precision(case.precision):
+    with jax.default_matmul_precision(precision(case)):
         return Results(*jax.jit(run)(x, block_mask(case)))
 
 
@@ -150,7 +150,10 @@ def everything(case: Case, backend: str) -> Results:
 
 @functools.cache
 def plain(case: Case) -> Results:
-    """Out, lse and all gradients by plain jnp attention, of the same precision."""
+    """Out, lse and all gradients by plain jnp attention, of the same precision.
+
+    On the CPU, always: on a GPU XLA keeps more digits than the dtypes say, where it fuses.
+    """
     visible = exact(case).found.visible
     places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
     # What a mod makes of places that nobody sees shall not disturb its derivative: there, ask for one that is seen.
@@ -161,7 +164,8 @@ def plain(case: Case) -> Results:
     )
     where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
-    return _differentiated(case, attend, (visible, where))
+    with jax.default_device(jax.devices("cpu")[0]):
+        return _differentiated(case, attend, (visible, where))
 
 
 def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
@@ -203,8 +207,24 @@ def _differentiated(case: Case, attend, more) -> Results:
         out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)
         return Results(*out, *pull((x.d_out, x.d_lse)))
 
-    with jax.default_matmul_precision(case.precision):
+    with jax.default_matmul_precision(precision(case)):
         return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+
+
+def precision(case: Case) -> str | None:
+    """Of products of float32: on a GPU JAX's default is TF32, which no CPU has; test_tf32.py tests that."""
+    return case.precision or ("highest" if jax.default_backend() == "gpu" else None)
+
+
+def check_forward(case: Case, backend: str) -> None:
+    """Fails unless out and lse are right."""
+    found, by_plain, by_oracle = forward(case, backend), plain(case), exact(case)
+    right = by_oracle.results
+    tolerance.check("out", found.out, by_plain.out, right.out)
+    rounding = tolerance.one_rounding(right.lse, np.float32)
+    if jax.default_backend() == "gpu" and case.dtype != "float32":
+        rounding = rounding + tolerance.tensor_core_rounding(*(x.astype(np.float64) for x in draw(case)[:2]), case.scale)
+    tolerance.check("lse", found.lse, by_plain.lse, right.lse, rounding)
 
 
 def check_gradients(case: Case, backend: str, names: tuple[str, ...]) -> None:

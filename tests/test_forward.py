@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import evaluation, tolerance
+from tests import evaluation
 from tests.cases import CASES
 
 
@@ -11,6 +11,4 @@ from tests.cases import CASES
 def test_forward(case, backend):
     if evaluation.refused(case, backend):
         return
-    found, plain, exact = evaluation.forward(case, backend), evaluation.plain(case), evaluation.exact(case).results
-    for name in ("out", "lse"):
-        tolerance.check(name, getattr(found, name), getattr(plain, name), getattr(exact, name))
+    evaluation.check_forward(case, backend)

@@ -31,8 +31,8 @@ def check(name: str, got, plain, exact: np.ndarray, rounding: np.ndarray | None 
     for statistic in (np.mean, np.max):
         error, limit = statistic(own), 2 * statistic(allowed) + statistic(rounding)
         assert error <= limit, (
-            f"{name}: {statistic.__name__} error {error:.3g} exceeds {limit:.3g} = 2 x {statistic(allowed):.3g} (plain) + "
-            f"{statistic(rounding):.3g} (rounding); worst at {np.unravel_index(np.argmax(own), own.shape)}"
+            f"{name}: {statistic.__name__} error {error:.3g} exceeds {limit:.3g} = 2 x {statistic(allowed):.3g} (plain)"
+            f" + {statistic(rounding):.3g} (rounding); worst at {np.unravel_index(np.argmax(own), own.shape)}"
         )
 
 
@@ -44,8 +44,8 @@ def one_rounding(x: np.ndarray, dtype) -> np.ndarray:
 def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtype) -> np.ndarray:
     """One rounding of a gradient to its dtype, and one of the lse to float32.
 
-    The backward pass computes the weights anew, as exp(score - lse): a rounding of the lse, relative to the lse, becomes
-    one of the weights, and so of each term of a sum. Plain attention keeps the weights and has none.
+    The backward pass computes the weights anew, as exp(score - lse): a rounding of the lse, relative to the lse,
+    becomes one of the weights, and so of each term of a sum. Plain attention keeps the weights and has none.
 
     Args:
       exact: The gradient.
@@ -55,6 +55,23 @@ def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtyp
     """
     largest = np.max(one_rounding(lse, np.float32), initial=0)
     return one_rounding(exact, dtype) + largest * mass
+
+
+def tensor_core_rounding(query: np.ndarray, key: np.ndarray, scale: float | None) -> np.ndarray:
+    """How far products of tensor cores may move the scores of each row, [B, Hq, T].
+
+    A tensor core adds 16 products at a time to a running sum in float32, and truncates; plain attention of small shapes runs
+    without tensor cores. So each of the D / 16 additions may lose one unit in the last place of the largest sum.
+
+    Args:
+      query: [B, T, Hq, D].
+      key: [B or 1, S, Hkv, D].
+      scale: Of the scores; None for the default.
+    """
+    size, group = query.shape[3], query.shape[2] // key.shape[2]
+    key = np.broadcast_to(np.repeat(key, group, axis=2), (query.shape[0], key.shape[1], *query.shape[2:]))
+    masses = np.einsum("bthd,bshd->bhts", np.abs(query), np.abs(key)) * abs(size**-0.5 if scale is None else scale)
+    return float(np.finfo(np.float32).eps) * (1 + -(-size // 16)) * masses.max(axis=-1, initial=0)
 
 
 def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
