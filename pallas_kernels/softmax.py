@@ -34,21 +34,21 @@ def start(rows: int, size: int) -> SoftmaxState:
                         jnp.zeros((rows, size), jnp.float32))
 
 
-def update(state: SoftmaxState, s: jax.Array, unit: float, times_values: Callable[[jax.Array], jax.Array],
-           may_hide: bool) -> SoftmaxState:
+def update(state: SoftmaxState, s: jax.Array, *, unit: float, weigh: Callable[[jax.Array, jax.Array], jax.Array],
+           times_values: Callable[[jax.Array], jax.Array], may_hide: bool) -> SoftmaxState:
     """Takes in a tile of scores.
 
     Args:
       state: Before.
       s: Scores; -inf where nothing is seen.
       unit: Of the scores; positive.
+      weigh: ``(s, shift) -> 2 ** (unit * s - shift)``.
       times_values: Multiplies a tile of weights by the values.
       may_hide: Whether a row may have seen nothing yet: then ``-inf - -inf`` is avoided.
     """
     top = jnp.maximum(state.top, jnp.max(s, axis=1))
     shift = (jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top) * unit
-    p = jnp.exp2(s * unit - shift[:, None])
-    keep = jnp.exp2(state.top * unit - shift)
+    p, keep = weigh(s, shift[:, None]), weigh(state.top, shift)
     return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), state.out * keep[:, None] + times_values(p))
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.backward_dq import Rows, through_mod
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector
+from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector, weights
 
 
 class FoundByColumns(NamedTuple):
@@ -121,7 +121,7 @@ class _Head(NamedTuple):
                                        may_end=may_end)
             q, d_out = queries(arrays.query), queries(self.rows.d_out)
             tile = scores.compute(known, q, k, query, is_partial)
-            p = jnp.exp2(tile.s * known.unit - vector(self.rows.lse, other=jnp.inf)[None, :])
+            p = weights(setting, tile.s, known.unit, vector(self.rows.lse, other=jnp.inf)[None, :])
             d_v += product(setting, p.astype(d_out.dtype), d_out, over=(1, 0))
             d_p = product(setting, v, d_out, over=(1, 1))
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])

@@ -21,7 +21,7 @@ from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.forward import over_keys, row_order, this_row
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector
+from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector, weights
 
 
 class Rows(NamedTuple):
@@ -88,7 +88,7 @@ def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, group
                                  may_end=is_partial and keys_end)
         k = keys(arrays.key)
         tile = scores.compute(known, q, k, key, is_partial)
-        p = jnp.exp2(tile.s * known.unit - lse[:, None])
+        p = weights(setting, tile.s, known.unit, lse[:, None])
         d_p = product(setting, d_out, keys(arrays.value), over=(1, 1))
         d_s, of_load = through_mod(derivative, tile, p * (d_p - delta[:, None]))
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))

@@ -19,7 +19,7 @@ from pallas_kernels import blocks, softmax
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, padded, product, store_rows, store_vector
+from pallas_kernels.triton.tile import load_rows, padded, product, store_rows, store_vector, weights
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +76,8 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
                                  may_end=is_partial and keys_end)
         tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
         v = keys(arrays.value)
-        return softmax.update(state, tile.s, known.unit, lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide)
+        return softmax.update(state, tile.s, unit=known.unit, weigh=lambda s, shift: weights(setting, s, known.unit, shift),
+                              times_values=lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide=may_hide)
 
     state = over_keys(setting, tiles, arrays, here, softmax.start(tiles.block_q, padded(setting.Dv)), step)
     rows, row_lse = softmax.finish(state, known.unit)
