@@ -1,4 +1,4 @@
-"""Gradients of the arrays that score mods capture, by every backend, against the oracle."""
+"""All gradients of the cases whose score mods capture arrays, by every backend, against the oracle."""
 
 import pytest
 
@@ -13,4 +13,4 @@ CAPTURING = [case for case in CASES if evaluation.draw(case).floats()]
 def test_captured_gradients(case, backend):
     if evaluation.refused(case, backend):
         return
-    evaluation.check_gradients(case, backend, tuple(evaluation.draw(case).floats()))
+    evaluation.check_gradients(case, backend, ("query", "key", "value", *evaluation.draw(case).floats()))
