@@ -135,7 +135,12 @@ def partitioned(problem: Problem, function: Callable[..., Any], local: Callable[
         sharding = lambda x, axes: NamedSharding(mesh, split.spec(axes, len(x.shape)))
         outs, _ = jax.tree.flatten(out_shapes)
         out_shardings = tuple(map(sharding, outs, out_axes))
-        return mesh, lambda *xs: local(mesh, split, *xs), out_shardings, tuple(map(sharding, in_shapes, in_axes))
+
+        def without_mesh(*xs: jax.Array) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return local(mesh, split, *xs)
+
+        return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
 
     def rule(mesh, in_types, out_types):
         del mesh

@@ -106,6 +106,11 @@ def concatenate(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shap
     return np.concatenate([load(graph, x) for x in ins], axis=params["dimension"])
 
 
+def stack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+    """Joins along a new dimension."""
+    return np.stack([load(graph, x) for x in ins], axis=params["axis"])
+
+
 def iota(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
     """Counts along a dimension."""
     return scalars(shape, lambda i: graph.literal(i[params["dimension"]], params["dtype"]))
@@ -240,8 +245,8 @@ def _where(graph: Graph, node: Node, place: int, if_there: Scalars, otherwise: S
 RULES: dict[str, Callable[..., Value]] = {
     "squeeze": squeeze, "reshape": reshape, "broadcast_in_dim": broadcast_in_dim, "transpose": transpose,
     "slice": slice_, "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice, "gather": gather_,
-    "concatenate": concatenate, "iota": iota, "rev": rev, "unstack": unstack, "pad": pad, "select_n": select_n,
-    "clamp": clamp, "dot_general": dot_general,
+    "concatenate": concatenate, "iota": iota, "rev": rev, "stack": stack, "unstack": unstack, "pad": pad,
+    "select_n": select_n, "clamp": clamp, "dot_general": dot_general,
     "reduce_sum": _reduction("add", lax.add), "reduce_max": _reduction("max", lax.max),
     "reduce_min": _reduction("min", lax.min), "reduce_prod": _reduction("mul", lax.mul),
     "reduce_and": _reduction("and", lax.bitwise_and), "reduce_or": _reduction("or", lax.bitwise_or),

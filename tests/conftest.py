@@ -33,3 +33,11 @@ def require_gpu() -> None:
         jax.devices("gpu")
     except RuntimeError as error:
         raise pytest.UsageError(f"`-m gpu` needs a GPU that JAX can use, and there is none here: {error}") from error
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of one case on one worker of pytest-xdist, where they share what was computed."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "case" in params:
+            item.add_marker(pytest.mark.xdist_group(str(params["case"])))

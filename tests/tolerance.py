@@ -41,6 +41,11 @@ def one_rounding(x: np.ndarray, dtype) -> np.ndarray:
     return float(ml_dtypes.finfo(dtype).eps) * np.where(np.isfinite(x), np.abs(x), 0)
 
 
+def half_rounding(dtype) -> float:
+    """How far rounding to nearest moves a number, relative to it: what the output has lost that a backward pass starts from."""
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
 def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtype) -> np.ndarray:
     """One rounding of a gradient to its dtype, and one of the lse to float32.
 
@@ -57,21 +62,27 @@ def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtyp
     return one_rounding(exact, dtype) + largest * mass
 
 
-def tensor_core_rounding(query: np.ndarray, key: np.ndarray, scale: float | None) -> np.ndarray:
-    """How far products of tensor cores may move the scores of each row, [B, Hq, T].
+def score_rounding(drawn, found, case) -> np.ndarray:
+    """How far the sums of a GPU may move the scores of each row, [B, Hq, T]; those of plain attention have another order.
 
-    A tensor core adds 16 products at a time to a running sum in float32, and truncates; plain attention of small shapes runs
-    without tensor cores. So each of the D / 16 additions may lose one unit in the last place of the largest sum.
+    A sum in float32 of D products, one by one, is off by about sqrt(D) / 2 units in the last place. A tensor core adds 16
+    products of 16-bit numbers at a time, and truncates: each of the D / 16 additions may lose one unit in the last place of
+    the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11.
 
     Args:
-      query: [B, T, Hq, D].
-      key: [B or 1, S, Hkv, D].
-      scale: Of the scores; None for the default.
+      drawn: The arrays of the case.
+      found: The oracle's forward pass.
+      case: The case.
     """
-    size, group = query.shape[3], query.shape[2] // key.shape[2]
-    key = np.broadcast_to(np.repeat(key, group, axis=2), (query.shape[0], key.shape[1], *query.shape[2:]))
-    masses = np.einsum("bthd,bshd->bhts", np.abs(query), np.abs(key)) * abs(size**-0.5 if scale is None else scale)
-    return float(np.finfo(np.float32).eps) * (1 + -(-size // 16)) * masses.max(axis=-1, initial=0)
+    eps, size = float(np.finfo(np.float32).eps), case.sizes.D
+    largest = np.abs(found.raw).max(axis=-1, initial=0)
+    if case.dtype == "float32":
+        return eps * np.sqrt(size) / 2 * largest
+    query, key = (x.astype(np.float64) for x in (drawn.query, drawn.key))
+    key = np.broadcast_to(np.repeat(key, query.shape[2] // key.shape[2], axis=2), (query.shape[0], *key.shape[1:2], *query.shape[2:]))
+    masses = np.einsum("bthd,bshd->bhts", np.abs(query), np.abs(key)) * abs(size**-0.5 if case.scale is None else case.scale)
+    moved = eps * (1 + -(-size // 16)) * masses.max(axis=-1, initial=0)
+    return moved + (2.0**-11 * largest if case.name.startswith("softcap") else 0)
 
 
 def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:

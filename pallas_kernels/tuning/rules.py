@@ -11,10 +11,16 @@ from pallas_kernels.setting import Tiles
 HEAVY = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
 
 
-def is_heavy(*programs: Program | None) -> bool:
-    """Whether mods read by element, which takes shared memory or registers, or compute much at the size of a tile."""
-    tiles = [node for program in programs if program is not None for node in program.nodes if node.kind == "qk"]
-    return len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
+def is_heavy(score: Program | None, mask: Program | None) -> bool:
+    """Whether mods take the registers of a large tile: they read by element, compute much, or change scores by the key.
+
+    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table by element spills 516 bytes, a float32 bias by the key
+    4200; a mask by the key (document ids) spills nothing.
+    """
+    nodes = [node for program in (score, mask) if program is not None for node in program.nodes]
+    tiles = [node for node in nodes if node.kind == "qk"]
+    by_key = score is not None and any(node.kind == "k" for node in score.loads)
+    return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
 
 
 class Need(NamedTuple):
@@ -51,7 +57,7 @@ def forward_tiles(need: Need) -> Tiles:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
     if not need.large_memory:
         return Tiles(64, 64, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
-    if need.heavy and need.head_size <= 128:  # compiled for sm_90a: a table by element spills 516 bytes at 128 x 128, D 64
+    if need.heavy and need.head_size <= 128:
         return Tiles(128, 64, 8, 2)
     if need.head_size <= 64:
         return Tiles(128, 128, 4, 2)
