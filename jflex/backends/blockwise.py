@@ -1,8 +1,8 @@
 """Walking the blocks of a mask one at a time, as the `xla` backend does.
 
-A *unit* is one row of blocks of the lists: a block of queries for one entry of the lists' batch and heads. What the lists
-share (batch size 1, or one head for all) is computed together in one unit; what they do not is walked unit by unit, so
-that exactly the listed blocks are computed.
+A *unit* is one row of blocks of the lists: a block of queries for one entry of the lists' batch and heads. What the
+lists share (batch size 1, or one head for all) is computed together in one unit; what they do not is walked unit by
+unit, so that exactly the listed blocks are computed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from jflex.block_lists import FULL, PARTIAL, BlockLists, block_count, demote_tai
 from jflex.problem import Problem
 from jflex.trace import TracedMod
 
-# Tiles where no mask says otherwise. Measured on 2 cores, float32, S 2048, H 4, D 64 (benchmarks/cpu.py): 256 x 1024 runs
-# forward and backward as fast as larger ones, and holds less.
-_DENSE_TILE = (256, 1024)
+# Tiles where no mask says otherwise: the smallest that lose nothing. Milliseconds of processor time on 2 cores,
+# float32, S 2048, H 4, D 64, forward and (in brackets) forward with backward: 128 x 1024 64 (171), 256 x 512
+# 54 (160), 256 x 1024 55 (158), 256 x 2048 86 (265), 512 x 512 55 (150), 512 x 1024 50 (167), 1024 x 1024 69 (177).
+_DENSE_TILE = (256, 512)
+
+
+# The axes of a block of scores: batch, key head, group, queries and keys. XLA on a CPU copies a factor of which the
+# contracted axes do not come last on the left and first on the right. The forward pass multiplies scores by values,
+# over the keys; of the three such products of the backward pass two are over the queries, and the one over the keys
+# takes the scores on the right. So neither copies a block of scores. Processor time of the backward pass on 2 cores,
+# float32, S 2048, H 4, D 64: 110 ms with the keys first, 190 ms with the queries first.
+QUERIES_FIRST, KEYS_FIRST = "bkgqs", "bksgq"
+INDEX_OF_AXIS = {"b": 0, "k": 1, "g": 1, "q": 2, "s": 3}  # which of b, h, q_idx, kv_idx varies along an axis
 
 
 class Unit(NamedTuple):
@@ -41,24 +51,27 @@ class Walk:
       problem: The problem.
       lists: Of the BlockMask, or of a dense mask.
       size: Queries and keys in a block.
+      axes: Of a block of scores.
     """
 
     problem: Problem
     lists: BlockLists
     size: tuple[int, int]
+    axes: str
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs) -> Walk:
+    def of(cls, problem: Problem, inputs: Inputs, axes: str) -> Walk:
         """Takes the lists of the mask, or makes those of a dense one."""
         if inputs.lists is not None:
-            return cls(problem, inputs.lists, problem.blocks.size)
+            return cls(problem, inputs.lists, problem.blocks.size, axes)
         tiles = problem.config.forward
         size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
         size = min(size[0], problem.T), min(size[1], problem.S)
         lengths = (problem.T, problem.S)
         kind = FULL if problem.mask is None else PARTIAL
-        kinds = jnp.full((1, 1, *(block_count(n, block) for n, block in zip(lengths, size, strict=True))), kind, jnp.int8)
-        return cls(problem, lists_from_kinds(demote_tails(kinds, lengths, size)), size)
+        matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
+        kinds = jnp.full((1, 1, *matrix), kind, jnp.int8)
+        return cls(problem, lists_from_kinds(demote_tails(kinds, lengths, size)), size, axes)
 
     @property
     def list_batch(self) -> int:
@@ -107,15 +120,15 @@ class Walk:
         return b, h, jnp.minimum(q_idx, self.problem.T - 1), jnp.minimum(kv_idx, self.problem.S - 1)
 
     def visible(self, unit: Unit, column: jax.Array, operands: Sequence[jax.Array]) -> jax.Array:
-        """Which elements of a partial block count, [batch, key head, group, queries, keys] or broadcast to it."""
+        """Which elements of a partial block count, with the axes of a block of scores or broadcast to them."""
         q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
-        inside = (q_idx < self.problem.T)[:, None] & (kv_idx < self.problem.S)[None, :]
-        inside = inside[None, None, None]
+        along = lambda x, axis: jnp.expand_dims(x, tuple(n for n, a in enumerate(self.axes) if a != axis))
+        inside = along(q_idx < self.problem.T, "q") & along(kv_idx < self.problem.S, "s")
         if self.problem.mask is None:
             return inside
         mask = self.problem.mask
-        return inside & over_block(lambda *scalars: mask(operands, *scalars), (), self.indices(unit, column))
+        return inside & over_block(lambda *scalars: mask(operands, *scalars), (), self.indices(unit, column), self.axes)
 
     def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
         """The rows of one unit, of an array [B, Hkv, group, T, ...]."""
@@ -135,19 +148,18 @@ class Walk:
 
     def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
-        lists = self.lists
+        lists, last = self.lists, block_count(self.problem.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
         for counts, indices, is_partial in ((lists.kv_num_blocks, lists.kv_indices, True),
                                             (lists.full_kv_num_blocks, lists.full_kv_indices, False)):
             here = lax.dynamic_slice(indices, (*at, jnp.zeros_like(unit.row)), (1, 1, 1, indices.shape[3]))[0, 0, 0]
             count = lax.dynamic_slice(counts, at, (1, 1, 1))[0, 0, 0]
-            last = block_count(self.problem.S, self.size[1]) - 1
             body = lambda i, c, here=here, is_partial=is_partial: step(c, jnp.clip(here[i], 0, last), is_partial)
             carry = lax.fori_loop(jnp.int32(0), count, body, carry)
         return carry
 
     def assemble(self, x: jax.Array) -> jax.Array:
-        """Puts what the units gave, [units, batch, key head, group, queries, ...], together: [B, Hkv, group, T, ...]."""
+        """Joins what the units gave, [units, batch, key head, group, queries, ...], to [B, Hkv, group, T, ...]."""
         p, rest = self.problem, x.shape[5:]
         heads = (1, 1) if self.list_heads == 1 else (p.Hkv, p.group)
         x = x.reshape(self.list_batch, *heads, self.rows, *self.together, self.size[0], *rest)
@@ -155,15 +167,17 @@ class Walk:
         return x.transpose(order).reshape(p.B, p.Hkv, p.group, self.rows * self.size[0], *rest)[:, :, :, : p.T]
 
 
-def over_block(function: Callable[..., Any], blocks: Sequence[jax.Array], indices: Sequence[jax.Array]) -> Any:
-    """Evaluates a function of scalars on blocks [batch, key head, group, queries, keys] and the indices of `Walk.indices`."""
-    index_axes = ((0, None, None, None), (None, 0, None, None), (None, 0, None, None), (None, None, 0, None),
-                  (None, None, None, 0))
-    for axes in reversed(index_axes):
-        function = jax.vmap(function, in_axes=(*(0 for _ in blocks), *axes))
+def over_block(
+    function: Callable[..., Any], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str
+) -> Any:
+    """Evaluates a function of scalars on blocks with these axes, and on the indices of `Walk.indices`."""
+    for axis in reversed(axes):
+        in_axes = (0 if number == INDEX_OF_AXIS[axis] else None for number in range(4))
+        function = jax.vmap(function, in_axes=(*(0 for _ in blocks), *in_axes))
     return function(*blocks, *indices)
 
 
-def evaluate(mod: TracedMod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array]) -> jax.Array:
+def evaluate(mod: TracedMod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array],
+             axes: str) -> jax.Array:
     """A score mod on a block of scores."""
-    return over_block(lambda s, *scalars: mod(operands, s, *scalars), (score,), indices)
+    return over_block(lambda s, *scalars: mod(operands, s, *scalars), (score,), indices, axes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
-from jflex.backends.blockwise import Unit, Walk, evaluate, over_block
+from jflex.backends.blockwise import INDEX_OF_AXIS, KEYS_FIRST, QUERIES_FIRST, Unit, Walk, evaluate, over_block
 from jflex.loads import LoadedMod, split_loads
 from jflex.problem import Problem
 
@@ -33,7 +33,7 @@ class Xla(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
-        walk = Walk.of(problem, inputs)
+        walk = Walk.of(problem, inputs, QUERIES_FIRST)
         query, key, value = _padded(walk, inputs)
 
         def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +41,8 @@ class Xla(Backend):
             q = walk.queries(query, unit)
 
             def step(state, column, is_partial):
-                s = _modified(walk, inputs, _products(problem, q, walk.keys(key, unit, column)), unit, column)
+                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, walk.keys(key, unit, column), problem), problem)
+                s = _modified(walk, inputs, s, unit, column)
                 if is_partial:
                     s = jnp.where(walk.visible(unit, column, inputs.mask_operands), s, -jnp.inf)
                 return _accumulate(state, s, walk.keys(value, unit, column), problem)
@@ -60,12 +61,31 @@ class Xla(Backend):
         return _Backward(problem, inputs, saved, d_saved, wanted).run()
 
 
+class _Rows(NamedTuple):
+    """What the backward pass needs of the queries of one unit, in the orders in which it is multiplied."""
+
+    unit: Unit
+    q: jax.Array
+    q_columns: jax.Array
+    d_out: jax.Array
+    d_out_columns: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+    @classmethod
+    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> _Rows:
+        """Slices them; the arrays are [B, Hkv, group, T, ...]."""
+        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, lse, delta))
+        columns = lambda x: jnp.einsum("bkgqd->bkdgq", x)
+        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None])
+
+
 class _Backward:
     """The arrays of one backward pass."""
 
     def __init__(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> None:
         self.problem, self.inputs, self.wanted = problem, inputs, wanted
-        self.walk = Walk.of(problem, inputs)
+        self.walk = Walk.of(problem, inputs, KEYS_FIRST)
         self.query, self.key, self.value = _padded(self.walk, inputs)
         exact = _exact(problem)
         out, d_out = (_split_heads(x, problem) for x in (saved.out, d_saved.out))
@@ -91,10 +111,10 @@ class _Backward:
 
         def row(grads, number):
             unit = walk.unit(number)
-            q = walk.queries(self.query, unit)
-            step = lambda carry, column, is_partial: self._block(unit, q, carry, column, is_partial)
-            d_q, grads = walk.over_columns(unit, (jnp.zeros(q.shape, exact), grads), step)
-            return grads, d_q
+            rows = _Rows.of(walk, unit, self.query, self.d_out, self.lse, self.delta)
+            step = lambda carry, column, is_partial: self._block(rows, carry, column, is_partial)
+            d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, exact), grads), step)
+            return grads, jnp.einsum("bkdgq->bkgqd", d_q)
 
         grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
         d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
@@ -103,29 +123,30 @@ class _Backward:
                          for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True))
         return Gradients(d_query, keys(grads["key"]), keys(grads["value"]), operands)
 
-    def _block(self, unit: Unit, q: jax.Array, carry: Any, column: jax.Array, is_partial: bool) -> Any:
-        problem, walk = self.problem, self.walk
+    def _block(self, rows: _Rows, carry: Any, column: jax.Array, is_partial: bool) -> Any:
+        problem, walk, unit = self.problem, self.walk, rows.unit
         d_q, grads = carry
         k, v = walk.keys(self.key, unit, column), walk.keys(self.value, unit, column)
-        d_out = walk.queries(self.d_out, unit)
         visible = walk.visible(unit, column, self.inputs.mask_operands) if is_partial else None
         clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
-        raw = _products(problem, q, k)
+        raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, problem), problem)
         s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
-        p = jnp.exp(s - walk.queries(self.lse, unit)[..., None])
-        d_p = _einsum("bkgqd,bksd->bkgqs", d_out, v, problem)
-        d_s = clear(p * (d_p - walk.queries(self.delta, unit)[..., None]))
+        p = jnp.exp(s - rows.lse)
+        d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, problem)
+        d_s = clear(p * (d_p - rows.delta))
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
         d_s = clear(d_s)
         d_s = (d_s * problem.scale).astype(problem.dtype)
         p = p.astype(problem.dtype)
         d_key, d_value = grads["key"], grads["value"]
         if d_key is not None:
-            d_key = walk.add_keys(d_key, _einsum("bkgqs,bkgqd->bksd", d_s, q, problem), unit, column)
+            d_key = walk.add_keys(d_key, _einsum("bksgq,bkgqd->bksd", d_s, rows.q, problem), unit, column)
         if d_value is not None:
-            d_value = walk.add_keys(d_value, _einsum("bkgqs,bkgqd->bksd", p, d_out, problem), unit, column)
+            d_value = walk.add_keys(d_value, _einsum("bksgq,bkgqd->bksd", p, rows.d_out, problem), unit, column)
         if self.wanted.query:
-            d_q = d_q + _einsum("bkgqs,bksd->bkgqd", d_s, k, problem)
+            # Without the barrier XLA merges the transposition into the product, which its CPU cannot run in bfloat16.
+            k_columns = lax.optimization_barrier(jnp.einsum("bksd->bkds", k))
+            d_q = d_q + _einsum("bkds,bksgq->bkdgq", k_columns, d_s, problem)
         return d_q, {"key": d_key, "value": d_value, "operands": operands}
 
     def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
@@ -141,32 +162,33 @@ class _Backward:
 
         exact = raw.dtype
         raw, d_s = raw.astype(jnp.float32), d_s.astype(jnp.float32)
-        d_score, d_loads = over_block(pull, (raw, d_s), indices)
+        d_score, d_loads = over_block(pull, (raw, d_s), indices, self.walk.axes)
         grads = list(grads)
         for load, cotangent in zip(loaded.loads, d_loads, strict=True):
             if grads[load.operand] is not None:
                 if visible is not None:  # a mod may give NaN where nothing is seen
                     own_axes = tuple(range(visible.ndim, cotangent.ndim))
                     cotangent = jnp.where(jnp.expand_dims(visible, own_axes), cotangent, jnp.zeros_like(cotangent))
-                grads[load.operand] = _scatter(loaded, load, operands, indices, cotangent, grads[load.operand])
+                grads[load.operand] = _scatter(loaded, load, operands, indices, cotangent, grads[load.operand],
+                                               self.walk.axes)
         for number in loaded.whole:
             if grads[number] is not None:
-                whole = lambda x, n=number: evaluate(loaded.traced, [*operands[:n], x, *operands[n + 1:]], raw, indices)
+                whole = lambda x, n=number: evaluate(loaded.traced, [*operands[:n], x, *operands[n + 1:]], raw, indices,
+                                                     self.walk.axes)
                 [more] = jax.vjp(whole, operands[number])[1](d_s)
                 grads[number] = grads[number] + more.astype(jnp.float32).reshape(-1)
         return d_score.astype(exact), grads
 
 
-def _scatter(loaded: LoadedMod, load: Any, operands: Sequence[jax.Array], indices: Sequence[jax.Array], cotangent: jax.Array,
-             gradient: jax.Array) -> jax.Array:
+def _scatter(loaded: LoadedMod, load: Any, operands: Sequence[jax.Array], indices: Sequence[jax.Array],
+             cotangent: jax.Array, gradient: jax.Array, axes: str) -> jax.Array:
     """Adds the cotangent of a load, one for each element of a block, to the flat gradient of its operand."""
-    block_axes = {0: (0,), 1: (1, 2), 2: (3,), 3: (4,)}
-    summed = tuple(axis for a in range(4) if a not in load.axes for axis in block_axes[a])
+    summed = tuple(number for number, axis in enumerate(axes) if INDEX_OF_AXIS[axis] not in load.axes)
     cotangent = jnp.sum(cotangent.astype(jnp.float32), axis=summed)
     place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
-    for axis in reversed(load.axes):
-        for _ in block_axes[axis]:
-            place = jax.vmap(place, in_axes=tuple(0 if a == axis else None for a in range(4)))
+    for index in [INDEX_OF_AXIS[axis] for axis in reversed(axes)]:
+        if index in load.axes:
+            place = jax.vmap(place, in_axes=tuple(0 if a == index else None for a in range(4)))
     at = [x if a in load.axes else x.reshape(-1)[0] for a, x in enumerate(indices)]
     positions = place(*at).reshape(-1)
     positions = jnp.where(positions < 0, gradient.size, positions)
@@ -179,18 +201,22 @@ def _exact(problem: Problem) -> Any:
 
 
 def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:
-    return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=_exact(problem))
+    exact = _exact(problem)
+    if problem.platform == "cpu":  # XLA's CPU has no product of 16-bit numbers into float32 (jax 0.11.2: "UNIMPLEMENTED")
+        a, b = a.astype(exact), b.astype(exact)
+    return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=exact)
 
 
-def _products(problem: Problem, q: jax.Array, k: jax.Array) -> jax.Array:
-    return _einsum("bkgqd,bksd->bkgqs", q, k, problem) * jnp.asarray(problem.scale, _exact(problem))
+def _scaled(products: jax.Array, problem: Problem) -> jax.Array:
+    return products * jnp.asarray(problem.scale, products.dtype)
 
 
 def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
     if walk.problem.score is None:
         return raw
     indices = walk.indices(unit, column)
-    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices).astype(raw.dtype)
+    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices,
+                    walk.axes).astype(raw.dtype)
 
 
 def _accumulate(state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, problem: Problem) -> tuple[jax.Array, ...]:
@@ -216,7 +242,8 @@ def _padded(walk: Walk, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array
     p = walk.problem
     rows = walk.rows * walk.size[0] - p.T
     columns = -(-p.S // walk.size[1]) * walk.size[1] - p.S
-    keys = lambda x: jnp.pad(jnp.broadcast_to(x if p.layout == "BNTH" else x.swapaxes(1, 2), (p.B, p.Hkv, p.S, x.shape[3])),
+    heads_first = lambda x: x if p.layout == "BNTH" else x.swapaxes(1, 2)
+    keys = lambda x: jnp.pad(jnp.broadcast_to(heads_first(x), (p.B, p.Hkv, p.S, x.shape[3])),
                              ((0, 0), (0, 0), (0, columns), (0, 0)))
     query = jnp.pad(_split_heads(inputs.query, p), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
     return query, keys(inputs.key), keys(inputs.value)
