@@ -1,7 +1,7 @@
 """FlexAttention for JAX: attention whose scores and sparsity are ordinary JAX functions, fused into GPU kernels.
 
-Letters, everywhere: ``B`` batch, ``T`` queries, ``S`` keys, ``Hq`` and ``Hkv`` heads, ``D`` and ``Dv`` head sizes; inside of
-mods ``b``, ``h`` (query head), ``q_idx``, ``kv_idx``.
+Letters, everywhere: ``B`` batch, ``T`` queries, ``S`` keys, ``Hq`` and ``Hkv`` heads, ``D`` and ``Dv`` head sizes;
+inside of mods ``b``, ``h`` (query head), ``q_idx``, ``kv_idx``.
 """
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError

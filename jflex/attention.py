@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -53,16 +52,18 @@ def flex_attention(
     ``h // (Hq // Hkv)``. A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients.
 
     Gradients flow into query, key, value and into every floating-point array that `score_mod` captures, also from the
-    lse. Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and new
-    values of captured arrays do not recompile anything.
+    lse. Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and
+    new values of captured arrays do not recompile anything.
 
     Args:
       query: In the order of `layout`.
       key: Likewise; `key` and `value` may have batch size 1, shared by all of the batch.
       value: Likewise.
-      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query head.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
+        head.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is skipped.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is
+        skipped.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
@@ -80,7 +81,8 @@ def flex_attention(
       UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
 
     References:
-      Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels, arXiv:2412.05496.
+      Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
+      arXiv:2412.05496.
 
     >>> import jax, jax.numpy as jnp, jflex
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 4, 32))
@@ -94,8 +96,10 @@ def flex_attention(
     problem, inputs = call
     names = _names(implementation)
     if problem.T == 0 or problem.S == 0 or problem.B == 0:
-        saved = Saved(jnp.zeros(problem.out_shape(), problem.dtype),
-                      jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32))
+        saved = Saved(
+            jnp.zeros(problem.out_shape(), problem.dtype),
+            jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32),
+        )
     else:
         saved = _run(_choose(problem, names, implementation is None), problem, inputs)
     return (saved.out, saved.lse) if return_lse else saved.out
@@ -170,8 +174,26 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, 
         mask, mask_operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
     config = check_config(config, blocks)
     platform, device_kind = current_device(query, key, value)
-    problem = Problem(B, T, S, Hq, Hkv, D, Dv, key.shape[0], str(query.dtype), layout, scale, score, mask, blocks,
-                      platform, device_kind, current_precision(query.dtype), config)
+    problem = Problem(
+        B,
+        T,
+        S,
+        Hq,
+        Hkv,
+        D,
+        Dv,
+        key.shape[0],
+        str(query.dtype),
+        layout,
+        scale,
+        score,
+        mask,
+        blocks,
+        platform,
+        device_kind,
+        current_precision(query.dtype),
+        config,
+    )
     return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands))
 
 
@@ -203,13 +225,21 @@ def _choose(problem: Problem, names: Sequence[str], automatic: bool) -> str:
     name, last = list(reasons.items())[-1]
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
     if last is not None:
-        able = [n for n in backends.KNOWN if n not in reasons and n not in backends.ABSENT
-                and backends.get(n).unsupported(problem) is None]
-        raise UnsupportedError(f"No implementation that was asked for can run this call. {told}. These can: "
-                               f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose.")
+        able = [
+            n
+            for n in backends.KNOWN
+            if n not in reasons and n not in backends.ABSENT and backends.get(n).unsupported(problem) is None
+        ]
+        raise UnsupportedError(
+            f"No implementation that was asked for can run this call. {told}. These can: "
+            f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
+        )
     if automatic and name == "xla" and problem.platform == "gpu":
-        warnings.warn(f"flex_attention runs on the slower implementation 'xla' on this GPU. {told}. Pass "
-                      "implementation='xla' to accept that.", stacklevel=3)
+        warnings.warn(
+            f"flex_attention runs on the slower implementation 'xla' on this GPU. {told}. Pass "
+            "implementation='xla' to accept that.",
+            stacklevel=3,
+        )
     return name
 
 

@@ -13,11 +13,12 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex.backends.base import Gradients, Inputs, Saved, Wanted
+from jflex.backends.base import Inputs, Saved, Wanted
 from jflex.opaque import ONLY_REVERSE, opaque_call
 from jflex.passes import BackwardPass, ForwardPass
 from jflex.problem import Problem
 from jflex.varying import unify_varying
+
 
 class Static(NamedTuple):
     """What does not depend on the values of arrays: the backend's name and the problem."""
@@ -29,11 +30,17 @@ class Static(NamedTuple):
 def attend(static: Static, inputs: Inputs) -> Saved:
     """Runs a backend so that JAX can differentiate the result in reverse mode."""
     guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    inputs = inputs._replace(query=guard(inputs.query), key=guard(inputs.key), value=guard(inputs.value),
-                             score_operands=tuple(map(guard, inputs.score_operands)))
+    inputs = inputs._replace(
+        query=guard(inputs.query),
+        key=guard(inputs.key),
+        value=guard(inputs.value),
+        score_operands=tuple(map(guard, inputs.score_operands)),
+    )
     try:
         return _attend(static, inputs)
-    except TypeError as error:  # JAX's own sentence about custom_vjp, which `jax.jit(jax.jacfwd(...))` meets before the guard
+    except (
+        TypeError
+    ) as error:  # JAX's own sentence about custom_vjp, which `jax.jit(jax.jacfwd(...))` meets before the guard
         if "forward-mode" in str(error):
             raise NotImplementedError(ONLY_REVERSE) from error
         raise
@@ -77,15 +84,21 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
     nothing = jax.tree.map(lambda _: None, inputs)
-    return (nothing._replace(query=like(gradients.query, inputs.query), key=like(gradients.key, inputs.key),
-                             value=like(gradients.value, inputs.value), score_operands=captured),)
+    return (
+        nothing._replace(
+            query=like(gradients.query, inputs.query),
+            key=like(gradients.key, inputs.key),
+            value=like(gradients.value, inputs.value),
+            score_operands=captured,
+        ),
+    )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-# A custom_vjp refuses forward mode with a sentence that knows nothing of jflex, and under jit as late as at lowering. This
-# identity sits before it: its tangent passes through a linear primitive that has a transpose, but no value.
+# A custom_vjp refuses forward mode with a sentence that knows nothing of jflex, and under jit as late as at lowering.
+# This identity sits before it: its tangent passes through a linear primitive that has a transpose, but no value.
 _guard_p = Primitive("jflex_reverse_only")
 
 

@@ -33,8 +33,10 @@ class Tiles:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"`{field.name}` of a `Tiles` must be a positive integer. Got {size!r}.")
             if field.name != "num_stages" and size & (size - 1):
-                raise ValueError(f"`{field.name}` of a `Tiles` must be a power of two. Got {size}; the nearest are "
-                                 f"{1 << (size.bit_length() - 1)} and {1 << size.bit_length()}.")
+                raise ValueError(
+                    f"`{field.name}` of a `Tiles` must be a power of two. Got {size}; the nearest are "
+                    f"{1 << (size.bit_length() - 1)} and {1 << size.bit_length()}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +48,16 @@ class Account:
         width = jnp.dtype(problem.dtype).itemsize
         rows = problem.B * problem.Hq * problem.T, problem.Bkv * problem.Hkv * problem.S
         size = width * (problem.D + problem.Dv) * sum(rows)
-        return cls(backend, {k: v for k, v in reasons.items() if v is not None}, tiles, visited, full, total,
-                   2 * pairs * (problem.D + problem.Dv), size)
+        return cls(
+            backend,
+            {k: v for k, v in reasons.items() if v is not None},
+            tiles,
+            visited,
+            full,
+            total,
+            2 * pairs * (problem.D + problem.Dv),
+            size,
+        )
 
     def __str__(self) -> str:
         lines = [f"backend   {self.backend or 'none of those asked for'}"]
@@ -59,8 +66,10 @@ class Account:
             lines.append(f"tiles     {self.tiles}")
         if self.visited is not None and self.blocks:
             partial = self.visited - self.full
-            lines.append(f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {partial} partial), "
-                         f"{100 * (1 - self.visited / self.blocks):.1f} % skipped")
+            lines.append(
+                f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {partial} partial), "
+                f"{100 * (1 - self.visited / self.blocks):.1f} % skipped"
+            )
         elif self.blocks is None:
             lines.append("blocks    no BlockMask, or a traced one: not counted")
         lines.append(f"work      {self.flops / 1e9:.3f} GFLOP forward, {self.bytes / 1e6:.3f} MB")

@@ -13,8 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-_NAMES = frozenset({"name", "debug_info", "ctx_mesh", "out_sharding", "in_shardings", "out_shardings", "inline",
-                    "compiler_options_kvs", "donated_invars", "keep_unused"})
+_NAMES = frozenset(
+    {
+        "name",
+        "debug_info",
+        "ctx_mesh",
+        "out_sharding",
+        "in_shardings",
+        "out_shardings",
+        "inline",
+        "compiler_options_kvs",
+        "donated_invars",
+        "keep_unused",
+    }
+)
 
 
 class Open(NamedTuple):

@@ -1,7 +1,7 @@
 """Where a traced mod reads the arrays that it captures.
 
-For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that has no meaning on a GPU tile. A load is a
-chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
+For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that has no meaning on a GPU tile. A load
+is a chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
 elementwise; so places that a mask hides can be cleared before anything is summed, and what remains is added into the
 gradient of the operand in place, once for each axis on which the load depends.
 """
@@ -74,8 +74,15 @@ class LoadedMod:
         numbered[load.operand] = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
         return self._run(numbered, arguments, {}, [load.variable], as_numbers=True)[load.variable]
 
-    def _run(self, operands: Sequence[jax.Array], arguments: Sequence[jax.Array], given: dict[Any, jax.Array],
-             outputs: Sequence[Any], *, as_numbers: bool = False) -> dict[Any, jax.Array]:
+    def _run(
+        self,
+        operands: Sequence[jax.Array],
+        arguments: Sequence[jax.Array],
+        given: dict[Any, jax.Array],
+        outputs: Sequence[Any],
+        *,
+        as_numbers: bool = False,
+    ) -> dict[Any, jax.Array]:
         jaxpr = open_jaxpr(self.traced.jaxpr).jaxpr
         env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | given
         needed = _needed(jaxpr, outputs, set(given))

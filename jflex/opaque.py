@@ -1,8 +1,9 @@
 """A function of arrays as one step of JAX's programs.
 
-A backend's forward or backward pass is traced once for each problem and kept; eager calls compile once, and a transformation
-sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry starts from a constant
-would not pass that one's checks. The primitive has no derivative, because it only stands inside of a custom_vjp.
+A backend's forward or backward pass is traced once for each problem and kept; eager calls compile once, and a
+transformation sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry
+starts from a constant would not pass that one's checks. The primitive has no derivative, because it only stands inside
+of a custom_vjp.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jflex.fingerprint import open_jaxpr
 
-
-ONLY_REVERSE = ("The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
-                "(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation=\"reference\".")
+ONLY_REVERSE = (
+    "The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
+    '(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation="reference".'
+)
 
 
 class Pass(Protocol):
@@ -111,8 +113,10 @@ def _abstract(*avals, jaxpr, traced):
     if traced is not None and any(name is not None for name in first.sharding.spec):
         specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded
     shardings = [first.sharding.update(spec=jax.sharding.PartitionSpec(*spec)) for spec in specs]
-    return [jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
-            for x, sharding in zip(outs, shardings, strict=True)]
+    return [
+        jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
+        for x, sharding in zip(outs, shardings, strict=True)
+    ]
 
 
 def _lowering(ctx, *args, jaxpr, traced):

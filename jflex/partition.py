@@ -1,7 +1,7 @@
 """Running each shard on its own, where a program under plain `jax.jit` is sharded over batch and heads.
 
-XLA cannot see into kernels, and would gather everything. So it is told that batch and heads are independent: the partitioner
-asks here for the program of one shard, in which the mods still see the indices of the whole.
+XLA cannot see into kernels, and would gather everything. So it is told that batch and heads are independent: the
+partitioner asks here for the program of one shard, in which the mods still see the indices of the whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jflex.trace import TracedMod, trace_mask_mod, trace_score_mod
 
 
 class Axes(NamedTuple):
-    """Which axes of an array run over the batch and over heads, if any; `per_key`: key heads rather than query heads."""
+    """Which axes of an array run over the batch and over heads, if any; `per_key`: key heads, not query heads."""
 
     batch: int | None = None
     heads: int | None = None
@@ -42,11 +42,21 @@ def key_axes(problem: Problem) -> Axes:
 def input_axes(problem: Problem, inputs: Inputs) -> Inputs:
     """Of all inputs."""
     blocks = problem.blocks
-    lists = None if blocks is None else Axes(0 if blocks.batch == problem.B else None, 1 if blocks.heads == problem.Hq else None)
+    lists = (
+        None
+        if blocks is None
+        else Axes(0 if blocks.batch == problem.B else None, 1 if blocks.heads == problem.Hq else None)
+    )
     shared = lambda operands: tuple(Axes() for _ in operands)
     rows, keys = row_axes(problem), key_axes(problem)
-    return Inputs(rows, keys, keys, None if lists is None else type(inputs.lists)(*(lists for _ in inputs.lists)),
-                  shared(inputs.score_operands), shared(inputs.mask_operands))
+    return Inputs(
+        rows,
+        keys,
+        keys,
+        None if lists is None else type(inputs.lists)(*(lists for _ in inputs.lists)),
+        shared(inputs.score_operands),
+        shared(inputs.mask_operands),
+    )
 
 
 def saved_axes(problem: Problem, saved: Saved) -> Saved:
@@ -60,7 +70,8 @@ class Shard(NamedTuple):
     Attributes:
       problem: Of the local sizes.
       inputs: The local arrays, and where the shard starts among what the mods capture.
-      operands: For each array that the score mod captured in the whole problem, its number here; None if it is not read.
+      operands: For each array that the score mod captured in the whole problem, its number here; None if it is not
+        read.
     """
 
     problem: Problem
@@ -86,22 +97,32 @@ class Split(NamedTuple):
 def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard:
     """The local problem, inside of the program of one shard."""
     pieces = Split(*(math.prod(mesh.shape[name] for name in names) for names in split))
-    first = [jax.lax.axis_index(names) * (size // n) if n > 1 else None
-             for names, size, n in zip(split, (problem.B, problem.Hq), pieces, strict=True)]
+    first = [
+        jax.lax.axis_index(names) * (size // n) if n > 1 else None
+        for names, size, n in zip(split, (problem.B, problem.Hq), pieces, strict=True)
+    ]
     score, score_operands = _shifted(problem.score, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = _shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
     blocks = problem.blocks
     if blocks is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
     local = dataclasses.replace(
-        problem, B=problem.B // pieces.batch, Hq=problem.Hq // pieces.heads, Hkv=problem.Hkv // pieces.heads,
-        Bkv=inputs.key.shape[0], score=score, mask=mask, blocks=blocks)
+        problem,
+        B=problem.B // pieces.batch,
+        Hq=problem.Hq // pieces.heads,
+        Hkv=problem.Hkv // pieces.heads,
+        Bkv=inputs.key.shape[0],
+        score=score,
+        mask=mask,
+        blocks=blocks,
+    )
     numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
     return Shard(local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands), numbers)
 
 
-def _shifted(mod: TracedMod | None, operands: tuple[jax.Array, ...], first: Sequence[Any],
-             trace: Callable[..., Any]) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
+def _shifted(
+    mod: TracedMod | None, operands: tuple[jax.Array, ...], first: Sequence[Any], trace: Callable[..., Any]
+) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
     """A mod that is called with local indices of batch and head."""
     if mod is None or all(x is None for x in first):
         return mod, operands
@@ -117,8 +138,13 @@ def _shifted(mod: TracedMod | None, operands: tuple[jax.Array, ...], first: Sequ
     return dataclasses.replace(traced, source=mod.source), captured
 
 
-def partitioned(problem: Problem, function: Callable[..., Any], local: Callable[..., Any], in_axes: Sequence[Axes],
-                out_axes: Sequence[Axes]) -> Callable[..., Any]:
+def partitioned(
+    problem: Problem,
+    function: Callable[..., Any],
+    local: Callable[..., Any],
+    in_axes: Sequence[Axes],
+    out_axes: Sequence[Axes],
+) -> Callable[..., Any]:
     """Lets XLA's partitioner run `local` on each shard.
 
     Args:
@@ -136,7 +162,9 @@ def partitioned(problem: Problem, function: Callable[..., Any], local: Callable[
         outs, _ = jax.tree.flatten(out_shapes)
         out_shardings = tuple(map(sharding, outs, out_axes))
 
-        def without_mesh(*xs: jax.Array) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
+        def without_mesh(
+            *xs: jax.Array,
+        ) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return local(mesh, split, *xs)
 
@@ -144,7 +172,9 @@ def partitioned(problem: Problem, function: Callable[..., Any], local: Callable[
 
     def rule(mesh, in_types, out_types):
         del mesh
-        return _shardy_rule(problem, in_axes, out_axes, [len(t.shape) for t in in_types], [len(t.shape) for t in out_types])
+        return _shardy_rule(
+            problem, in_axes, out_axes, [len(t.shape) for t in in_types], [len(t.shape) for t in out_types]
+        )
 
     call.def_partition(partition, sharding_rule=rule)
     return call
@@ -161,8 +191,13 @@ def _split(problem: Problem, mesh: Any, sharding: Any, axes: Axes) -> Split:
     return Split(*names)
 
 
-def _shardy_rule(problem: Problem, in_axes: Sequence[Axes], out_axes: Sequence[Axes], in_ranks: Sequence[int],
-                 out_ranks: Sequence[int]) -> Any:
+def _shardy_rule(
+    problem: Problem,
+    in_axes: Sequence[Axes],
+    out_axes: Sequence[Axes],
+    in_ranks: Sequence[int],
+    out_ranks: Sequence[int],
+) -> Any:
     """In Shardy's notation: batch and key heads are shared factors, all other axes must be whole."""
     others: list[str] = []
     grouped = "(g r)" if problem.group > 1 else "g"

@@ -61,15 +61,20 @@ class BackwardPass:
         """Of the flat inputs and outputs."""
         inputs, saved, d_saved = arrays
         problem = self.problem
-        ins = (partition.input_axes(problem, inputs), partition.saved_axes(problem, saved), partition.saved_axes(problem, d_saved))
+        ins = (
+            partition.input_axes(problem, inputs),
+            partition.saved_axes(problem, saved),
+            partition.saved_axes(problem, d_saved),
+        )
         rows, keys = partition.row_axes(problem), partition.key_axes(problem)
         kept = lambda x, axes: None if x is None else axes
         captured = tuple(kept(x, Axes()) for x in gradients.score_operands)
         outs = Gradients(kept(gradients.query, rows), kept(gradients.key, keys), kept(gradients.value, keys), captured)
         return _flat(ins), _flat(outs)
 
-    def partitioned(self, arrays: tuple[Inputs, Saved, Saved], gradients: Gradients,
-                    whole: Callable[..., Any]) -> Callable[..., Any]:
+    def partitioned(
+        self, arrays: tuple[Inputs, Saved, Saved], gradients: Gradients, whole: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """See `jflex.opaque.Pass`."""
         tree = jax.tree.structure(arrays)
 

@@ -38,7 +38,7 @@ class Blocks:
 class Problem:
     """All that is static in a call of `flex_attention`: hashable, so that it keys caches.
 
-    The letters are those of the documentation: B batch, T queries, S keys, Hq and Hkv heads, D and Dv head sizes; Bkv is
+    Letters as in the documentation: B batch, T queries, S keys, Hq and Hkv heads, D and Dv head sizes; Bkv is
     the batch of key and value, 1 or B.
     """
 
@@ -99,8 +99,10 @@ def check_arrays(query: Any, key: Any, value: Any, layout: str) -> None:
         if len(x.shape) != 4:
             axes = "[B, T, Hq, D]" if name == "query" else "[B, S, Hkv, D]"
             axes = axes if layout == "BTNH" else "[B, Hq, T, D]" if name == "query" else "[B, Hkv, S, D]"
-            raise ValueError(f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
-                             f"missing ones with `x[None]`, or `jax.vmap` the call. {got}")
+            raise ValueError(
+                f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
+                f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
+            )
         if str(x.dtype) not in DTYPES:
             raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
     if not query.dtype == key.dtype == value.dtype:
@@ -113,14 +115,26 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
 
     def fail(text: str) -> NoReturn:
-        swapped_fits = (k[heads] == v[heads] and k[length] == v[length] and k[length] and q[length] % k[length] == 0
-                        and q[length] < q[heads] and q[3] == k[3] and q[0] == v[0] == k[0])
-        hint = f" The shapes suggest another order of axes: if it is meant, pass layout={other!r}." if swapped_fits else ""
+        swapped_fits = (
+            k[heads] == v[heads]
+            and k[length] == v[length]
+            and k[length]
+            and q[length] % k[length] == 0
+            and q[length] < q[heads]
+            and q[3] == k[3]
+            and q[0] == v[0] == k[0]
+        )
+        hint = (
+            f" The shapes suggest another order of axes: if it is meant, pass layout={other!r}." if swapped_fits else ""
+        )
         raise ValueError(f"{text} {got}{hint}")
 
     if k[0] != v[0] or k[0] not in (1, q[0]):
-        fail(f"`key` and `value` must have the batch size of `query`, or both 1 (shared by all). The batch sizes are {q[0]} "
-             f"(query), {k[0]} (key), {v[0]} (value).")
+        fail(
+            f"`key` and `value` must have the batch size of `query`, or both 1 (shared by all). The batch sizes are "
+            f"{q[0]} "
+            f"(query), {k[0]} (key), {v[0]} (value)."
+        )
     if q[3] != k[3]:
         fail(f"`query` and `key` must have one head size. They have {q[3]} and {k[3]}.")
     if k[length] != v[length]:
@@ -128,8 +142,11 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
     if k[heads] != v[heads]:
         fail(f"`key` and `value` must have as many heads. They have {k[heads]} and {v[heads]}.")
     if k[heads] == 0 or q[heads] == 0 or q[heads] % k[heads]:
-        fail(f"`key` has {k[heads]} heads, which do not divide the {q[heads]} heads of `query`. Grouped-query attention gives "
-             "each key head an equal share of the query heads.")
+        fail(
+            f"`key` has {k[heads]} heads, which do not divide the {q[heads]} heads of `query`. Grouped-query "
+            f"attention gives "
+            "each key head an equal share of the query heads."
+        )
     if 0 in (q[3], v[3]):
         fail("Head sizes must be at least 1.")
 
@@ -144,8 +161,10 @@ def check_scale(scale: Any, D: int) -> float:
     if scale is None:
         return D**-0.5
     if isinstance(scale, jax.core.Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
-        raise TypeError(f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
-                        "in a `score_mod`, or multiply `query` by it.")
+        raise TypeError(
+            f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
+            "in a `score_mod`, or multiply `query` by it."
+        )
     if not math.isfinite(scale) or scale == 0:
         raise ValueError(f"`scale` must be finite and not 0. Got {scale}. Pass None for the default, D ** -0.5.")
     return float(scale)
@@ -164,8 +183,10 @@ def check_block_mask(block_mask: Any, mask_mod: Any, B: int, Hq: int, T: int, S:
         hint = " A mask function goes to `mask_mod`, or through `create_block_mask`." if callable(block_mask) else ""
         raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
     if mask_mod is not None:
-        raise ValueError("`block_mask` and `mask_mod` cannot both be given: a BlockMask holds its own mask_mod. Combine them: "
-                         "create_block_mask(and_masks(f, g), ...).")
+        raise ValueError(
+            "`block_mask` and `mask_mod` cannot both be given: a BlockMask holds its own mask_mod. Combine them: "
+            "create_block_mask(and_masks(f, g), ...)."
+        )
     sentence = mismatch(block_mask, B, Hq, T, S)
     if sentence is not None:
         raise ValueError(sentence)
@@ -188,8 +209,10 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
             continue
         for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
             if size % tile:
-                raise ValueError(f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
-                                 "Take a divisor, or create the mask with another `block_size`.")
+                raise ValueError(
+                    f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
+                    "Take a divisor, or create the mask with another `block_size`."
+                )
     return config
 
 

@@ -99,8 +99,7 @@ def describe(mod: Any) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
     code = getattr(function, "__code__", None)
     if code is None:
-        call = getattr(type(function), "__call__", None)
-        code = getattr(call, "__code__", None)
+        code = getattr(type(function).__call__, "__code__", None)
     if code is None:
         return name
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
@@ -127,7 +126,9 @@ def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Ar
 
 
 def _check_signature(mod: Any, kind: Kind, source: str) -> None:
-    rule = f"`{kind}_mod` must be a function ({', '.join(_ARGUMENTS[kind])}) -> {'score' if kind == 'score' else 'bool'}"
+    rule = (
+        f"`{kind}_mod` must be a function ({', '.join(_ARGUMENTS[kind])}) -> {'score' if kind == 'score' else 'bool'}"
+    )
     if not callable(mod):
         raise TypeError(f"{rule}. Got {type(mod).__name__}.")
     try:
@@ -155,14 +156,21 @@ def _checked_result(out: Any, kind: Kind, source: str) -> jax.Array:
         raise TypeError(f"`{kind}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
     returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
     if shape != ():
-        raise TypeError(f"`{kind}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
-                        "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left.")
+        raise TypeError(
+            f"`{kind}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
+            "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
+        )
     if kind == "mask" and dtype != jnp.bool_:
-        raise TypeError(f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
-                        "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`.")
+        raise TypeError(
+            f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
+            "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
+        )
     if kind == "score" and not jnp.issubdtype(dtype, jnp.floating):
-        hint = (" To hide scores rather than change them, pass it as `mask_mod`." if dtype == jnp.bool_ else
-                " Cast it with `.astype(jnp.float32)`.")
+        hint = (
+            " To hide scores rather than change them, pass it as `mask_mod`."
+            if dtype == jnp.bool_
+            else " Cast it with `.astype(jnp.float32)`."
+        )
         raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
     return jnp.asarray(out, jnp.bool_ if kind == "mask" else jnp.float32)
 
@@ -173,15 +181,21 @@ def _explained(kind: Kind, source: str):
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:
-        raise ValueError(f"`{kind}_mod` cannot branch in Python on its arguments, which are traced: {source} uses one as a "
-                         "condition (`if`, `and`, `or`, `not`, `min`, `max`). Use `jnp.where`, `&`, `|`, `~`, "
-                         "`jnp.minimum`, `jnp.maximum`.") from error
+        raise ValueError(
+            f"`{kind}_mod` cannot branch in Python on its arguments, which are traced: {source} uses one as a "
+            "condition (`if`, `and`, `or`, `not`, `min`, `max`). Use `jnp.where`, `&`, `|`, `~`, "
+            "`jnp.minimum`, `jnp.maximum`."
+        ) from error
     except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError) as error:
-        raise ValueError(f"`{kind}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
-                         f"{source} does. Wrap what it captures in `jnp.asarray(...)`, outside of the function.") from error
+        raise ValueError(
+            f"`{kind}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
+            f"{source} does. Wrap what it captures in `jnp.asarray(...)`, outside of the function."
+        ) from error
     except jax.errors.ConcretizationTypeError as error:
-        raise ValueError(f"`{kind}_mod` cannot turn its arguments, which are traced, into Python numbers: {source} does. "
-                         "Use `jnp` functions on them.") from error
+        raise ValueError(
+            f"`{kind}_mod` cannot turn its arguments, which are traced, into Python numbers: {source} does. "
+            "Use `jnp` functions on them."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,7 +207,7 @@ class _Known:
 
 
 def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
-    """Splits a jaxpr into what its constants alone decide, which is computed, and a function of the rest and of operands."""
+    """Computes what the constants of a jaxpr alone decide; returns the rest as a function, and its operands."""
     steps: list[tuple[Any, list[Any], list[int]]] = []  # (equation, inputs: id or _Known, output ids)
     count = iter(range(1 << 30))
 
@@ -207,8 +221,11 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
                 outs = ins
             elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
                 outs = _compute(eqn, ins)
-            elif inner is not None and (inner.consts or any(isinstance(x, _Known) and x.captured for x in ins)
-                                        or any(e.primitive.name in _TYPE_CASTS for e in inner.jaxpr.eqns)):
+            elif inner is not None and (
+                inner.consts
+                or any(isinstance(x, _Known) and x.captured for x in ins)
+                or any(e.primitive.name in _TYPE_CASTS for e in inner.jaxpr.eqns)
+            ):
                 outs = run(inner.jaxpr, inner.consts, ins)
             else:
                 outs = [next(count) for _ in eqn.outvars]

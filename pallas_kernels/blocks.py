@@ -26,7 +26,7 @@ def list_position(setting: Setting, b: Any, h: Any) -> tuple[Any, Any]:
 
 
 def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Callable[[Any, Any, bool], Any]) -> Any:
-    """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks; `first` is the first index of a tile.
+    """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
     Args:
       row: The lists.

@@ -1,6 +1,7 @@
 """From cotangents of loads to gradients of captured arrays.
 
-A kernel sums the cotangent of a load over the axes on which the load does not depend, in registers. What is left is summed
+A kernel sums the cotangent of a load over the axes on which the load does not depend, in registers. What is left is
+summed
 here: over batch and heads where the index does not use them, and then scattered once into the array.
 """
 
@@ -41,12 +42,16 @@ def group_loads(setting: Setting, derivative: Derivative | None) -> LoadGroups:
     tiles = [n for n in loads if n.kind == "qk"]
     alone = lambda n: sum(other.value == n.value for other in tiles) == 1
     stores = [n for n in tiles if alone(n) and _reads_once(setting, n)]
-    return LoadGroups(tuple(n for n in loads if n.kind in ("", "q")), tuple(n for n in loads if n.kind == "k"), tuple(stores),
-                      tuple(n for n in tiles if n not in stores))
+    return LoadGroups(
+        tuple(n for n in loads if n.kind in ("", "q")),
+        tuple(n for n in loads if n.kind == "k"),
+        tuple(stores),
+        tuple(n for n in tiles if n not in stores),
+    )
 
 
 def _reads_once(setting: Setting, load: Node) -> bool:
-    """Whether different (b, h, q, k) surely read different elements: each has a dimension of its own, up to an offset."""
+    """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset."""
     sizes = {"b": setting.B, "h": setting.Hq, "q": setting.T, "k": setting.S}
     own = {_argument_with_offset(index) for index in load.inputs}
     return all(size == 1 or name in own for name, size in sizes.items())
@@ -80,8 +85,9 @@ class _DenseSpace(Space):
         return x != 0 if node.dtype == np.bool_ else x
 
 
-def scatter(setting: Setting, derivative: Derivative, operands: Sequence[jax.Array], load: Node,
-            cotangent: jax.Array) -> jax.Array:
+def scatter(
+    setting: Setting, derivative: Derivative, operands: Sequence[jax.Array], load: Node, cotangent: jax.Array
+) -> jax.Array:
     """Gradient of the array from which a load reads.
 
     Args:
@@ -104,8 +110,11 @@ def scatter(setting: Setting, derivative: Derivative, operands: Sequence[jax.Arr
     space, program = _DenseSpace(setting, operands), derivative.program
     numbers = {"b": 0, "h": 1, "q": 2, "k": 3}
     kinds = {"b": "", "h": "", "q": "q", "k": "k"}
-    known = {n: jax.lax.broadcasted_iota(jnp.int32, space.shapes[kinds[n.value]], numbers[n.value])
-             for n in program.arguments if n.value in numbers}
+    known = {
+        n: jax.lax.broadcasted_iota(jnp.int32, space.shapes[kinds[n.value]], numbers[n.value])
+        for n in program.arguments
+        if n.value in numbers
+    }
     evaluation = Evaluation(space, known)
     at = [space.spread(evaluation(i), i.kind, load.kind) for i in load.inputs]
     first = tuple(slice(0, 1) if axis in summed else slice(None) for axis in range(4))

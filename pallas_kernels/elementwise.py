@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 
 ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "cbrt",
-    "ceil", "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "one_minus_square", "or", "polynomial", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
-    "tanh", "xor",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
+    "cbrt", "ceil", "convert_element_type", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polynomial", "population_count", "pow",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
 })  # fmt: skip
 
 
@@ -37,8 +37,18 @@ def erf(x: jax.Array) -> jax.Array:
     return jnp.where(small, y * _polynomial(y * y, _ERF), 1.0 - erfc(x))
 
 
-_ERFC = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
-         0.17087277)
+_ERFC = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
+)
 _ERF = tuple(2.0 / np.sqrt(np.pi) * (-1.0) ** n / (np.prod(np.arange(1.0, n + 1)) * (2 * n + 1)) for n in range(8))
 
 
@@ -64,7 +74,7 @@ def round_even(x: jax.Array) -> jax.Array:
 
 
 def reduce_precision(x: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
-    """Rounds a float32 to fewer bits of mantissa, ties to even; exponents keep their range unless it is that of a dtype."""
+    """Rounds a float32 to fewer bits of mantissa, ties to even; only those of float16 also bound the exponent."""
     if (exponent_bits, mantissa_bits) == (5, 10):
         return x.astype(jnp.float16).astype(jnp.float32)
     drop = 23 - mantissa_bits

@@ -1,8 +1,8 @@
 """From a traced mod to a tile program, the one that every GPU backend evaluates.
 
-`trace_program` runs a jaxpr on nodes (see nodes.py): calls are inlined, loops unrolled, branches become selects, indexing
-becomes loads. `Derivative` is the program of ``jax.vjp`` of it, with the loads as arguments: so the cotangent of a load
-comes out at the size of a tile, and a kernel sums it to the size of the load before anything is written.
+`trace_program` runs a jaxpr on nodes (see nodes.py): calls are inlined, loops unrolled, branches become selects,
+indexing becomes loads. `Derivative` is the program of ``jax.vjp`` of it, with the loads as arguments: so the cotangent
+of a load comes out at the size of a tile, and a kernel sums it to the size of the load before anything is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pallas_kernels.views import NotOnTile, Scalars, View, scalars
 MAX_STEPS = 64  # of an unrolled loop
 _CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
 _RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_IDENTITIES = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name",
-                         "sharding_constraint"})
+_IDENTITIES = frozenset(
+    {"copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +100,10 @@ def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], s
       NotOnTile: A primitive has no meaning on a tile.
     """
     graph = Graph()
-    arguments = [graph.input(name, kind, np.int32, (0, max(size - 1, 0))) for name, kind, size in
-                 (("b", "", sizes.B), ("h", "", sizes.Hq), ("q", "q", sizes.T), ("k", "k", sizes.S))]
+    arguments = [
+        graph.input(name, kind, np.int32, (0, max(size - 1, 0)))
+        for name, kind, size in (("b", "", sizes.B), ("h", "", sizes.Hq), ("q", "q", sizes.T), ("k", "k", sizes.S))
+    ]
     opened, consts = open_jaxpr(jaxpr)
     if len(opened.invars) - len(operands) == 5:
         arguments.insert(0, graph.input("score", "qk", np.float32))
@@ -121,8 +124,10 @@ def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
 
     def pulled(cotangent, *arguments_and_loads):
         arguments, values = arguments_and_loads[:5], arguments_and_loads[5:]
-        f = lambda score, *xs: _evaluate_scalars(program, (score, *arguments[1:]), dict(zip(loads, xs, strict=True)), others)
-        others = dict(zip(rest, values[len(loads):], strict=True))
+        f = lambda score, *xs: _evaluate_scalars(
+            program, (score, *arguments[1:]), dict(zip(loads, xs, strict=True)), others
+        )
+        others = dict(zip(rest, values[len(loads) :], strict=True))
         return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
 
     rest = [n for n in program.loads if n not in loads]
@@ -238,9 +243,13 @@ class _Run:
     def _cond(self, eqn: Any, ins: list[Value]) -> list[Value]:
         graph, (which, *operands) = self.graph, ins
         number = load(graph, which)[()]
-        branches = [[load(graph, x) for x in self.jaxpr(*open_jaxpr(branch), operands)] for branch in eqn.params["branches"]]
-        return [scalars(outs[0].shape, lambda i, outs=outs: choose(graph, number, [x[i] for x in outs]))
-                for outs in zip(*branches, strict=True)]
+        branches = [
+            [load(graph, x) for x in self.jaxpr(*open_jaxpr(branch), operands)] for branch in eqn.params["branches"]
+        ]
+        return [
+            scalars(outs[0].shape, lambda i, outs=outs: choose(graph, number, [x[i] for x in outs]))
+            for outs in zip(*branches, strict=True)
+        ]
 
     def _scan(self, eqn: Any, ins: list[Value]) -> list[Value]:
         graph, params = self.graph, eqn.params

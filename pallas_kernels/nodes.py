@@ -1,9 +1,9 @@
 """Scalar programs: what a mod becomes before a kernel evaluates it on tiles.
 
-A node is one scalar value of the mod. Nodes are made once for each distinct computation, so equal ones are the same object.
-Each knows its *kind*, what it depends on (nothing, the query, the key, both), because that is the size at which a kernel
-holds it; and, if it is an integer, the bounds between which it lies, because what is proven to be in range needs neither
-the repair of negative indices nor a clamp.
+A node is one scalar value of the mod. Nodes are made once for each distinct computation, so equal ones are the same
+object. Each knows its *kind*, what it depends on (nothing, the query, the key, both), because that is the size at which
+a kernel holds it; and, if it is an integer, the bounds between which it lies, because what is proven to be in range
+needs neither the repair of negative indices nor a clamp.
 """
 
 from __future__ import annotations
@@ -83,14 +83,20 @@ class Graph:
         """One element of a captured array; the indices must be in range."""
         key = ("load", operand, *(i.number for i in indices))
         bounds = (0, 1) if np.dtype(dtype) == np.bool_ else None
-        return self._make(key, "load", join_kinds(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds)
+        return self._make(
+            key, "load", join_kinds(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds
+        )
 
     def call(self, inlined: Node, call: Any, output: int) -> Node:
         """A value with a derivative rule of its own: evaluated as `inlined`, differentiated as `call`."""
         key = ("call", id(call), output)
-        return self._make(key, "call", inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds)
+        return self._make(
+            key, "call", inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds
+        )
 
-    def apply(self, op: str, function: Callable[..., Any], inputs: Sequence[Node], dtype: Any, params: Any = ()) -> Node:
+    def apply(
+        self, op: str, function: Callable[..., Any], inputs: Sequence[Node], dtype: Any, params: Any = ()
+    ) -> Node:
         """A primitive, folded where bounds decide it."""
         dtype = np.dtype(dtype)
         inputs = tuple(inputs)
@@ -124,8 +130,18 @@ class Graph:
         node = self.same_dtype("max", lax.max, node, self.literal(low, node.dtype))
         return self.same_dtype("min", lax.min, node, self.literal(high, node.dtype))
 
-    def _make(self, key: Any, op: str, kind: str, dtype: np.dtype, inputs: tuple[Node, ...] = (), apply: Any = None, *,
-              value: Any = None, bounds: Bounds | None = None) -> Node:
+    def _make(
+        self,
+        key: Any,
+        op: str,
+        kind: str,
+        dtype: np.dtype,
+        inputs: tuple[Node, ...] = (),
+        apply: Any = None,
+        *,
+        value: Any = None,
+        bounds: Bounds | None = None,
+    ) -> Node:
         if key not in self._made:
             self._made[key] = Node(len(self._made), op, kind, dtype, inputs, apply, value, bounds)
         return self._made[key]

@@ -14,8 +14,8 @@ from pallas_kernels.setting import LN_2
 class SoftmaxState(NamedTuple):
     """Of the rows of a tile, after some of the keys.
 
-    Scores are in a unit of the caller's: a weight is ``2 ** (unit * (score - top))``. So the factor of the scores and log2 e
-    cost nothing: with the subtraction they are one fused multiply-add for each element.
+    Scores are in a unit of the caller's: a weight is ``2 ** (unit * (score - top))``. So the factor of the scores and
+    log2 e cost nothing: with the subtraction they are one fused multiply-add for each element.
 
     Attributes:
       top: The largest score so far.
@@ -30,12 +30,20 @@ class SoftmaxState(NamedTuple):
 
 def start(rows: int, size: int) -> SoftmaxState:
     """No key has been seen."""
-    return SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32),
-                        jnp.zeros((rows, size), jnp.float32))
+    return SoftmaxState(
+        jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, size), jnp.float32)
+    )
 
 
-def update(state: SoftmaxState, s: jax.Array, *, unit: float, weigh: Callable[[jax.Array, jax.Array], jax.Array],
-           times_values: Callable[[jax.Array], jax.Array], may_hide: bool) -> SoftmaxState:
+def update(
+    state: SoftmaxState,
+    s: jax.Array,
+    *,
+    unit: float,
+    weigh: Callable[[jax.Array, jax.Array], jax.Array],
+    times_values: Callable[[jax.Array], jax.Array],
+    may_hide: bool,
+) -> SoftmaxState:
     """Takes in a tile of scores.
 
     Args:

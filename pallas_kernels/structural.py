@@ -81,7 +81,9 @@ def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: dict[str, A
     x, update, *starts = ins
     x, update = load(graph, x), load(graph, update)
     places = [range(have - size + 1) for have, size in zip(x.shape, update.shape, strict=True)]
-    nodes = [graph.clamp(graph.cast(element(graph, s), np.int32), 0, p[-1]) for s, p in zip(starts, places, strict=True)]
+    nodes = [
+        graph.clamp(graph.cast(element(graph, s), np.int32), 0, p[-1]) for s, p in zip(starts, places, strict=True)
+    ]
     out = x
     for place in itertools.product(*places):
         there = [graph.compare("eq", n, graph.literal(p, np.int32)) for n, p in zip(nodes, place, strict=True)]
@@ -192,8 +194,9 @@ def _cumulation(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
     def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
         x, axis = load(graph, ins[0]), params["axis"]
         x = np.flip(x, axis) if params["reverse"] else x
-        parts = itertools.accumulate(np.moveaxis(x, axis, 0),
-                                     lambda a, b: scalars(a.shape, lambda i: graph.same_dtype(op, function, a[i], b[i])))
+        parts = itertools.accumulate(
+            np.moveaxis(x, axis, 0), lambda a, b: scalars(a.shape, lambda i: graph.same_dtype(op, function, a[i], b[i]))
+        )
         out = np.moveaxis(np.stack(list(parts)), 0, axis)
         return np.flip(out, axis) if params["reverse"] else out
 

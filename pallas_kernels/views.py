@@ -20,7 +20,7 @@ class NotOnTile(Exception):
     """A mod has no meaning on a tile; the message is the reason, as part of a sentence."""
 
 
-Scalars = np.ndarray  # of Node, dtype object
+Scalars = np.ndarray[Any, np.dtype[np.object_]]  # of nodes
 
 
 def scalars(shape: Sequence[int], of: Any) -> Scalars:
@@ -39,7 +39,8 @@ class View:
       operand: Its number.
       dtype: Its dtype.
       index: Where the window starts, one node for each dimension of the operand.
-      axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the step.
+      axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the
+        step.
       shape: Of the window.
       valid: Whether the elements exist; None if they surely do.
       fill: What stands for elements that do not exist.
@@ -57,7 +58,9 @@ class View:
     def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: Any) -> View:
         """All of an operand."""
         zero = graph.literal(0, np.int32)
-        return cls(operand, np.dtype(dtype), (zero,) * len(shape), tuple((d, 1) for d in range(len(shape))), tuple(shape))
+        return cls(
+            operand, np.dtype(dtype), (zero,) * len(shape), tuple((d, 1) for d in range(len(shape))), tuple(shape)
+        )
 
     def window(self, graph: Graph, starts: Sequence[Node | int], shape: Sequence[int], steps: Sequence[int]) -> View:
         """A window on this window; the starts must be in range."""
@@ -72,12 +75,16 @@ class View:
 
     def dynamic(self, graph: Graph, starts: Sequence[Node], sizes: Sequence[int]) -> View:
         """``lax.dynamic_slice``: starts are clamped so that the slice lies inside."""
-        inside = [graph.clamp(start, 0, have - size) for start, have, size in zip(starts, self.shape, sizes, strict=True)]
+        inside = [
+            graph.clamp(start, 0, have - size) for start, have, size in zip(starts, self.shape, sizes, strict=True)
+        ]
         return self.window(graph, inside, sizes, (1,) * len(sizes))
 
     def select_dimensions(self, kept: Sequence[int]) -> View:
         """Keeps some dimensions, in this order; the others must have size 1."""
-        return dataclasses.replace(self, axes=tuple(self.axes[d] for d in kept), shape=tuple(self.shape[d] for d in kept))
+        return dataclasses.replace(
+            self, axes=tuple(self.axes[d] for d in kept), shape=tuple(self.shape[d] for d in kept)
+        )
 
     def broadcast(self, shape: Sequence[int], dimensions: Sequence[int]) -> View:
         """``lax.broadcast_in_dim``."""
@@ -102,8 +109,10 @@ class View:
           NotOnTile: They are more than `SMALL`.
         """
         if math.prod(self.shape) > SMALL:
-            raise NotOnTile(f"it uses {list(self.shape)} values of a captured array at once, and a tile holds at most {SMALL} "
-                            "for each element: index the array until few are left")
+            raise NotOnTile(
+                f"it uses {list(self.shape)} values of a captured array at once, and a tile holds at most {SMALL} "
+                "for each element: index the array until few are left"
+            )
         return scalars(self.shape, lambda position: self.element(graph, position))
 
 
@@ -150,6 +159,13 @@ def _fill(graph: Graph, window: View, valid: Node | None, fill: Any) -> View:
         raise NotOnTile("it indexes what it has already indexed with a fill value; clip the indices instead")
     if fill is None:
         kind = window.dtype.kind
-        fill = (True if kind == "b" else jnp.iinfo(window.dtype).min if kind == "i" else
-                jnp.iinfo(window.dtype).max if kind == "u" else np.nan)
+        fill = (
+            True
+            if kind == "b"
+            else jnp.iinfo(window.dtype).min
+            if kind == "i"
+            else jnp.iinfo(window.dtype).max
+            if kind == "u"
+            else np.nan
+        )
     return dataclasses.replace(window, valid=valid, fill=fill)

@@ -45,8 +45,9 @@ class Forward(NamedTuple):
 class Gradients(NamedTuple):
     """Gradients, and how sensitive they are.
 
-    ``masses`` are the sums of the magnitudes that were added up. ``output_masses`` are what a relative error of the output
-    makes of a gradient, at most, if the backward pass computes rowsum(d_out * out) from that output, as fused ones do.
+    ``masses`` are the sums of the magnitudes that were added up. ``output_masses`` are what a relative error of the
+    output makes of a gradient, at most, if the backward pass computes rowsum(d_out * out) from that output, as fused
+    ones do.
     """
 
     query: np.ndarray
@@ -84,11 +85,12 @@ def gradients(
     query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse
 ) -> Gradients:
     """Pulls cotangents of out and lse back."""
-    k, v = (_per_query_head(x, query) for x in (key, value))
-    p = found.weights
+    v, p = _per_query_head(value, query), found.weights
     d_p = np.einsum("bthd,bshd->bhts", d_out, v)
     delta = (p * d_p).sum(-1, keepdims=True)
-    pull = lambda d_s, of: _pull((of(query), of(key), of(value), of(d_out)), of(scale), score, found, captures, of(d_s), of)
+    pull = lambda d_s, of: _pull(
+        (of(query), of(key), of(value), of(d_out)), of(scale), score, found, captures, of(d_s), of
+    )
     sums, masses = pull(p * (d_p - delta + d_lse[..., None]), lambda x: x)
     sizes, _ = pull(p * (d_p - delta + d_lse[..., None]), np.abs)
     output = np.abs(found.out * d_out).sum(-1).swapaxes(1, 2)[..., None]

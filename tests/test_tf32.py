@@ -26,5 +26,6 @@ def test_tf32(case):
         right = getattr(exact.results, name)
         seen = np.isfinite(right)
         assert np.array_equal(seen, np.isfinite(np.asarray(got))), name
-        # Each of two chained products rounds both of its inputs; the largest entries of a tensor are of the size of its sums.
+        # Each of two chained products rounds both of its inputs; the largest entries of a tensor are of the size of its
+        # sums.
         assert np.abs(np.asarray(got) - right)[seen].max() <= 4 * TF32 * np.abs(right[seen]).max(), name

@@ -42,7 +42,7 @@ def one_rounding(x: np.ndarray, dtype) -> np.ndarray:
 
 
 def half_rounding(dtype) -> float:
-    """How far rounding to nearest moves a number, relative to it: what the output has lost that a backward pass starts from."""
+    """How far rounding to nearest moves a number, relative to it: as the output, from which a backward pass starts."""
     return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
@@ -63,11 +63,11 @@ def gradient_rounding(exact: np.ndarray, mass: np.ndarray, lse: np.ndarray, dtyp
 
 
 def score_rounding(drawn, found, case) -> np.ndarray:
-    """How far the sums of a GPU may move the scores of each row, [B, Hq, T]; those of plain attention have another order.
+    """How far sums in another order than that of plain attention may move the scores of each row, [B, Hq, T].
 
-    A sum in float32 of D products, one by one, is off by about sqrt(D) / 2 units in the last place. A tensor core adds 16
-    products of 16-bit numbers at a time, and truncates: each of the D / 16 additions may lose one unit in the last place of
-    the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11.
+    A sum in float32 of D products, one by one, is off by about sqrt(D) / 2 units in the last place. A tensor core adds
+    16 products of 16-bit numbers at a time, and truncates: each of the D / 16 additions may lose one unit in the last
+    place of the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11.
 
     Args:
       drawn: The arrays of the case.
@@ -79,8 +79,12 @@ def score_rounding(drawn, found, case) -> np.ndarray:
     if case.dtype == "float32":
         return eps * np.sqrt(size) / 2 * largest
     query, key = (x.astype(np.float64) for x in (drawn.query, drawn.key))
-    key = np.broadcast_to(np.repeat(key, query.shape[2] // key.shape[2], axis=2), (query.shape[0], *key.shape[1:2], *query.shape[2:]))
-    masses = np.einsum("bthd,bshd->bhts", np.abs(query), np.abs(key)) * abs(size**-0.5 if case.scale is None else case.scale)
+    key = np.broadcast_to(
+        np.repeat(key, query.shape[2] // key.shape[2], axis=2), (query.shape[0], *key.shape[1:2], *query.shape[2:])
+    )
+    masses = np.einsum("bthd,bshd->bhts", np.abs(query), np.abs(key)) * abs(
+        size**-0.5 if case.scale is None else case.scale
+    )
     moved = eps * (1 + -(-size // 16)) * masses.max(axis=-1, initial=0)
     return moved + (2.0**-11 * largest if case.name.startswith("softcap") else 0)
 

@@ -9,7 +9,9 @@ from typing import Any
 from jflex.problem import Problem
 from jflex.trace import TracedMod
 
-_OPERAND_DTYPES = frozenset({"bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"})
+_OPERAND_DTYPES = frozenset(
+    {"bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"}
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +60,8 @@ def _speak_of(mod: TracedMod) -> str:
 def _operand_reason(mod: TracedMod) -> str | None:
     for shape, dtype in mod.operands:
         if dtype not in _OPERAND_DTYPES:
-            return f"{_speak_of(mod)} it captures an array of {dtype}{list(shape)}. Cast it, or take another one: {_WAY_OUT}"
+            captured = f"{_speak_of(mod)} it captures an array of {dtype}{list(shape)}"
+            return f"{captured}. Cast it, or take another one: {_WAY_OUT}"
         if 0 in shape:
             return f"{_speak_of(mod)} it captures an empty array of shape {list(shape)}. {_WAY_OUT}"
     return None

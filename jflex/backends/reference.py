@@ -48,8 +48,10 @@ class Reference(Backend):
     def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
         """Differentiates `forward`; here for completeness of the interface."""
         floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
-        _, pull = jax.vjp(lambda q, k, v, s: self.forward(problem, inputs._replace(
-            query=q, key=k, value=v, score_operands=s)), *floats)
+        _, pull = jax.vjp(
+            lambda q, k, v, s: self.forward(problem, inputs._replace(query=q, key=k, value=v, score_operands=s)),
+            *floats,
+        )
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
         return Gradients(*pull(Saved(d_saved.out, lse)))
 
@@ -69,8 +71,8 @@ def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[i
 def _modified(problem: Problem, inputs: Inputs, score: jax.Array, visible: jax.Array) -> jax.Array:
     """The score mod on all scores.
 
-    Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be NaN
-    or infinite (``log(q_idx - kv_idx)``), and 0 times a derivative that is NaN would reach what it captures.
+    Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be
+    NaN or infinite (``log(q_idx - kv_idx)``), and 0 times a derivative that is NaN would reach what it captures.
     """
     b, h, q_idx, kv_idx = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4))
     visible = jnp.broadcast_to(visible, score.shape)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
@@ -26,8 +25,10 @@ class Triton(Backend):
     def unsupported(self, problem: Problem) -> str | None:
         """The first thing that stands in the way."""
         if problem.platform != "gpu" and not problem.config.interpret:
-            return (f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
-                    "config=jflex.Config(interpret=True) interprets the kernels)")
+            return (
+                f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
+                "config=jflex.Config(interpret=True) interprets the kernels)"
+            )
         if problem.dtype not in ("bfloat16", "float16", "float32"):
             return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
         if max(problem.D, problem.Dv) > 256:
@@ -38,14 +39,20 @@ class Triton(Backend):
         smallest = min(min(tiles.block_q, tiles.block_kv) for tiles in map(functools.partial(_tiles, problem), KERNELS))
         if smallest < SMALLEST_TILE:
             where = "the blocks of the mask" if problem.blocks is not None else "what `config` sets"
-            return (f"its tiles are powers of two from {SMALLEST_TILE} on, and {where} ask for {smallest} (create the mask with a "
-                    f"`block_size` that is a multiple of {SMALLEST_TILE})")
+            return (
+                f"its tiles are powers of two from {SMALLEST_TILE} on, and {where} ask for {smallest} (create the "
+                f"mask with a "
+                f"`block_size` that is a multiple of {SMALLEST_TILE})"
+            )
         return None
 
     def describe(self, problem: Problem) -> str:
         """The tiles of its three kernels."""
-        return ", ".join(f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages)"
-                         for kernel in KERNELS for t in [_tiles(problem, kernel)])
+        return ", ".join(
+            f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages)"
+            for kernel in KERNELS
+            for t in [_tiles(problem, kernel)]
+        )
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel."""
@@ -62,8 +69,12 @@ class Triton(Backend):
         derivative = None if problem.score is None else programs.derivative(wanted.score_operands)
         plan = backward.Plan(wanted.query, wanted.key or wanted.value, derivative)
         tiles = backward.BackwardTiles(_kernel_tiles(problem, "dkv"), _kernel_tiles(problem, "dq"))
-        found = backward.backward(setting, tiles, _arrays(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse))
-        captured = tuple(g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True))
+        found = backward.backward(
+            setting, tiles, _arrays(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse)
+        )
+        captured = tuple(
+            g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True)
+        )
         return Gradients(found.query, found.key, found.value, captured)
 
 
@@ -74,7 +85,7 @@ def _programs(problem: Problem) -> Programs:
 
 
 def _tiles(problem: Problem, kernel: str) -> Tiles:
-    """What the user set, else the rule, cut to what divides the blocks of the mask and is no larger than the problem."""
+    """What the user set, else the rule, cut to what divides the mask's blocks and is no larger than the problem."""
     from pallas_kernels.tuning import rules
 
     given = getattr(problem.config, kernel)
@@ -82,13 +93,18 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
         return given
     size = max(problem.D, problem.Dv)
     programs = _programs(problem)
-    need = rules.Need(size, jnp.dtype(problem.dtype).itemsize, rules.is_heavy(programs.score, programs.mask),
-                      rules.has_large_memory(problem.device_kind))
+    need = rules.Need(
+        size,
+        jnp.dtype(problem.dtype).itemsize,
+        rules.is_heavy(programs.score, programs.mask),
+        rules.has_large_memory(problem.device_kind),
+    )
     tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(need))
     block_q, block_kv = tiles.block_q, tiles.block_kv
     if problem.blocks is not None:
-        block_q, block_kv = (min(tile, block & -block) for tile, block in zip((block_q, block_kv), problem.blocks.size,
-                                                                               strict=True))
+        block_q, block_kv = (
+            min(tile, block & -block) for tile, block in zip((block_q, block_kv), problem.blocks.size, strict=True)
+        )
     else:
         block_q = min(block_q, max(16, 1 << (problem.T - 1).bit_length()))
         block_kv = min(block_kv, max(16, 1 << (problem.S - 1).bit_length()))
@@ -107,8 +123,24 @@ def _setting(problem: Problem):
 
     programs, p = _programs(problem), problem
     lists = (1, 1) if p.blocks is None else (p.blocks.batch, p.blocks.heads)
-    return Setting(p.B, p.T, p.S, p.Hq, p.Hkv, p.Bkv, p.D, p.Dv, p.layout, p.scale, programs.score, programs.mask,
-                   None if p.blocks is None else p.blocks.size, *lists, p.precision, p.config.interpret)
+    return Setting(
+        p.B,
+        p.T,
+        p.S,
+        p.Hq,
+        p.Hkv,
+        p.Bkv,
+        p.D,
+        p.Dv,
+        p.layout,
+        p.scale,
+        programs.score,
+        programs.mask,
+        None if p.blocks is None else p.blocks.size,
+        *lists,
+        p.precision,
+        p.config.interpret,
+    )
 
 
 def _arrays(inputs: Inputs):

@@ -1,0 +1,1 @@
+"""Kernels through Pallas and Triton, for NVIDIA GPUs from Ampere on."""

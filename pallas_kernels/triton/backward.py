@@ -4,8 +4,8 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
 
-where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the queries of
-a tile of keys for dK and dV; each computes P again from the lse.
+where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the
+queries of a tile of keys for dK and dV; each computes P again from the lse.
 """
 
 from __future__ import annotations
@@ -46,8 +46,14 @@ class Found(NamedTuple):
     score_operands: tuple[jax.Array | None, ...]
 
 
-def backward(setting: Setting, tiles: BackwardTiles, arrays: Arrays, plan: Plan, saved: tuple[jax.Array, jax.Array],
-             d_saved: tuple[jax.Array, jax.Array | None]) -> Found:
+def backward(
+    setting: Setting,
+    tiles: BackwardTiles,
+    arrays: Arrays,
+    plan: Plan,
+    saved: tuple[jax.Array, jax.Array],
+    d_saved: tuple[jax.Array, jax.Array | None],
+) -> Found:
     """Computes the gradients that the plan names.
 
     Args:
@@ -70,7 +76,9 @@ def backward(setting: Setting, tiles: BackwardTiles, arrays: Arrays, plan: Plan,
             gradients[load.value].append(x)
     if plan.key_or_value or groups.columns:
         found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
-        d_key, d_value = (_sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
+        d_key, d_value = (
+            (_sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
+        )
         _collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
     captured = tuple(map(_total, gradients.values()))
     return Found(d_query, d_key, d_value, captured)
@@ -85,8 +93,14 @@ def _row_statistics(setting: Setting, saved: tuple[Any, Any], d_saved: tuple[Any
     return backward_dq.Rows(d_out, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), delta)
 
 
-def _collect(setting: Setting, derivative: Derivative | None, arrays: Arrays, loads: tuple, cotangents: list,
-             gradients: dict[int, list[jax.Array]]) -> None:
+def _collect(
+    setting: Setting,
+    derivative: Derivative | None,
+    arrays: Arrays,
+    loads: tuple,
+    cotangents: list,
+    gradients: dict[int, list[jax.Array]],
+) -> None:
     for load, cotangent in zip(loads, cotangents, strict=True):
         gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
 

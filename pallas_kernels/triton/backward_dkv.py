@@ -1,8 +1,8 @@
 """Backward kernel for dK and dV, and for the captured arrays that are read by key.
 
 One program computes a tile of keys of one key head, over the tiles of queries of all query heads that share it, so that
-nothing is added by atomics. Scores are held transposed, (keys, queries): then P^T and dS^T are what the products want, and
-stay in registers. The grid is (tiles of keys, key heads, batch).
+nothing is added by atomics. Scores are held transposed, (keys, queries): then P^T and dS^T are what the products want,
+and stay in registers. The grid is (tiles of keys, key heads, batch).
 """
 
 from __future__ import annotations
@@ -33,17 +33,25 @@ class FoundByColumns(NamedTuple):
     columns: list[jax.Array]
 
 
-def dkv(setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None,
-        groups: LoadGroups) -> FoundByColumns:
+def dkv(
+    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> FoundByColumns:
     """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
     dtype = arrays.key.dtype if setting.Bkv == setting.B else jnp.float32
     per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.S), jnp.float32)
-    outputs = [*(jax.ShapeDtypeStruct(setting.keys_shape(size), dtype) for size in (setting.D, setting.Dv)),
-               *(per_column for _ in groups.columns)]
+    outputs = [
+        *(jax.ShapeDtypeStruct(setting.keys_shape(size), dtype) for size in (setting.D, setting.Dv)),
+        *(per_column for _ in groups.columns),
+    ]
     d_key, d_value, *columns = launch(
-        functools.partial(_kernel, setting, tiles, derivative, groups), (arrays, _column_order(setting, tiles, arrays), rows),
-        outputs, name="jflex_backward_dkv", grid=(pl.cdiv(setting.S, tiles.block_kv), setting.Hkv, setting.B), tiles=tiles,
-        interpret=setting.interpret)
+        functools.partial(_kernel, setting, tiles, derivative, groups),
+        (arrays, _column_order(setting, tiles, arrays), rows),
+        outputs,
+        name="jflex_backward_dkv",
+        grid=(pl.cdiv(setting.S, tiles.block_kv), setting.Hkv, setting.B),
+        tiles=tiles,
+        interpret=setting.interpret,
+    )
     return FoundByColumns(d_key, d_value, columns)
 
 
@@ -58,7 +66,9 @@ def _column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array |
     return blocks.heaviest_first(weight, jnp.zeros_like(weight))
 
 
-def _over_queries(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
+def _over_queries(
+    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+) -> Any:
     """Folds a step over the tiles of queries of one head that visit a tile of keys."""
     b, h, tile = here
     if setting.blocks is None:
@@ -69,15 +79,33 @@ def _over_queries(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[An
     return blocks.walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
 
 
-def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, groups: LoadGroups, arrays: Arrays, order: Any,
-            rows: Rows, d_key: Any, d_value: Any, *columns: Any) -> None:
+def _kernel(
+    setting: Setting,
+    tiles: Tiles,
+    derivative: Derivative | None,
+    groups: LoadGroups,
+    arrays: Arrays,
+    order: Any,
+    rows: Rows,
+    d_key: Any,
+    d_value: Any,
+    *columns: Any,
+) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     if order is not None:
         tile = order[b if setting.list_batch > 1 else 0, kv_h if setting.list_heads > 1 else 0, tile]
     first = tile * tiles.block_kv
     keys_end = setting.S % tiles.block_kv != 0
-    own_keys = functools.partial(load_rows, setting, b=b if setting.Bkv > 1 else 0, h=kv_h, first=first, rows=tiles.block_kv,
-                                 length=setting.S, may_end=keys_end)
+    own_keys = functools.partial(
+        load_rows,
+        setting,
+        b=b if setting.Bkv > 1 else 0,
+        h=kv_h,
+        first=first,
+        rows=tiles.block_kv,
+        length=setting.S,
+        may_end=keys_end,
+    )
     k, v = own_keys(arrays.key), own_keys(arrays.value)
 
     def one_head(member: Any, state: Any) -> Any:
@@ -115,10 +143,12 @@ class _Head(NamedTuple):
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, sums = state
             may_end = is_partial and rows_end
-            queries = functools.partial(load_rows, setting, b=b, h=h, first=query, rows=tiles.block_q, length=setting.T,
-                                        may_end=may_end)
-            vector = functools.partial(load_vector, at=(b, h), first=query, rows=tiles.block_q, length=setting.T,
-                                       may_end=may_end)
+            queries = functools.partial(
+                load_rows, setting, b=b, h=h, first=query, rows=tiles.block_q, length=setting.T, may_end=may_end
+            )
+            vector = functools.partial(
+                load_vector, at=(b, h), first=query, rows=tiles.block_q, length=setting.T, may_end=may_end
+            )
             q, d_out = queries(arrays.query), queries(self.rows.d_out)
             tile = scores.compute(known, q, k, query, is_partial)
             p = weights(setting, tile.s, known.unit, vector(self.rows.lse, other=jnp.inf)[None, :])
@@ -126,7 +156,9 @@ class _Head(NamedTuple):
             d_p = product(setting, v, d_out, over=(1, 1))
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = through_mod(self.derivative, tile, d_s)
-            sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, self.groups.columns, strict=True))
+            sums = tuple(
+                total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, self.groups.columns, strict=True)
+            )
             return d_k + product(setting, d_s.astype(q.dtype), q, over=(1, 0)), d_v, sums
 
         return step

@@ -25,7 +25,7 @@ from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, 
 
 
 class Rows(NamedTuple):
-    """Per query: cotangent of the output (in the layout of the setting), lse in base 2, delta; the last two [B, Hq, T]."""
+    """Per query: cotangent of the output (in the setting's layout), lse in base 2, delta; the last two [B, Hq, T]."""
 
     d_out: Any
     lse: Any
@@ -33,28 +33,39 @@ class Rows(NamedTuple):
 
 
 class FoundByRows(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of the arrays of ``groups.stores`` and ``groups.atomics``."""
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of what ``groups.stores`` and ``.atomics`` read."""
 
     query: jax.Array
     rows: list[jax.Array]
     tiles: list[jax.Array]
 
 
-def dq(setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None,
-       groups: LoadGroups) -> FoundByRows:
+def dq(
+    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> FoundByRows:
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
     operands = arrays.score_operands
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
     inputs = (arrays, row_order(setting, tiles, arrays), rows, zeros)
     per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)
-    outputs = [jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype), *(per_row for _ in groups.rows),
-               *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros)]
+    outputs = [
+        jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
+        *(per_row for _ in groups.rows),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros),
+    ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
-    found = launch(functools.partial(_kernel, setting, tiles, derivative, groups), inputs, outputs, name="jflex_backward_dq",
-                   grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B), tiles=tiles, interpret=setting.interpret,
-                   aliases=aliases)
+    found = launch(
+        functools.partial(_kernel, setting, tiles, derivative, groups),
+        inputs,
+        outputs,
+        name="jflex_backward_dq",
+        grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B),
+        tiles=tiles,
+        interpret=setting.interpret,
+        aliases=aliases,
+    )
     return FoundByRows(found[0], list(found[1 : 1 + len(groups.rows)]), list(found[1 + len(groups.rows) :]))
 
 
@@ -68,15 +79,28 @@ def through_mod(derivative: Derivative | None, tile: scores.Tile, d_s: jax.Array
     return clear(evaluation.tile(derivative.d_score)), lambda load: clear(evaluation.tile(derivative.d_loads[load]))
 
 
-def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, groups: LoadGroups, arrays: Arrays, order: Any,
-            rows: Rows, zeros: Any, d_query: Any, *captured: Any) -> None:
+def _kernel(
+    setting: Setting,
+    tiles: Tiles,
+    derivative: Derivative | None,
+    groups: LoadGroups,
+    arrays: Arrays,
+    order: Any,
+    rows: Rows,
+    zeros: Any,
+    d_query: Any,
+    *captured: Any,
+) -> None:
     here = b, h, tile = this_row(setting, order)
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
     first = tile * tiles.block_q
     kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
-    own_rows = functools.partial(load_rows, setting, b=b, h=h, first=first, rows=tiles.block_q, length=setting.T,
-                                 may_end=rows_end)
-    vector = functools.partial(load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end)
+    own_rows = functools.partial(
+        load_rows, setting, b=b, h=h, first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
+    )
+    vector = functools.partial(
+        load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
+    )
     q, d_out = own_rows(arrays.query), own_rows(rows.d_out)
     lse, delta = vector(rows.lse, other=jnp.inf), vector(rows.delta, other=0.0)
     programs = None if derivative is None else {"score": derivative.nodes}
@@ -84,8 +108,16 @@ def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, group
 
     def step(state: Any, key: Any, is_partial: bool) -> Any:
         d_q, sums = state
-        keys = functools.partial(load_rows, setting, b=kv_b, h=kv_h, first=key, rows=tiles.block_kv, length=setting.S,
-                                 may_end=is_partial and keys_end)
+        keys = functools.partial(
+            load_rows,
+            setting,
+            b=kv_b,
+            h=kv_h,
+            first=key,
+            rows=tiles.block_kv,
+            length=setting.S,
+            may_end=is_partial and keys_end,
+        )
         k = keys(arrays.key)
         tile = scores.compute(known, q, k, key, is_partial)
         p = weights(setting, tile.s, known.unit, lse[:, None])
@@ -104,17 +136,27 @@ def _kernel(setting: Setting, tiles: Tiles, derivative: Derivative | None, group
         store_vector(ref, (b, h), first, total, setting.T, may_end=rows_end)
 
 
-def _write(setting: Setting, tiles: Tiles, ref: Any, tile: scores.Tile, load: Any, cotangent: jax.Array, first: tuple[Any, Any],
-           *, add: bool) -> None:
+def _write(
+    setting: Setting,
+    tiles: Tiles,
+    ref: Any,
+    tile: scores.Tile,
+    load: Any,
+    cotangent: jax.Array,
+    first: tuple[Any, Any],
+    *,
+    add: bool,
+) -> None:
     """Writes the cotangents of a tile to the gradient of the array: a plain store where nothing else writes there."""
     q_first, k_first = first
     space = tile.score.space
     at = tuple(space.spread(tile.score(i), i.kind, "qk") for i in load.inputs)
     shape = cotangent.shape
     exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
-        k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S)
-    # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places too, as
-    # they were before; so there the one write becomes an addition to the zeros.
+        k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S
+    )
+    # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places
+    # too, as they were before; so there the one write becomes an addition to the zeros.
     if add or setting.interpret:
         jax.ref.addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:

@@ -1,8 +1,9 @@
 """Forward kernel.
 
-One program computes a tile of queries of one head: it walks the listed blocks of keys, partial ones with the mask and full
-ones without, and keeps the query, the running softmax and the output in registers (Dong et al. 2024, arXiv:2412.05496,
-section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads, batch).
+One program computes a tile of queries of one head: it walks the listed blocks of keys, partial ones with the mask and
+full ones without, and keeps the query, the running softmax and the output in registers (Dong et al. 2024,
+arXiv:2412.05496, section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads,
+batch).
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from pallas_kernels.triton.tile import load_rows, padded, product, store_rows, s
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
     order = row_order(setting, tiles, arrays)
-    outputs = [jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
-               jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)]
-    out, lse = launch(functools.partial(_kernel, setting, tiles), (arrays, order), outputs, name="jflex_forward",
-                      grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B), tiles=tiles,
-                      interpret=setting.interpret)
+    outputs = [
+        jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+        jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
+    ]
+    out, lse = launch(
+        functools.partial(_kernel, setting, tiles),
+        (arrays, order),
+        outputs,
+        name="jflex_forward",
+        grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B),
+        tiles=tiles,
+        interpret=setting.interpret,
+    )
     return out, lse
 
 
@@ -72,12 +81,26 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
     may_hide = setting.mask is not None or setting.score is not None
 
     def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
-        keys = functools.partial(load_rows, setting, b=kv_b, h=kv_h, first=key, rows=tiles.block_kv, length=setting.S,
-                                 may_end=is_partial and keys_end)
+        keys = functools.partial(
+            load_rows,
+            setting,
+            b=kv_b,
+            h=kv_h,
+            first=key,
+            rows=tiles.block_kv,
+            length=setting.S,
+            may_end=is_partial and keys_end,
+        )
         tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
         v = keys(arrays.value)
-        return softmax.update(state, tile.s, unit=known.unit, weigh=lambda s, shift: weights(setting, s, known.unit, shift),
-                              times_values=lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)), may_hide=may_hide)
+        return softmax.update(
+            state,
+            tile.s,
+            unit=known.unit,
+            weigh=lambda s, shift: weights(setting, s, known.unit, shift),
+            times_values=lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)),
+            may_hide=may_hide,
+        )
 
     state = over_keys(setting, tiles, arrays, here, softmax.start(tiles.block_q, padded(setting.Dv)), step)
     rows, row_lse = softmax.finish(state, known.unit)

@@ -15,8 +15,17 @@ from jax.interpreters import batching, mlir
 from pallas_kernels.setting import Tiles
 
 
-def launch(kernel: Callable[..., None], inputs: Sequence[Any], outputs: Any, *, name: str, grid: tuple[int, ...], tiles: Tiles,
-           interpret: bool, aliases: dict[int, int] | None = None) -> Any:
+def launch(
+    kernel: Callable[..., None],
+    inputs: Sequence[Any],
+    outputs: Any,
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    tiles: Tiles,
+    interpret: bool,
+    aliases: dict[int, int] | None = None,
+) -> Any:
     """Runs ``kernel(*input refs, *output refs)`` on a grid.
 
     Args:
@@ -33,13 +42,20 @@ def launch(kernel: Callable[..., None], inputs: Sequence[Any], outputs: Any, *, 
     # A `jax.shard_map` around all this wants to be told, in this form, that nothing varies over its mesh here.
     nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
-    call = pl.pallas_call(kernel, out_shape=outputs, grid=grid, compiler_params=params, interpret=interpret, name=name,
-                          input_output_aliases=aliases or {})
+    call = pl.pallas_call(
+        kernel,
+        out_shape=outputs,
+        grid=grid,
+        compiler_params=params,
+        interpret=interpret,
+        name=name,
+        input_output_aliases=aliases or {},
+    )
     return call(*inputs) if interpret else _without_warning(call, inputs)
 
 
-# JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context of
-# ours reaches. So the call is a primitive whose lowering lowers the kernel with this one warning off.
+# JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context
+# of ours reaches. So the call is a primitive whose lowering lowers the kernel with this one warning off.
 _MESSAGE = "The Pallas Triton backend is deprecated"
 _quiet_p = Primitive("jflex_triton_call")
 _quiet_p.multiple_results = True

@@ -55,8 +55,17 @@ class Tile(NamedTuple):
     score: Evaluation | None
 
 
-def prepare(setting: Setting, arrays: Arrays, tile: tuple[int, int], b: Any, h: Any, *, q_first: Any = None, k_first: Any = None,
-            programs: Mapping[str, Any] | None = None) -> Scores:
+def prepare(
+    setting: Setting,
+    arrays: Arrays,
+    tile: tuple[int, int],
+    b: Any,
+    h: Any,
+    *,
+    q_first: Any = None,
+    k_first: Any = None,
+    programs: Mapping[str, Any] | None = None,
+) -> Scores:
     """Evaluates what of the mods does not depend on the axis of the loop.
 
     Args:

@@ -25,7 +25,9 @@ def padded(size: int) -> int:
     return max(SMALLEST_DOT, 1 << (size - 1).bit_length())
 
 
-def load_rows(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool) -> jax.Array:
+def load_rows(
+    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
+) -> jax.Array:
     """Loads ``[rows, padded size]`` of an array in the layout of the setting; zeros outside of it.
 
     Args:
@@ -42,13 +44,17 @@ def load_rows(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int,
     return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
 
 
-def store_rows(setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: jax.Array, length: int, *, may_end: bool) -> None:
+def store_rows(
+    setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: jax.Array, length: int, *, may_end: bool
+) -> None:
     """Stores what `load_rows` would load."""
     at, mask = _place(setting, ref, b, h, first, x.shape[0], length, may_end)
     plgpu.store(ref.at[at], x.astype(ref.dtype), mask=mask)
 
 
-def _place(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, may_end: bool) -> tuple[Any, Any]:
+def _place(
+    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, may_end: bool
+) -> tuple[Any, Any]:
     size = ref.shape[3]
     width = padded(size)
     if not may_end and width == size:
@@ -59,11 +65,15 @@ def _place(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, le
         mask = column < size
         if may_end:
             mask &= row < length
-    b, h = (jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in (b, h))  # the interpreter takes no plain int
+    b, h = (
+        jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in (b, h)
+    )  # the interpreter takes no plain int
     return ((b, row, h, column) if setting.layout == "BTNH" else (b, h, row, column)), mask
 
 
-def load_vector(ref: Any, at: tuple[Any, ...], first: Any, rows: int, length: int, other: float, *, may_end: bool) -> jax.Array:
+def load_vector(
+    ref: Any, at: tuple[Any, ...], first: Any, rows: int, length: int, other: float, *, may_end: bool
+) -> jax.Array:
     """Loads ``[rows]`` of the last axis of an array."""
     if not may_end:
         return plgpu.load(ref.at[(*at, pl.ds(first, rows))])
@@ -89,22 +99,29 @@ def product(setting: Setting, a: jax.Array, b: jax.Array, *, over: tuple[int, in
 def weights(setting: Setting, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
     """``2 ** (unit * s - shift)``, by one multiply-add and one exponential of the hardware (relative error 2 ** -22).
 
-    Written in assembly, because XLA's Triton rounds product and difference apart, and its exponential guards numbers below
-    2 ** -126, which here become 0: together seven instructions of the hardware for each score.
+    Written in assembly, because XLA's Triton rounds product and difference apart, and its exponential guards numbers
+    below 2 ** -126, which here become 0: together seven instructions of the hardware for each score.
     """
     if setting.interpret:
         return jnp.exp2(s * unit - shift)
     factor = np.float32(unit).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
-    [p] = plgpu.elementwise_inline_asm(asm, args=[s, jnp.broadcast_to(-shift, s.shape)], constraints="=f,f,f", pack=1,
-                                       result_shape_dtypes=[jax.ShapeDtypeStruct(s.shape, jnp.float32)])
+    [p] = plgpu.elementwise_inline_asm(
+        asm,
+        args=[s, jnp.broadcast_to(-shift, s.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(s.shape, jnp.float32)],
+    )
     return p
 
 
 class TileSpace(Space):
     """Values as Triton holds them: ``()``, ``(Bq, 1)``, ``(1, Bk)``, ``(Bq, Bk)``, or transposed."""
 
-    def __init__(self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool) -> None:
+    def __init__(
+        self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool
+    ) -> None:
         self.refs, self.approximate = refs, approximate
         shapes = {"": (), "q": (block_q, 1), "k": (1, block_kv), "qk": (block_q, block_kv)}
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
@@ -132,8 +149,15 @@ def _approximate_tanh(x: jax.Array, **_: Any) -> jax.Array:
     return plgpu.approx_tanh(x) if x.dtype == jnp.float32 else jnp.tanh(x)
 
 
-def evaluation(program: Program, refs: Sequence[Any], tile: tuple[int, int], indices: Mapping[str, Any], *,
-               transposed: bool = False, approximate: bool = False) -> Evaluation:
+def evaluation(
+    program: Program,
+    refs: Sequence[Any],
+    tile: tuple[int, int],
+    indices: Mapping[str, Any],
+    *,
+    transposed: bool = False,
+    approximate: bool = False,
+) -> Evaluation:
     """Starts to evaluate a program.
 
     Args:

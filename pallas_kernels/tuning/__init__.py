@@ -1,0 +1,1 @@
+"""Which tiles a kernel takes."""

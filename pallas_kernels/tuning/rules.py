@@ -7,15 +7,14 @@ from typing import NamedTuple
 from pallas_kernels.mods import Program
 from pallas_kernels.setting import Tiles
 
-
 HEAVY = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
 
 
 def is_heavy(score: Program | None, mask: Program | None) -> bool:
     """Whether mods take the registers of a large tile: they read by element, compute much, or change scores by the key.
 
-    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table by element spills 516 bytes, a float32 bias by the key
-    4200; a mask by the key (document ids) spills nothing.
+    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table by element spills 516 bytes, a float32 bias by the
+    key 4200; a mask by the key (document ids) spills nothing.
     """
     nodes = [node for program in (score, mask) if program is not None for node in program.nodes]
     tiles = [node for node in nodes if node.kind == "qk"]
@@ -30,7 +29,8 @@ class Need(NamedTuple):
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
       heavy: See `is_heavy`.
-      large_memory: Whether a block may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or 163).
+      large_memory: Whether a block may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
+        163).
     """
 
     head_size: int
@@ -41,17 +41,19 @@ class Need(NamedTuple):
 
 def has_large_memory(device_kind: str) -> bool:
     """Whether a device of this name is known to have Hopper's shared memory."""
-    return any(name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300"))
+    return any(
+        name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300")
+    )
 
 
 def forward_tiles(need: Need) -> Tiles:
     """Tiles of the Triton forward kernel.
 
     A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory.
-    Products use wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, causal, TFLOP/s: head size 64 (B 4, H
-    16) 344 with 128 x 128, 4 warps, 2 stages; 324 with 128 x 64, 4 or 8 warps, 3 stages. Head size 128 (B 2, H 16) 396 with
-    128 x 128, 8 warps, 3 stages; 392 with 2 stages; 310 with 128 x 64, 8 warps, 3 stages. Without Hopper's shared memory:
-    what fits, unmeasured.
+    Products use wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, causal, TFLOP/s: head size 64 (B 4,
+    H 16) 344 with 128 x 128, 4 warps, 2 stages; 324 with 128 x 64, 4 or 8 warps, 3 stages. Head size 128 (B 2, H 16)
+    396 with 128 x 128, 8 warps, 3 stages; 392 with 2 stages; 310 with 128 x 64, 8 warps, 3 stages. Without Hopper's
+    shared memory: what fits, unmeasured.
     """
     if need.itemsize == 4:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
@@ -67,8 +69,8 @@ def forward_tiles(need: Need) -> Tiles:
 def dkv_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
 
-    Backward pass, as above: head size 64, 333 with 64 x 64, 4 warps, 2 stages, at most 290 with larger tiles and 8 warps;
-    head size 128, 359, against 263 with 64 x 128, 8 warps, and 236 with a third stage.
+    Backward pass, as above: head size 64, 333 with 64 x 64, 4 warps, 2 stages, at most 290 with larger tiles and 8
+    warps; head size 128, 359, against 263 with 64 x 128, 8 warps, and 236 with a third stage.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
