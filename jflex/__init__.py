@@ -7,6 +7,8 @@ inside of mods ``b``, ``h`` (query head), ``q_idx``, ``kv_idx``.
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from jflex import masks as masks
+from jflex import scores as scores
 from jflex.attention import explain as explain
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
