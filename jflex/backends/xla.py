@@ -144,9 +144,7 @@ class _Backward:
         if d_value is not None:
             d_value = walk.add_keys(d_value, _einsum("bksgq,bkgqd->bksd", p, rows.d_out, problem), unit, column)
         if self.wanted.query:
-            # Without the barrier XLA merges the transposition into the product, which its CPU cannot run in bfloat16.
-            k_columns = lax.optimization_barrier(jnp.einsum("bksd->bkds", k))
-            d_q = d_q + _einsum("bkds,bksgq->bkdgq", k_columns, d_s, problem)
+            d_q = d_q + _einsum("bksd,bksgq->bkdgq", k, d_s, problem)
         return d_q, {"key": d_key, "value": d_value, "operands": operands}
 
     def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
@@ -202,7 +200,7 @@ def _exact(problem: Problem) -> Any:
 
 def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:
     exact = _exact(problem)
-    if problem.platform == "cpu":  # XLA's CPU has no product of 16-bit numbers into float32 (jax 0.11.2: "UNIMPLEMENTED")
+    if problem.platform == "cpu":  # XLA's CPU lacks some products of 16-bit numbers into float32 ("UNIMPLEMENTED")
         a, b = a.astype(exact), b.astype(exact)
     return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=exact)
 
