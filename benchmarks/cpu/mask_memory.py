@@ -8,7 +8,7 @@ from benchmarks.children import in_fresh_process
 from benchmarks.results import Figure
 from benchmarks.timing import figure
 
-TITLE = "create_block_mask of 12 packed causal documents, blocks of 128; fresh processes, peak above the baseline"
+TITLE = "memory of create_block_mask, 12 packed causal documents, blocks of 128; fresh processes, above the baseline"
 LENGTHS = (8192, 32768)
 
 
