@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from typing import Any, NamedTuple
@@ -137,7 +138,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
 def everything(case: Case, backend: str) -> Results:
     """Out, lse and all gradients by a backend."""
     attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
-    return _differentiated(case, attend, block_mask(case))
+    return _differentiated(case, attend, block_mask(case), in_haste=backend.endswith("interpret"))
 
 
 @functools.cache
@@ -157,7 +158,7 @@ def plain(case: Case) -> Results:
     where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
     with jax.default_device(jax.devices("cpu")[0]):
-        return _differentiated(case, attend, (visible, where))
+        return _differentiated(case, attend, (visible, where), in_haste=True)
 
 
 def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
@@ -192,15 +193,26 @@ def _rounded_back(x, dtype):
 _rounded_back.defvjp(lambda x, dtype: (x, None), lambda dtype, _, ct: (ct.astype(dtype).astype(jnp.float32),))
 
 
-def _differentiated(case: Case, attend, more) -> Results:
+def _differentiated(case: Case, attend, more, *, in_haste: bool) -> Results:
     x = jax.tree.map(jnp.asarray, draw(case))
 
     def run(x, more, floats):
         out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)
         return Results(*out, *pull((x.d_out, x.d_lse)))
 
-    with jax.default_matmul_precision(precision(case)):
+    with jax.default_matmul_precision(precision(case)), _compiled_in_haste(in_haste):
         return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+
+
+@contextlib.contextmanager
+def _compiled_in_haste(wanted: bool):
+    """Compiles without most of XLA's optimisations: half the time, for programs that nobody runs but the tests."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", wanted or before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def precision(case: Case) -> str | None:

@@ -23,6 +23,8 @@ KNOWN_SPILLS = {
     "distance": 6000,
     "blocks_of_one_call": 96,
     "only_bias": 400,
+    "table": 80,
+    "scan": 32,
     # Products of float32 in full precision run without tensor cores, from registers.
     "identity_highest": 400,
     "causal_highest": 400,
@@ -30,7 +32,7 @@ KNOWN_SPILLS = {
     "gate": 400,
     # Large heads.
     "head_sizes_16_40": 96,
-    "head_size_128": 192,
+    "head_size_128": 224,
     "head_sizes_192_128": 192,
     "head_size_256": 1000,
     "head_size_256_float32": 17000,
