@@ -100,7 +100,7 @@ def _describe_jaxpr(opened: Open) -> str:
         params = " ".join(f"{k}={_describe(v)}" for k, v in sorted(eqn.params.items()) if k not in _NAMES)
         lines.append(f"{outs} = {eqn.primitive.name}[{params}] {' '.join(map(read, eqn.invars))}")
     lines.append("-> " + " ".join(map(read, jaxpr.outvars)))
-    if any(np.ndim(c) for c in opened.consts):
+    if opened.consts:  # of a `jit` inside of a branch, say; those of the mod itself have become operands
         lines.append("with " + " ".join(f"{np.shape(c)}{np.asarray(c).tobytes()!r}" for c in opened.consts))
     return "\n".join(lines)
 

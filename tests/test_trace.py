@@ -178,3 +178,13 @@ def test_keyword_and_default_arguments():
     traced, operands = trace_score_mod(mod)
     assert float(traced(operands, F32(3), *map(jnp.int32, range(4)))) == 7
     trace_score_mod(lambda *args: args[0])
+
+
+def test_numbers_inside_of_a_branch_belong_to_the_program():
+    def program(number):
+        held = jnp.float32(number)
+        inner = jax.jit(lambda s: s * held)
+        return trace_score_mod(lambda s, b, h, q, k: jax.lax.cond(q > k, inner, lambda s: s, s))[0]
+
+    assert program(3.0) == program(3.0)
+    assert program(3.0) != program(-2.0)
