@@ -101,7 +101,7 @@ def split_loads(traced: TracedMod) -> LoadedMod:
     """Finds the loads of a score mod."""
     jaxpr = open_jaxpr(traced.jaxpr).jaxpr
     count = len(jaxpr.invars) - len(traced.operands)
-    axes: dict[Any, frozenset[int]] = {v: frozenset({i - 1} if i else ()) for i, v in enumerate(jaxpr.invars[:count])}
+    axes: dict[Any, frozenset[int]] = {v: frozenset({i - 1}) for i, v in enumerate(jaxpr.invars[:count])}
     origin = {v: i for i, v in enumerate(jaxpr.invars[count:]) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
     ends: dict[Any, None] = {}
     for eqn in jaxpr.eqns:
@@ -115,7 +115,8 @@ def split_loads(traced: TracedMod) -> LoadedMod:
                 ends[v] = None
         axes.update(dict.fromkeys(eqn.outvars, depends))
     ends.update((v, None) for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in origin)
-    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > _SMALL}
+    by_score = lambda v: -1 in axes.get(v, ())  # where it reads is no matter of b, h, q_idx, kv_idx alone
+    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > _SMALL or by_score(v)}
     loads = [Load(v, origin[v], tuple(sorted(axes.get(v, ())))) for v in ends if origin[v] not in whole]
     return LoadedMod(traced, tuple(loads), tuple(sorted(whole)))
 

@@ -127,6 +127,8 @@ class Graph:
 
     def clamp(self, node: Node, low: int, high: int) -> Node:
         """An index, forced into range unless it is proven to be there."""
+        if node.dtype.itemsize < 4:  # which may not hold the limits
+            node = self.cast(node, np.int32)
         node = self.same_dtype("max", lax.max, node, self.literal(low, node.dtype))
         return self.same_dtype("min", lax.min, node, self.literal(high, node.dtype))
 

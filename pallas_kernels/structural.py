@@ -194,10 +194,12 @@ def _cumulation(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
     def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
         x, axis = load(graph, ins[0]), params["axis"]
         x = np.flip(x, axis) if params["reverse"] else x
+        x = np.moveaxis(x, axis, 0)
+        slices = [x[p : p + 1] for p in range(x.shape[0])]
         parts = itertools.accumulate(
-            np.moveaxis(x, axis, 0), lambda a, b: scalars(a.shape, lambda i: graph.same_dtype(op, function, a[i], b[i]))
+            slices, lambda a, b: scalars(a.shape, lambda i: graph.same_dtype(op, function, a[i], b[i]))
         )
-        out = np.moveaxis(np.stack(list(parts)), 0, axis)
+        out = np.moveaxis(np.concatenate(list(parts)), 0, axis)
         return np.flip(out, axis) if params["reverse"] else out
 
     return rule

@@ -1,0 +1,58 @@
+"""Mods that are easily evaluated or differentiated wrongly, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+
+F32 = jnp.float32
+KERNEL = {"implementation": "triton", "config": jflex.Config(interpret=True)}
+SMALL_NUMBERS = np.arange(8, dtype=np.uint8) * 30
+
+
+@jax.jit
+def remainder(a, b):
+    return jnp.maximum(a - b, 0)
+
+
+def by_score(s, table, q, k):
+    return s + table[jnp.clip(jnp.round(s * 2) + 5, 0, 9).astype(jnp.int32)]
+
+
+def own_remainder(s, table, q, k):
+    return s + table[1] * remainder(q, jnp.int32(3)).astype(F32)
+
+
+def small_indices(s, table, q, k):
+    return s + table[jnp.asarray(SMALL_NUMBERS)[k]]
+
+
+def cumulated(s, table, q, k):
+    return s + jnp.cumsum(jax.lax.dynamic_slice(table, (q + k,), (3,)))[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "mod"),
+    [
+        ({"implementation": "xla"}, by_score),
+        (KERNEL, own_remainder),
+        (KERNEL, small_indices),
+        (KERNEL, cumulated),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else x["implementation"],
+)
+def test_as_the_reference(backend, mod):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 1, 16))
+    table = jax.random.normal(jax.random.key(1), (300,))
+
+    def loss(q, table, **choice):
+        score_mod = lambda s, b, h, q_idx, kv_idx: mod(s, table, q_idx, kv_idx)
+        return (jflex.flex_attention(q, k, v, score_mod, **choice) ** 2).sum()
+
+    found, wanted = (
+        jax.value_and_grad(lambda q, t, c=choice: loss(q, t, **c), argnums=(0, 1))(q, table)
+        for choice in (backend, {"implementation": "reference"})
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), found, wanted)
