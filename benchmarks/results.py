@@ -47,8 +47,14 @@ class Figure:
         )
 
 
-def write(device: str, question: str, title: str, figures: Sequence[Figure], remarks: Sequence[str] = (),
-          machine: dict[str, str] | None = None) -> pathlib.Path:
+def write(
+    device: str,
+    question: str,
+    title: str,
+    figures: Sequence[Figure],
+    remarks: Sequence[str] = (),
+    machine: dict[str, str] | None = None,
+) -> pathlib.Path:
     """Writes ``results/<device>/<question>.json``.
 
     Args:

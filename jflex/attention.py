@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jflex import autodiff, backends
@@ -29,8 +30,30 @@ from jflex.trace import trace_mask_mod, trace_score_mod
 from jflex.varying import unify_varying
 
 Implementation = str | Sequence[str] | None
+Mod = Callable[..., Any] | None
 
 
+# What is returned, by `return_lse`.
+# fmt: off
+@overload
+def flex_attention(
+    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
+    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: Literal[False] = False,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def flex_attention(
+    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
+    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: Literal[True],
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def flex_attention(
+    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
+    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: bool,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array | tuple[Array, Array]: ...
+# fmt: on
 def flex_attention(
     query: Float[Array, "B T Hq D"],
     key: Float[Array, "B S Hkv D"],
@@ -95,13 +118,14 @@ def flex_attention(
     call = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
     problem, inputs = call
     names = _names(implementation)
+    name = _choose(problem, names, implementation is None)
     if problem.T == 0 or problem.S == 0 or problem.B == 0:
         saved = Saved(
             jnp.zeros(problem.out_shape(), problem.dtype),
             jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32),
         )
     else:
-        saved = _run(_choose(problem, names, implementation is None), problem, inputs)
+        saved = _run(name, problem, inputs)
     return (saved.out, saved.lse) if return_lse else saved.out
 
 
@@ -142,8 +166,9 @@ def explain(
       TypeError: As `flex_attention`.
       ValueError: As `flex_attention`.
 
+    >>> import jax, jax.numpy as jnp, jflex
     >>> x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)
-    >>> explain(x, x, x, implementation="xla").backend
+    >>> jflex.explain(x, x, x, implementation="xla").backend
     'xla'
     """
     del return_lse
@@ -159,6 +184,7 @@ class _Call(NamedTuple):
 
 def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config) -> _Call:
     """Checks every argument; nothing is computed before the last check has passed."""
+    query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout)
     B, T, Hq = query.shape[0], *(query.shape[1:3] if layout == "BTNH" else query.shape[2:0:-1])
     S, Hkv = key.shape[1:3] if layout == "BTNH" else key.shape[2:0:-1]

@@ -13,7 +13,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex.backends.base import Inputs, Saved, Wanted
+from jflex.backends.base import Inputs, Saved, SavedCotangents, Wanted
 from jflex.opaque import ONLY_REVERSE, opaque_call
 from jflex.passes import BackwardPass, ForwardPass
 from jflex.problem import Problem
@@ -79,7 +79,7 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_lse = None if zero(cotangents.lse) else cotangents.lse
-    arrays = unify_varying((inputs, saved, Saved(d_out, d_lse)))
+    arrays = unify_varying((inputs, saved, SavedCotangents(d_out, d_lse)))
     gradients = opaque_call(BackwardPass(*static, asked.wanted), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jflex import backends
 from jflex.block_mask import BlockMask
@@ -64,7 +64,7 @@ class Account:
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         if self.tiles:
             lines.append(f"tiles     {self.tiles}")
-        if self.visited is not None and self.blocks:
+        if self.visited is not None and self.full is not None and self.blocks:
             partial = self.visited - self.full
             lines.append(
                 f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {partial} partial), "
@@ -80,9 +80,10 @@ def _count(problem: Problem, block_mask: BlockMask | None) -> tuple[int | None, 
     if block_mask is None:
         return None, None, None
     lists = block_mask.lists
-    if any(isinstance(x, jax.core.Tracer) for x in lists):
+    if any(isinstance(x, Tracer) for x in lists):
         return None, None, None
-    repeat = (problem.B // problem.blocks.batch) * (problem.Hq // problem.blocks.heads)
+    batch, heads = block_mask.shape[:2]
+    repeat = (problem.B // batch) * (problem.Hq // heads)
     full = int(lists.full_kv_num_blocks.sum()) * repeat
     rows, columns = lists.kv_num_blocks.shape[-1], lists.q_num_blocks.shape[-1]
     return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * problem.B * problem.Hq

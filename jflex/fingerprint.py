@@ -87,7 +87,7 @@ def _describe_jaxpr(opened: Open) -> str:
 
     def read(v: Any) -> str:
         if isinstance(v, core.Literal):
-            return f"{np.asarray(v.val).tolist()!r}:{v.aval.dtype}"
+            return f"{np.asarray(v.val).tolist()!r}:{v.aval.dtype}"  # pyright: ignore[reportAttributeAccessIssue]  # declared without dtype
         return names[v]
 
     def write(v: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -28,14 +29,17 @@ ONLY_REVERSE = (
 class Pass(Protocol):
     """A pass of a backend: hashable, equal when it computes the same."""
 
-    def __call__(self, arrays: Any) -> Any:
+    def __call__(self, arrays: Any, /) -> Any:
         """Computes the pass on a pytree of arrays."""
+        ...
 
-    def partitioned(self, arrays: Any, outputs: Any, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def partitioned(self, arrays: Any, outputs: Any, whole: Callable[..., Any], /) -> Callable[..., Any]:
         """`whole`, a function of flat arrays, as one that XLA can split over the devices of a mesh."""
+        ...
 
-    def out_specs(self, arrays: Any, outputs: Any, spec: Any) -> list[Any]:
+    def out_specs(self, arrays: Any, outputs: Any, spec: Any, /) -> list[Any]:
         """Shardings of the flat outputs, from that of the first input."""
+        ...
 
 
 def opaque_call(function: Pass, arrays: Any) -> Any:
@@ -47,7 +51,8 @@ def opaque_call(function: Pass, arrays: Any) -> Any:
     """
     flat, tree = jax.tree.flatten(arrays)
     avals = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in flat)
-    traced = _trace(function, tree, avals, bool(jax.config.jax_enable_x64), jax.device_count() > 1)
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    traced = _trace(function, tree, avals, x64, jax.device_count() > 1)
     return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
 
 
@@ -114,14 +119,14 @@ def _abstract(*avals, jaxpr, traced):
         specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded
     shardings = [first.sharding.update(spec=jax.sharding.PartitionSpec(*spec)) for spec in specs]
     return [
-        jax.core.ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
+        ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
         for x, sharding in zip(outs, shardings, strict=True)
     ]
 
 
 def _lowering(ctx, *args, jaxpr, traced):
     del traced
-    plain = lambda avals: [jax.core.ShapedArray(x.shape, x.dtype) for x in avals]
+    plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
     with _no_mesh():
         ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jflex.backends.base import Inputs, Saved
+from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.problem import Blocks, Problem
 from jflex.trace import TracedMod, trace_mask_mod, trace_score_mod
 
@@ -39,29 +39,28 @@ def key_axes(problem: Problem) -> Axes:
     return Axes(0 if problem.Bkv == problem.B else None, row_axes(problem).heads, per_key=True)
 
 
-def input_axes(problem: Problem, inputs: Inputs) -> Inputs:
-    """Of all inputs."""
-    blocks = problem.blocks
-    lists = (
-        None
-        if blocks is None
-        else Axes(0 if blocks.batch == problem.B else None, 1 if blocks.heads == problem.Hq else None)
-    )
-    shared = lambda operands: tuple(Axes() for _ in operands)
-    rows, keys = row_axes(problem), key_axes(problem)
-    return Inputs(
-        rows,
-        keys,
-        keys,
-        None if lists is None else type(inputs.lists)(*(lists for _ in inputs.lists)),
-        shared(inputs.score_operands),
-        shared(inputs.mask_operands),
-    )
+def input_axes(problem: Problem, inputs: Inputs) -> list[Axes]:
+    """Of all inputs, flat."""
+    blocks, lists = problem.blocks, []
+    if blocks is not None:
+        axes = Axes(0 if blocks.batch == problem.B else None, 1 if blocks.heads == problem.Hq else None)
+        lists = [axes for _ in inputs.lists]
+    keys = key_axes(problem)
+    captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
+    return [row_axes(problem), keys, keys, *lists, *captured]
 
 
-def saved_axes(problem: Problem, saved: Saved) -> Saved:
-    """Of output and lse, or of their cotangents."""
-    return Saved(row_axes(problem), None if saved.lse is None else Axes(0, 1))
+def saved_axes(problem: Problem, saved: Saved | SavedCotangents) -> list[Axes]:
+    """Of output and lse, or of their cotangents, flat."""
+    return [row_axes(problem), *([] if saved.lse is None else [Axes(0, 1)])]
+
+
+def gradient_axes(problem: Problem, gradients: Gradients) -> list[Axes]:
+    """Of the gradients that are wanted, flat."""
+    keys = key_axes(problem)
+    axes = (row_axes(problem), keys, keys, *(Axes() for _ in gradients.score_operands))
+    arrays = (gradients.query, gradients.key, gradients.value, *gradients.score_operands)
+    return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
 
 
 class Shard(NamedTuple):
@@ -96,10 +95,10 @@ class Split(NamedTuple):
 
 def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard:
     """The local problem, inside of the program of one shard."""
-    pieces = Split(*(math.prod(mesh.shape[name] for name in names) for names in split))
+    batch_pieces, head_pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
     first = [
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
-        for names, size, n in zip(split, (problem.B, problem.Hq), pieces, strict=True)
+        for names, size, n in zip(split, (problem.B, problem.Hq), (batch_pieces, head_pieces), strict=True)
     ]
     score, score_operands = _shifted(problem.score, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = _shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
@@ -108,9 +107,9 @@ def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
     local = dataclasses.replace(
         problem,
-        B=problem.B // pieces.batch,
-        Hq=problem.Hq // pieces.heads,
-        Hkv=problem.Hkv // pieces.heads,
+        B=problem.B // batch_pieces,
+        Hq=problem.Hq // head_pieces,
+        Hkv=problem.Hkv // head_pieces,
         Bkv=inputs.key.shape[0],
         score=score,
         mask=mask,

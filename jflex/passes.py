@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex import backends, partition
-from jflex.backends.base import Gradients, Inputs, Saved, Wanted
+from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.partition import Axes, Split
 from jflex.problem import Problem
 
@@ -28,7 +28,7 @@ class ForwardPass:
 
     def axes(self, inputs: Inputs, saved: Saved) -> tuple[list[Axes], list[Axes]]:
         """Of the flat inputs and outputs."""
-        return _flat(partition.input_axes(self.problem, inputs)), _flat(partition.saved_axes(self.problem, saved))
+        return partition.input_axes(self.problem, inputs), partition.saved_axes(self.problem, saved)
 
     def partitioned(self, inputs: Inputs, saved: Saved, whole: Callable[..., Any]) -> Callable[..., Any]:
         """See `jflex.opaque.Pass`."""
@@ -53,27 +53,24 @@ class BackwardPass:
     problem: Problem
     wanted: Wanted
 
-    def __call__(self, arrays: tuple[Inputs, Saved, Saved]) -> Gradients:
+    def __call__(self, arrays: tuple[Inputs, Saved, SavedCotangents]) -> Gradients:
         """Runs the backend."""
         return backends.get(self.backend).backward(self.problem, *arrays, self.wanted)
 
-    def axes(self, arrays: tuple[Inputs, Saved, Saved], gradients: Gradients) -> tuple[list[Axes], list[Axes]]:
+    def axes(
+        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
+    ) -> tuple[list[Axes], list[Axes]]:
         """Of the flat inputs and outputs."""
         inputs, saved, d_saved = arrays
-        problem = self.problem
-        ins = (
-            partition.input_axes(problem, inputs),
-            partition.saved_axes(problem, saved),
-            partition.saved_axes(problem, d_saved),
-        )
-        rows, keys = partition.row_axes(problem), partition.key_axes(problem)
-        kept = lambda x, axes: None if x is None else axes
-        captured = tuple(kept(x, Axes()) for x in gradients.score_operands)
-        outs = Gradients(kept(gradients.query, rows), kept(gradients.key, keys), kept(gradients.value, keys), captured)
-        return _flat(ins), _flat(outs)
+        ins = [
+            *partition.input_axes(self.problem, inputs),
+            *partition.saved_axes(self.problem, saved),
+            *partition.saved_axes(self.problem, d_saved),
+        ]
+        return ins, partition.gradient_axes(self.problem, gradients)
 
     def partitioned(
-        self, arrays: tuple[Inputs, Saved, Saved], gradients: Gradients, whole: Callable[..., Any]
+        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Callable[..., Any]
     ) -> Callable[..., Any]:
         """See `jflex.opaque.Pass`."""
         tree = jax.tree.structure(arrays)
@@ -91,6 +88,7 @@ class BackwardPass:
             for number, x in zip(shard.operands, gradients.score_operands, strict=True):
                 if x is not None:
                     part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
+                    assert part is not None  # what is wanted of the whole was asked of the shard
                     captured.append(_sum(part, (*split.batch, *split.heads)))
             shared = split.batch if self.problem.Bkv < self.problem.B else ()
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
@@ -98,13 +96,9 @@ class BackwardPass:
 
         return partition.partitioned(self.problem, whole, local, *self.axes(arrays, gradients))
 
-    def out_specs(self, arrays: tuple[Inputs, Saved, Saved], gradients: Gradients, spec: Any) -> list[Any]:
+    def out_specs(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, spec: Any) -> list[Any]:
         """See `jflex.opaque.Pass`."""
         return _out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), spec)
-
-
-def _flat(axes: Any) -> list[Axes]:
-    return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, Axes))
 
 
 def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jflex.block_mask import BlockMask
 from jflex.config import Config
@@ -160,7 +161,7 @@ def check_scale(scale: Any, D: int) -> float:
     """
     if scale is None:
         return D**-0.5
-    if isinstance(scale, jax.core.Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
+    if isinstance(scale, Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
         raise TypeError(
             f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
             "in a `score_mod`, or multiply `query` by it."
@@ -228,10 +229,10 @@ def current_device(*arrays: Any) -> tuple[str, str]:
         platform = getattr(abstract, "platform", None) or "gpu"
         return _platform(platform), abstract.device_kind
     for x in arrays:
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             device = next(iter(x.devices()))
             return _platform(device.platform), device.device_kind
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
     return _platform(device.platform), device.device_kind
 
@@ -244,5 +245,5 @@ def current_precision(dtype: Any) -> str | None:
     """Precision of float32 products: what ``jax.default_matmul_precision`` says, None for JAX's default."""
     if jnp.dtype(dtype) != jnp.float32:
         return None
-    precision = jax.config.jax_default_matmul_precision
-    return None if precision is None else str(precision).lower()
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+    return None if precision is None else str(precision)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from jflex.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
@@ -117,6 +118,12 @@ def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Ar
     with _explained(kind, source):
         traced = jax.make_jaxpr(call)(*scalars)
     replay, operands = _hoist(traced)
+    for x in operands:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"`{kind}_mod` cannot capture a random key; {source} captures {x.dtype}[{','.join(map(str, x.shape))}]."
+                " Draw the numbers outside of the function, and capture the array."
+            )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         residual = jax.make_jaxpr(replay)(*scalars, *avals)
@@ -212,7 +219,7 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
     count = iter(range(1 << 30))
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
@@ -262,7 +269,7 @@ def _is_literal(x: _Known) -> bool:
 
 def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
     values = [x.value for x in ins]
-    concrete = not any(isinstance(x, jax.core.Tracer) for x in values)
+    concrete = not any(isinstance(x, Tracer) for x in values)
     with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
         outs = bind(eqn, values if concrete else unify_varying(values))
     captured = any(x.captured for x in ins) or not concrete

@@ -73,4 +73,5 @@ class Evaluation:
         ins = [self.space.spread(self.values[n], n.kind, node.kind) for n in node.inputs]
         if node.op == "load":
             return self.space.load(node, ins)
+        assert node.apply is not None  # all that is left are primitives
         return self.space.substitutes().get(node.op, node.apply)(*ins)

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from pallas_kernels.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.nodes import Graph, Node, reachable
-from pallas_kernels.structural import RULES, Value, choose, load
+from pallas_kernels.structural import RULES, Value, choose, element, load
 from pallas_kernels.views import NotOnTile, Scalars, View, scalars
 
 MAX_STEPS = 64  # of an unrolled loop
@@ -110,7 +110,7 @@ def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], s
     views = [View.whole(graph, i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
     ins = [*(_box(node) for node in arguments), *views]
     [out] = _Run(graph).jaxpr(opened, consts, ins)
-    return Program(graph, tuple(arguments), load(graph, out)[()])
+    return Program(graph, tuple(arguments), element(graph, out))
 
 
 def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
@@ -135,7 +135,7 @@ def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
     exact = [graph.cast(n, np.float32) for n in loads]  # 16-bit loads: cotangents are summed before they are rounded
     ins = [ct, *program.arguments, *exact, *rest]
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
-    d_score, *d_loads = (load(graph, x)[()] for x in _Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
+    d_score, *d_loads = (element(graph, x) for x in _Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
 
@@ -162,11 +162,16 @@ class _Run:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
-    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> Sequence[Value]:
         """Values of the outputs."""
         env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(self._literal, consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
-        read = lambda v: self._literal(v.val, v.aval.dtype) if isinstance(v, core.Literal) else env[v]
+
+        def read(v: Any) -> Value:
+            if isinstance(v, core.Literal):
+                return self._literal(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]  # as declared
+            return env[v]
+
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -175,7 +180,7 @@ class _Run:
         value = np.asarray(value)
         return scalars(value.shape, lambda i: self.graph.literal(value[i], dtype or value.dtype))
 
-    def _equation(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def _equation(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
         if name in _IDENTITIES:
             return ins[: len(eqn.outvars)]
@@ -203,15 +208,18 @@ class _Run:
         bind_params = primitive.get_bind_params(params)
         apply = lambda *xs: primitive.bind(*xs, **bind_params)
         formula = substitute(primitive.name, params)
+
+        def at(i: tuple[int, ...]) -> list[Node]:
+            return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
+
         if primitive.name == "convert_element_type":
-            return scalars(shape, lambda i: graph.cast(values[0][i], dtype))
+            return scalars(shape, lambda i: graph.cast(*at(i), dtype))
         if primitive.name == "add_any":
-            return scalars(shape, lambda i: graph.same_dtype("add", jax.lax.add, *(v[i] for v in values)))
+            return scalars(shape, lambda i: graph.same_dtype("add", jax.lax.add, *at(i)))
         key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
-        make = lambda i: graph.apply(primitive.name, apply, [v[i] for v in values], dtype, key)
         if formula is None:
-            return scalars(shape, make)
-        return scalars(shape, lambda i: self._formula(eqn, formula, [v[i] for v in values], dtype))
+            return scalars(shape, lambda i: graph.apply(primitive.name, apply, at(i), dtype, key))
+        return scalars(shape, lambda i: self._formula(eqn, formula, at(i), dtype))
 
     def _formula(self, eqn: Any, formula: Callable[..., Any], ins: Sequence[Node], dtype: Any) -> Node:
         """Evaluates a primitive by a formula, and differentiates it as itself."""
@@ -219,14 +227,14 @@ class _Run:
         exact = [graph.cast(n, np.float32) for n in ins]
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
         [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
-        return graph.call(graph.cast(load(graph, out)[()], dtype), _Call(eqn, tuple(map(_box, ins))), 0)
+        return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
 
-    def _division(self, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    def _division(self, eqn: Any, ins: list[Value]) -> Sequence[Value] | None:
         """``//`` and ``%`` of numbers that cannot be negative need no repair of the sign."""
         op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
         if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
             return None
-        a, b = (x[()] for x in ins)
+        a, b = (element(self.graph, x) for x in ins)
         if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or a.dtype.kind not in "iu":
             return None
         own = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
@@ -234,7 +242,7 @@ class _Run:
             return None  # a function of the user's with that name
         return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, self.graph.cast(b, a.dtype)))]
 
-    def _ruled(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def _ruled(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         graph = self.graph
         outs = [load(graph, x) for x in self.jaxpr(*_body(eqn), ins)]
         if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
@@ -243,9 +251,9 @@ class _Run:
         number = iter(range(1 << 30))
         return [scalars(x.shape, lambda i, x=x: graph.call(x[i], call, next(number))) for x in outs]
 
-    def _cond(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def _cond(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         graph, (which, *operands) = self.graph, ins
-        number = load(graph, which)[()]
+        number = element(graph, which)
         branches = [
             [load(graph, x) for x in self.jaxpr(*open_jaxpr(branch), operands)] for branch in eqn.params["branches"]
         ]
@@ -254,7 +262,7 @@ class _Run:
             for outs in zip(*branches, strict=True)
         ]
 
-    def _scan(self, eqn: Any, ins: list[Value]) -> list[Value]:
+    def _scan(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         graph, params = self.graph, eqn.params
         length = params["length"]
         if length > MAX_STEPS:
@@ -268,7 +276,7 @@ class _Run:
             carry = outs[:num_carry]
             stacked.append([load(graph, x) for x in outs[num_carry:]])
         stacked = stacked[::-1] if params["reverse"] else stacked
-        empty = [scalars((0, *v.aval.shape[1:]), lambda _: None) for v in eqn.outvars[num_carry:]]
+        empty = [np.empty((0, *v.aval.shape[1:]), object) for v in eqn.outvars[num_carry:]]
         return [*carry, *([np.stack(ys) for ys in zip(*stacked, strict=True)] if stacked else empty)]
 
     def _row(self, x: Value, step: int) -> Value:
@@ -310,6 +318,7 @@ def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[N
                 called[call] = _bind_call(call, env)
             env[node] = called[call][number]
         else:
+            assert node.apply is not None  # all that is left are primitives
             env[node] = node.apply(*(_as_used(node, n, env[n]) for n in node.inputs))
     return env[program.output]
 

@@ -152,12 +152,14 @@ class Graph:
         """The node that a primitive over integers or booleans comes to, where bounds decide it."""
         if op == "select_n":
             return self._fold_select(inputs)
-        ranges = [x.bounds for x in inputs]
-        if dtype == np.bool_ and len(inputs) == 2 and None not in ranges and op in _DECIDE:
-            verdict = _DECIDE[op](*ranges)
+        if len(inputs) != 2:
+            return None
+        a, b = (x.bounds for x in inputs)
+        if dtype == np.bool_ and a is not None and b is not None and op in _DECIDE:
+            verdict = _DECIDE[op](a, b)
             if verdict is not None:
                 return self.literal(verdict, np.bool_)
-        if dtype.kind not in "iub" or len(inputs) != 2:
+        if dtype.kind not in "iub":
             return None
         for x, other in (inputs, inputs[::-1]):
             if op in _NEUTRAL and other.bounds == (_NEUTRAL[op],) * 2:
@@ -166,7 +168,6 @@ class Graph:
                 return x
             if dtype == np.bool_ and op in _ABSORBING and other.bounds == (_ABSORBING[op],) * 2:
                 return other
-        a, b = ranges
         if op in ("max", "min") and a is not None and b is not None:
             if a[0] >= b[1]:
                 return inputs[0] if op == "max" else inputs[1]

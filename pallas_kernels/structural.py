@@ -90,7 +90,7 @@ def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: dict[str, A
         hit = functools.reduce(lambda a, b: graph.same_dtype("and", lax.bitwise_and, a, b), there)
         window = tuple(slice(p, p + size) for p, size in zip(place, update.shape, strict=True))
         out = out.copy()
-        for i in np.ndindex(*update.shape):
+        for i in itertools.product(*map(range, update.shape)):
             out[window][i] = graph.select(hit, update[i], out[window][i])
     return out
 
@@ -155,9 +155,13 @@ def select_n(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: 
 
 def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
     """Forces values between two others."""
-    low, x, high = (np.broadcast_to(load(graph, v), shape) for v in ins)
-    lower = lambda i: graph.same_dtype("max", lax.max, x[i], low[i])
-    return scalars(shape, lambda i: graph.same_dtype("min", lax.min, lower(i), high[i]))
+    low, x, high = ins
+
+    def at(i: tuple[int, ...]) -> Node:
+        below, value, above = (np.broadcast_to(load(graph, v), shape)[i] for v in (low, x, high))
+        return graph.same_dtype("min", lax.min, graph.same_dtype("max", lax.max, value, below), above)
+
+    return scalars(shape, at)
 
 
 def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
@@ -229,7 +233,7 @@ def load(graph: Graph, x: Value) -> Scalars:
 
 def element(graph: Graph, x: Value) -> Node:
     """The one value of an array without dimensions."""
-    return load(graph, x)[()]
+    return load(graph, x).item()
 
 
 def choose(graph: Graph, which: Node, cases: Sequence[Node]) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class NotOnTile(Exception):
 Scalars = np.ndarray[Any, np.dtype[np.object_]]  # of nodes
 
 
-def scalars(shape: Sequence[int], of: Any) -> Scalars:
+def scalars(shape: Sequence[int], of: Callable[[tuple[int, ...]], Node]) -> Scalars:
     """An array of nodes, ``of(index)`` at each index."""
     out = np.empty(tuple(shape), object)
     for index in np.ndindex(*shape):

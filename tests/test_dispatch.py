@@ -161,3 +161,37 @@ def test_tiles_of_the_user_do_not_change_the_result(options, tiles):
         (0, 1, 2))(q, k, v)  # fmt: skip
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5),
                  run(**{**options, "config": config}), run(implementation="reference"))  # fmt: skip
+
+
+def test_the_reason_names_the_mod_of_this_call():
+    """Equal programs share what is cached of them, not their names."""
+    x = jnp.ones((1, 16, 1, 16))
+
+    def alpha(score, b, h, q_idx, kv_idx):
+        return jnp.sort(jnp.stack([score, score + 1]))[0]
+
+    def beta(score, b, h, q_idx, kv_idx):
+        return jnp.sort(jnp.stack([score, score + 1]))[0]
+
+    for mod in (alpha, beta):
+        with pytest.raises(jflex.UnsupportedError, match=rf"score_mod` \S*{mod.__name__} "):
+            jflex.flex_attention(x, x, x, mod, implementation="triton", config=jflex.Config(interpret=True))
+
+
+def test_an_empty_call_does_not_hide_that_a_backend_cannot_run():
+    x = jnp.ones((1, 0, 1, 16))
+    with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu: its kernels are not part"):
+        jflex.flex_attention(x, x, x, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_numpy_arrays_are_taken_as_jax_takes_them(implementation):
+    x = np.ones((1, 16, 1, 16))
+    assert jflex.flex_attention(x, x, x, implementation=implementation).dtype == jnp.asarray(x).dtype
+
+
+def test_named_algorithms_of_products_are_passed_on():
+    x = jax.random.normal(jax.random.key(0), (1, 16, 1, 16))
+    with jax.default_matmul_precision("F32_F32_F32"):
+        found = jflex.flex_attention(x, x, x, implementation="xla")
+    assert jnp.allclose(found, jflex.flex_attention(x, x, x, implementation="reference"), atol=1e-5)

@@ -6,7 +6,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -165,7 +165,7 @@ class FlexAttention(nnx.Module):
             scale=self.scale,
             implementation=self.implementation,
         )
-        attended = functional.merge_heads(cast(Array, attended))
+        attended = functional.merge_heads(attended)
         return self.out(attended.reshape(*batch, length, self.out.in_features))
 
     def _project(self, inputs: Array, positions: Array) -> tuple[Array, Array, Array]:

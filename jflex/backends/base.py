@@ -60,6 +60,13 @@ class Saved(NamedTuple):
     lse: jax.Array
 
 
+class SavedCotangents(NamedTuple):
+    """Cotangents of `Saved`; that of lse is None where it is zero."""
+
+    out: jax.Array
+    lse: jax.Array | None
+
+
 class Backend(abc.ABC):
     """One way of computing attention.
 
@@ -82,8 +89,10 @@ class Backend(abc.ABC):
         """Computes out and lse."""
 
     @abc.abstractmethod
-    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
-        """Pulls the cotangents of out and lse back to the inputs. `d_saved.lse` may be None: zero."""
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
+        """Pulls the cotangents of out and lse back to the inputs."""
 
     def describe(self, problem: Problem) -> str:
         """Says with which tiles it would run `problem`, for `explain`."""

@@ -62,7 +62,7 @@ class Walk:
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, axes: str) -> Walk:
         """Takes the lists of the mask, or makes those of a dense one."""
-        if inputs.lists is not None:
+        if problem.blocks is not None:
             return cls(problem, inputs.lists, problem.blocks.size, axes)
         tiles = problem.config.forward
         size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
@@ -92,7 +92,8 @@ class Walk:
     def together(self) -> tuple[int, int, int]:
         """Batch entries, key heads and query heads of a key head that one unit computes."""
         p = self.problem
-        return p.B if self.list_batch == 1 else 1, *((p.Hkv, p.group) if self.list_heads == 1 else (1, 1))
+        key_heads, group = (p.Hkv, p.group) if self.list_heads == 1 else (1, 1)
+        return p.B if self.list_batch == 1 else 1, key_heads, group
 
     @property
     def units(self) -> int:
@@ -150,8 +151,10 @@ class Walk:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
         lists, last = self.lists, block_count(self.problem.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
-        for counts, indices, is_partial in ((lists.kv_num_blocks, lists.kv_indices, True),
-                                            (lists.full_kv_num_blocks, lists.full_kv_indices, False)):
+        for counts, indices, is_partial in (
+            (lists.kv_num_blocks, lists.kv_indices, True),
+            (lists.full_kv_num_blocks, lists.full_kv_indices, False),
+        ):
             here = lax.dynamic_slice(indices, (*at, jnp.zeros_like(unit.row)), (1, 1, 1, indices.shape[3]))[0, 0, 0]
             count = lax.dynamic_slice(counts, at, (1, 1, 1))[0, 0, 0]
             body = lambda i, c, here=here, is_partial=is_partial: step(c, jnp.clip(here[i], 0, last), is_partial)
@@ -177,7 +180,8 @@ def over_block(
     return function(*blocks, *indices)
 
 
-def evaluate(mod: TracedMod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array],
-             axes: str) -> jax.Array:
+def evaluate(
+    mod: TracedMod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array], axes: str
+) -> jax.Array:
     """A score mod on a block of scores."""
     return over_block(lambda s, *scalars: mod(operands, s, *scalars), (score,), indices, axes)

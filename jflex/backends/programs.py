@@ -28,40 +28,55 @@ class Programs:
         return differentiate(self.score, wanted)
 
 
-@functools.lru_cache(maxsize=256)
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """Why a mod has no program; without the name of the mod, which another one of the same program does not share."""
+
+    kind: str
+    reason: str
+
+
 def programs_of(problem: Problem) -> Programs | str:
     """The programs of a problem, or the reason why there are none."""
+    made = _programs_of(problem)
+    if isinstance(made, Programs):
+        return made
+    mod = problem.score if made.kind == "score" else problem.mask
+    assert mod is not None
+    return (
+        f"`{mod.kind}_mod` {mod.source} cannot run in a kernel: {made.reason}. implementation='xla' evaluates any mod "
+        "that `jax.vmap` can"
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _programs_of(problem: Problem) -> Programs | _Refusal:
     from pallas_kernels.mods import Sizes, differentiate, trace_program
     from pallas_kernels.views import NotOnTile
 
     sizes = Sizes(problem.B, problem.Hq, problem.T, problem.S)
     made: list[Any] = []
     for mod in (problem.score, problem.mask):
-        reason = None if mod is None else _operand_reason(mod)
+        if mod is None:
+            made.append(None)
+            continue
+        reason = _operand_reason(mod)
         if reason is not None:
-            return reason
+            return _Refusal(mod.kind, reason)
         try:
-            program = None if mod is None else trace_program(mod.jaxpr, mod.operands, sizes)
-            if mod is not None and mod.kind == "score":
+            program = trace_program(mod.jaxpr, mod.operands, sizes)
+            if mod.kind == "score":
                 differentiate(program, [True] * len(mod.operands))
         except NotOnTile as error:
-            return f"{_speak_of(mod)} {error}. {_WAY_OUT}"
+            return _Refusal(mod.kind, str(error))
         made.append(program)
     return Programs(*made)
-
-
-_WAY_OUT = "implementation='xla' evaluates any mod that `jax.vmap` can"
-
-
-def _speak_of(mod: TracedMod) -> str:
-    return f"`{mod.kind}_mod` {mod.source} cannot run in a kernel:"
 
 
 def _operand_reason(mod: TracedMod) -> str | None:
     for shape, dtype in mod.operands:
         if dtype not in _OPERAND_DTYPES:
-            captured = f"{_speak_of(mod)} it captures an array of {dtype}{list(shape)}"
-            return f"{captured}. Cast it, or take another one: {_WAY_OUT}"
+            return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
         if 0 in shape:
-            return f"{_speak_of(mod)} it captures an empty array of shape {list(shape)}. {_WAY_OUT}"
+            return f"it captures an empty array of shape {list(shape)}"
     return None

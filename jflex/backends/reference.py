@@ -7,9 +7,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.block_lists import FULL, PARTIAL, BlockLists, kinds_from_lists
-from jflex.problem import Problem
+from jflex.problem import Blocks, Problem
 from jflex.trace import TracedMod
 
 
@@ -35,17 +35,19 @@ class Reference(Backend):
         visible = jnp.ones(score.shape, bool)
         if problem.mask is not None:
             visible = over_indices(problem.mask, inputs.mask_operands, score.shape)
-        if inputs.lists is not None:
-            kinds = _kinds_of_elements(problem, inputs.lists)
+        if problem.blocks is not None:
+            kinds = _kinds_of_elements(problem, problem.blocks, inputs.lists)
             visible = (kinds == FULL) | ((kinds == PARTIAL) & visible)
         if problem.score is not None:
-            score = _modified(problem, inputs, score.astype(jnp.float32), visible).astype(exact)
+            score = _modified(problem.score, inputs.score_operands, score.astype(jnp.float32), visible).astype(exact)
         weights, lse = _softmax(score, visible)
         axes = "bsnh->btnh" if problem.layout == "BTNH" else "bnsh->bnth"
         out = jnp.einsum(f"bnts,{axes}", weights, value.astype(exact), precision=precision)
         return Saved(out.astype(problem.dtype), lse.astype(jnp.float32))
 
-    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
         """Differentiates `forward`; here for completeness of the interface."""
         floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
         _, pull = jax.vjp(
@@ -68,7 +70,7 @@ def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[i
     return call(*(jnp.arange(n, dtype=jnp.int32) for n in shape))
 
 
-def _modified(problem: Problem, inputs: Inputs, score: jax.Array, visible: jax.Array) -> jax.Array:
+def _modified(mod: TracedMod, operands: tuple[jax.Array, ...], score: jax.Array, visible: jax.Array) -> jax.Array:
     """The score mod on all scores.
 
     Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be
@@ -81,16 +83,16 @@ def _modified(problem: Problem, inputs: Inputs, score: jax.Array, visible: jax.A
     def instead(x: jax.Array) -> jax.Array:
         return jnp.where(visible, x, jnp.take_along_axis(x.reshape(*x.shape[:2], -1), seen, axis=-1)[..., None])
 
-    call = lambda *args: problem.score(inputs.score_operands, *args)
+    call = lambda *args: mod(operands, *args)
     for _ in range(4):
         call = jax.vmap(call)
     return call(instead(score), b, h, instead(q_idx), instead(kv_idx))
 
 
-def _kinds_of_elements(problem: Problem, lists: BlockLists) -> jax.Array:
+def _kinds_of_elements(problem: Problem, blocks: Blocks, lists: BlockLists) -> jax.Array:
     """The kind of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
     kinds = kinds_from_lists(lists)
-    Bq, Bk = problem.blocks.size
+    Bq, Bk = blocks.size
     return jnp.repeat(jnp.repeat(kinds, Bq, axis=2), Bk, axis=3)[:, :, : problem.T, : problem.S]
 
 

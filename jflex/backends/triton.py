@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.programs import Programs, programs_of
 from jflex.config import Tiles
 from jflex.problem import Problem
@@ -61,7 +61,9 @@ class Triton(Backend):
         setting = _setting(problem)
         return Saved(*forward.forward(setting, _kernel_tiles(problem, "forward"), _arrays(inputs)))
 
-    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
         """Runs the kernel for dK and dV, and the one for dQ, as far as they are wanted."""
         from pallas_kernels.triton import backward
 

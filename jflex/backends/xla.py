@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex.backends.base import Backend, Gradients, Inputs, Saved, Wanted
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.blockwise import INDEX_OF_AXIS, KEYS_FIRST, QUERIES_FIRST, Unit, Walk, evaluate, over_block
 from jflex.loads import LoadedMod, split_loads
 from jflex.problem import Problem
@@ -56,7 +56,9 @@ class Xla(Backend):
         lse = lse.reshape(problem.B, problem.Hq, problem.T).astype(jnp.float32)
         return Saved(_join_heads(out, problem).astype(problem.dtype), lse)
 
-    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> Gradients:
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
         """One pass over the rows: dQ is a row's own, dK, dV and the gradients of captures are added up in place."""
         return _Backward(problem, inputs, saved, d_saved, wanted).run()
 
@@ -83,7 +85,9 @@ class _Rows(NamedTuple):
 class _Backward:
     """The arrays of one backward pass."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: Saved, wanted: Wanted) -> None:
+    def __init__(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> None:
         self.problem, self.inputs, self.wanted = problem, inputs, wanted
         self.walk = Walk.of(problem, inputs, KEYS_FIRST)
         self.query, self.key, self.value = _padded(self.walk, inputs)
@@ -95,8 +99,9 @@ class _Backward:
             delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
         lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: exp(s - inf) is 0
         rows = self.walk.rows * self.walk.size[0]
-        pad = lambda x, fill=0.0: jnp.pad(x, [(0, 0)] * 3 + [(0, rows - problem.T)] + [(0, 0)] * (x.ndim - 4),
-                                          constant_values=fill)
+        pad = lambda x, fill=0.0: jnp.pad(
+            x, [(0, 0)] * 3 + [(0, rows - problem.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
+        )
         self.d_out, self.delta, self.lse = pad(d_out), pad(delta), pad(lse, jnp.inf)
         self.loaded = split_loads(problem.score) if problem.score is not None else None
 
@@ -104,10 +109,14 @@ class _Backward:
         """All wanted gradients."""
         problem, walk, wanted = self.problem, self.walk, self.wanted
         exact = _exact(problem)
-        grads = {"key": jnp.zeros(self.key.shape, exact) if wanted.key else None,
-                 "value": jnp.zeros(self.value.shape, exact) if wanted.value else None,
-                 "operands": [jnp.zeros(x.size, jnp.float32) if want else None
-                              for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)]}
+        grads = {
+            "key": jnp.zeros(self.key.shape, exact) if wanted.key else None,
+            "value": jnp.zeros(self.value.shape, exact) if wanted.value else None,
+            "operands": [
+                jnp.zeros(x.size, jnp.float32) if want else None
+                for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
+            ],
+        }
 
         def row(grads, number):
             unit = walk.unit(number)
@@ -119,8 +128,10 @@ class _Backward:
         grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
         d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
         keys = lambda x: None if x is None else _join_key_heads(x, problem)
-        operands = tuple(None if g is None else g.reshape(x.shape)
-                         for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True))
+        operands = tuple(
+            None if g is None else g.reshape(x.shape)
+            for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
+        )
         return Gradients(d_query, keys(grads["key"]), keys(grads["value"]), operands)
 
     def _block(self, rows: _Rows, carry: Any, column: jax.Array, is_partial: bool) -> Any:
@@ -167,19 +178,28 @@ class _Backward:
                 if visible is not None:  # a mod may give NaN where nothing is seen
                     own_axes = tuple(range(visible.ndim, cotangent.ndim))
                     cotangent = jnp.where(jnp.expand_dims(visible, own_axes), cotangent, jnp.zeros_like(cotangent))
-                grads[load.operand] = _scatter(loaded, load, operands, indices, cotangent, grads[load.operand],
-                                               self.walk.axes)
+                grads[load.operand] = _scatter(
+                    loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes
+                )
         for number in loaded.whole:
             if grads[number] is not None:
-                whole = lambda x, n=number: evaluate(loaded.traced, [*operands[:n], x, *operands[n + 1:]], raw, indices,
-                                                     self.walk.axes)
+                whole = lambda x, n=number: evaluate(
+                    loaded.traced, [*operands[:n], x, *operands[n + 1 :]], raw, indices, self.walk.axes
+                )
                 [more] = jax.vjp(whole, operands[number])[1](d_s)
                 grads[number] = grads[number] + more.astype(jnp.float32).reshape(-1)
         return d_score.astype(exact), grads
 
 
-def _scatter(loaded: LoadedMod, load: Any, operands: Sequence[jax.Array], indices: Sequence[jax.Array],
-             cotangent: jax.Array, gradient: jax.Array, axes: str) -> jax.Array:
+def _scatter(
+    loaded: LoadedMod,
+    load: Any,
+    operands: Sequence[jax.Array],
+    indices: Sequence[jax.Array],
+    cotangent: jax.Array,
+    gradient: jax.Array,
+    axes: str,
+) -> jax.Array:
     """Adds the cotangent of a load, one for each element of a block, to the flat gradient of its operand."""
     summed = tuple(number for number, axis in enumerate(axes) if INDEX_OF_AXIS[axis] not in load.axes)
     cotangent = jnp.sum(cotangent.astype(jnp.float32), axis=summed)
@@ -213,8 +233,9 @@ def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: ja
     if walk.problem.score is None:
         return raw
     indices = walk.indices(unit, column)
-    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices,
-                    walk.axes).astype(raw.dtype)
+    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
+        raw.dtype
+    )
 
 
 def _accumulate(state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, problem: Problem) -> tuple[jax.Array, ...]:
@@ -241,8 +262,9 @@ def _padded(walk: Walk, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array
     rows = walk.rows * walk.size[0] - p.T
     columns = -(-p.S // walk.size[1]) * walk.size[1] - p.S
     heads_first = lambda x: x if p.layout == "BNTH" else x.swapaxes(1, 2)
-    keys = lambda x: jnp.pad(jnp.broadcast_to(heads_first(x), (p.B, p.Hkv, p.S, x.shape[3])),
-                             ((0, 0), (0, 0), (0, columns), (0, 0)))
+    keys = lambda x: jnp.pad(
+        jnp.broadcast_to(heads_first(x), (p.B, p.Hkv, p.S, x.shape[3])), ((0, 0), (0, 0), (0, columns), (0, 0))
+    )
     query = jnp.pad(_split_heads(inputs.query, p), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
     return query, keys(inputs.key), keys(inputs.value)
 

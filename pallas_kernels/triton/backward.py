@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cotangents import LoadGroups, group_loads, scatter
+from pallas_kernels.cotangents import group_loads, scatter
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 from pallas_kernels.triton import backward_dkv, backward_dq
@@ -101,6 +101,8 @@ def _collect(
     cotangents: list,
     gradients: dict[int, list[jax.Array]],
 ) -> None:
+    if derivative is None:
+        return  # no load is wanted
     for load, cotangent in zip(loads, cotangents, strict=True):
         gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
 
@@ -111,6 +113,3 @@ def _total(parts: list[jax.Array]) -> jax.Array | None:
 
 def _sum_batch(setting: Setting, x: jax.Array) -> jax.Array:
     return x.sum(axis=0, keepdims=True) if setting.Bkv < setting.B else x
-
-
-__all__ = ["BackwardTiles", "Found", "LoadGroups", "Plan", "backward"]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.ref import addupdate
 
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.mods import Derivative
@@ -73,6 +74,7 @@ def through_mod(derivative: Derivative | None, tile: scores.Tile, d_s: jax.Array
     """Cotangents of the raw scores, and a function that gives those of a load, all of the size of a tile."""
     if derivative is None:
         return d_s, None
+    assert tile.score is not None  # it is the derivative of a mod
     evaluation = tile.score.child({derivative.cotangent: d_s})
     # The derivative of a mod may be NaN where nothing is seen, and 0 times that too.
     clear = lambda x: x if tile.visible is None else jnp.where(tile.visible, x, 0.0)
@@ -149,8 +151,9 @@ def _write(
 ) -> None:
     """Writes the cotangents of a tile to the gradient of the array: a plain store where nothing else writes there."""
     q_first, k_first = first
-    space = tile.score.space
-    at = tuple(space.spread(tile.score(i), i.kind, "qk") for i in load.inputs)
+    score = tile.score
+    assert score is not None  # which loads
+    at = tuple(score.space.spread(score(i), i.kind, "qk") for i in load.inputs)
     shape = cotangent.shape
     exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
         k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S
@@ -158,6 +161,6 @@ def _write(
     # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places
     # too, as they were before; so there the one write becomes an addition to the zeros.
     if add or setting.interpret:
-        jax.ref.addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
+        addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:
         plgpu.store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)

@@ -115,6 +115,7 @@ def compute(scores: Scores, q: jax.Array, k: jax.Array, first: Any, is_partial: 
     if scores.score is None:
         s = raw if setting.scale > 0 else -raw
     else:
+        assert setting.score is not None  # what `prepare` began to evaluate
         given = {argument(setting.score, "score"): raw * setting.scale}
         score = scores.score.child(given | _walked_index(scores, setting.score, first))
         s = score.tile(setting.score.output)
@@ -138,6 +139,7 @@ def _visible(scores: Scores, first: Any) -> jax.Array | None:
     """
     setting, visible = scores.setting, None
     if scores.mask is not None:
+        assert setting.mask is not None  # what `prepare` began to evaluate
         mask = scores.mask.child(_walked_index(scores, setting.mask, first))
         visible = mask.tile(setting.mask.output)
     length, block = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])

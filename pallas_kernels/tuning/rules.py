@@ -51,10 +51,10 @@ def forward_tiles(need: Need) -> Tiles:
 
     A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory.
     Products use wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, TFLOP/s over visited blocks for
-    causal, none, ALiBi and causal: head size 64 (B 4, H 16) 393, 419, 313 with 128 x 128, 4 warps, 2 stages; 355, 416, 302
-    with 128 x 64, 4 warps, 3 stages; 274, 322, 236 with 128 x 128, 8 warps. Head size 128 (B 2, H 16) 474, 491, 422 with
-    128 x 64, 4 warps, 2 stages; 401, 480, 359 with 128 x 128, 8 warps, 3 stages; 363, 405, 353 with 64 x 64, 4 warps,
-    which spills nothing where mods are heavy. Without Hopper's shared memory: what fits, unmeasured.
+    causal, none, ALiBi and causal: head size 64 (B 4, H 16) 393, 419, 313 with 128 x 128, 4 warps, 2 stages; 355, 416,
+    302 with 128 x 64, 4 warps, 3 stages; 274, 322, 236 with 128 x 128, 8 warps. Head size 128 (B 2, H 16) 474, 491, 422
+    with 128 x 64, 4 warps, 2 stages; 401, 480, 359 with 128 x 128, 8 warps, 3 stages; 363, 405, 353 with 64 x 64, 4
+    warps, which spills nothing where mods are heavy. Without Hopper's shared memory: what fits, unmeasured.
     """
     if need.itemsize == 4:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
@@ -68,9 +68,9 @@ def forward_tiles(need: Need) -> Tiles:
 def dkv_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
 
-    As above, causal, ALiBi and causal, in milliseconds: head size 64, 9.1 and 11.9 with 64 x 64, 4 warps, 2 stages, 10.4
-    and 12.2 with 128 x 128, 8 warps, 27.6 and 30.5 with 64 x 64, 8 warps; head size 128, 8.5 and 8.9 with 64 x 64, 4
-    warps, 8.7 and 9.4 with 64 x 128, 8 warps.
+    As above, causal, ALiBi and causal, in milliseconds: head size 64, 9.1 and 11.9 with 64 x 64, 4 warps, 2 stages,
+    10.4 and 12.2 with 128 x 128, 8 warps, 27.6 and 30.5 with 64 x 64, 8 warps; head size 128, 8.5 and 8.9 with 64 x 64,
+    4 warps, 8.7 and 9.4 with 64 x 128, 8 warps.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
@@ -84,8 +84,8 @@ def dkv_tiles(need: Need) -> Tiles:
 def dq_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dQ.
 
-    As above: head size 64, 6.6 and 7.5 ms with 64 x 64, 4 warps, 2 stages, 6.5 and 11.0 with 128 x 64, 8 warps; head size
-    128, 6.1 and 6.4 with 64 x 64, 4 warps, 6.2 and 6.6 with 128 x 128, 8 warps.
+    As above: head size 64, 6.6 and 7.5 ms with 64 x 64, 4 warps, 2 stages, 6.5 and 11.0 with 128 x 64, 8 warps; head
+    size 128, 6.1 and 6.4 with 64 x 64, 4 warps, 6.2 and 6.6 with 128 x 128, 8 warps.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 16, 4, 1)
