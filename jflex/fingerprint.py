@@ -87,7 +87,8 @@ def _describe_jaxpr(opened: Open) -> str:
 
     def read(v: Any) -> str:
         if isinstance(v, core.Literal):
-            return f"{np.asarray(v.val).tolist()!r}:{v.aval.dtype}"  # pyright: ignore[reportAttributeAccessIssue]  # declared without dtype
+            dtype = v.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]  # JAX declares an aval without one
+            return f"{np.asarray(v.val).tolist()!r}:{dtype}"
         return names[v]
 
     def write(v: Any) -> str:

@@ -169,7 +169,8 @@ class _Run:
 
         def read(v: Any) -> Value:
             if isinstance(v, core.Literal):
-                return self._literal(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]  # as declared
+                dtype = v.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]  # JAX declares an aval without one
+                return self._literal(v.val, dtype)
             return env[v]
 
         for eqn in jaxpr.eqns:
@@ -213,7 +214,7 @@ class _Run:
             return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
 
         if primitive.name == "convert_element_type":
-            return scalars(shape, lambda i: graph.cast(*at(i), dtype))
+            return scalars(shape, lambda i: graph.cast(at(i)[0], dtype))
         if primitive.name == "add_any":
             return scalars(shape, lambda i: graph.same_dtype("add", jax.lax.add, *at(i)))
         key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
