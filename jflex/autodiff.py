@@ -38,10 +38,8 @@ def attend(static: Static, inputs: Inputs) -> Saved:
     )
     try:
         return _attend(static, inputs)
-    except (
-        TypeError
-    ) as error:  # JAX's own sentence about custom_vjp, which `jax.jit(jax.jacfwd(...))` meets before the guard
-        if "forward-mode" in str(error):
+    except TypeError as error:
+        if "forward-mode" in str(error):  # JAX's sentence about custom_vjp: `jit(jacfwd(...))` meets it before the guard
             raise NotImplementedError(ONLY_REVERSE) from error
         raise
 
