@@ -39,7 +39,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
     try:
         return _attend(static, inputs)
     except TypeError as error:
-        if "forward-mode" in str(error):  # JAX's sentence about custom_vjp: `jit(jacfwd(...))` meets it before the guard
+        if "forward-mode" in str(error):  # JAX's sentence on custom_vjp; `jit(jacfwd(...))` meets it before the guard
             raise NotImplementedError(ONLY_REVERSE) from error
         raise
 
