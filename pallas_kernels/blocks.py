@@ -58,6 +58,6 @@ def walk_all(tile: int, length: int, is_partial: bool, state: Any, step: Callabl
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
-def heaviest_first(counts: jax.Array, full_counts: jax.Array) -> jax.Array:
+def heaviest_first(counts: jax.Array) -> jax.Array:
     """Rows in the order in which they are started: those with most blocks first, so that none ends alone."""
-    return jnp.argsort(-(counts + full_counts), axis=-1).astype(jnp.int32)
+    return jnp.argsort(-counts, axis=-1).astype(jnp.int32)

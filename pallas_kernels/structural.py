@@ -155,10 +155,10 @@ def select_n(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: 
 
 def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
     """Forces values between two others."""
-    low, x, high = ins
+    bounds_and_values = [np.broadcast_to(load(graph, v), shape) for v in ins]
 
     def at(i: tuple[int, ...]) -> Node:
-        below, value, above = (np.broadcast_to(load(graph, v), shape)[i] for v in (low, x, high))
+        below, value, above = (v[i] for v in bounds_and_values)
         return graph.same_dtype("min", lax.min, graph.same_dtype("max", lax.max, value, below), above)
 
     return scalars(shape, at)

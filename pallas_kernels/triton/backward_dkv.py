@@ -63,7 +63,7 @@ def _column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array |
     if setting.list_heads > 1:
         weight = weight.reshape(setting.list_batch, setting.Hkv, setting.group, -1).sum(axis=2)
     weight = jnp.repeat(weight, setting.blocks[1] // tiles.block_kv, axis=-1)[..., : pl.cdiv(setting.S, tiles.block_kv)]
-    return blocks.heaviest_first(weight, jnp.zeros_like(weight))
+    return blocks.heaviest_first(weight)
 
 
 def _over_queries(

@@ -49,7 +49,7 @@ def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | Non
     weight = arrays.lists[0] + arrays.lists[2]
     per_block = setting.blocks[0] // tiles.block_q
     weight = jnp.repeat(weight, per_block, axis=-1)[..., : pl.cdiv(setting.T, tiles.block_q)]
-    return blocks.heaviest_first(weight, jnp.zeros_like(weight))
+    return blocks.heaviest_first(weight)
 
 
 def this_row(setting: Setting, order: Any) -> tuple[Any, Any, Any]:
