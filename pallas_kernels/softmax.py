@@ -20,19 +20,17 @@ class SoftmaxState(NamedTuple):
     Attributes:
       top: The largest score so far.
       total: Sum of the weights.
-      out: Sum of the weights times the values.
+      out: Sum of the weights times the values, in chunks of columns.
     """
 
     top: jax.Array
     total: jax.Array
-    out: jax.Array
+    out: tuple[jax.Array, ...]
 
 
-def start(rows: int, size: int) -> SoftmaxState:
-    """No key has been seen."""
-    return SoftmaxState(
-        jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, size), jnp.float32)
-    )
+def start(rows: int, out: tuple[jax.Array, ...]) -> SoftmaxState:
+    """No key has been seen; `out` is zeros."""
+    return SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), out)
 
 
 def update(
@@ -41,7 +39,7 @@ def update(
     *,
     unit: float,
     weigh: Callable[[jax.Array, jax.Array], jax.Array],
-    times_values: Callable[[jax.Array], jax.Array],
+    times_values: Callable[[jax.Array], tuple[jax.Array, ...]],
     may_hide: bool,
 ) -> SoftmaxState:
     """Takes in a tile of scores.
@@ -57,12 +55,13 @@ def update(
     top = jnp.maximum(state.top, jnp.max(s, axis=1))
     shift = (jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top) * unit
     p, keep = weigh(s, shift[:, None]), weigh(state.top, shift)
-    return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), state.out * keep[:, None] + times_values(p))
+    out = tuple(x * keep[:, None] + y for x, y in zip(state.out, times_values(p), strict=True))
+    return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), out)
 
 
-def finish(state: SoftmaxState, unit: float) -> tuple[jax.Array, jax.Array]:
+def finish(state: SoftmaxState, unit: float) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
     empty = state.total == 0.0
     total = jnp.where(empty, 1.0, state.total)
     lse = jnp.where(empty, -jnp.inf, state.top * (unit * LN_2) + jnp.log(total))
-    return state.out * (1.0 / total)[:, None], lse
+    return tuple(x * (1.0 / total)[:, None] for x in state.out), lse

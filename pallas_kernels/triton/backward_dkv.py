@@ -21,8 +21,19 @@ from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.backward_dq import Rows, through_mod
+from pallas_kernels.triton.columns import (
+    Columns,
+    inner,
+    load_rows,
+    load_vector,
+    plus,
+    store_rows,
+    store_vector,
+    times,
+    zero_rows,
+)
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector, weights
+from pallas_kernels.triton.tile import weights
 
 
 class FoundByColumns(NamedTuple):
@@ -117,9 +128,10 @@ def _kernel(
             store_vector(ref, (b, h), first, total, setting.S, may_end=keys_end)
         return tuple(state)
 
-    state = tuple(jnp.zeros((tiles.block_kv, padded(size)), jnp.float32) for size in (setting.D, setting.Dv))
+    state = tuple(zero_rows(tiles.block_kv, size) for size in (setting.D, setting.Dv))
     d_k, d_v = one_head(0, state) if setting.group == 1 else lax.fori_loop(0, setting.group, one_head, state)
-    store_rows(setting, d_key, b, kv_h, first, d_k * setting.scale, setting.S, may_end=keys_end)
+    d_k = tuple(x * setting.scale for x in d_k)
+    store_rows(setting, d_key, b, kv_h, first, d_k, setting.S, may_end=keys_end)
     store_rows(setting, d_value, b, kv_h, first, d_v, setting.S, may_end=keys_end)
 
 
@@ -133,7 +145,7 @@ class _Head(NamedTuple):
     arrays: Arrays
     rows: Rows
 
-    def step(self, b: Any, h: Any, k_first: Any, k: jax.Array, v: jax.Array) -> Any:
+    def step(self, b: Any, h: Any, k_first: Any, k: Columns, v: Columns) -> Any:
         """The step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
         setting, tiles, arrays = self.setting, self.tiles, self.arrays
         programs = None if self.derivative is None else {"score": self.derivative.nodes}
@@ -152,13 +164,13 @@ class _Head(NamedTuple):
             q, d_out = queries(arrays.query), queries(self.rows.d_out)
             tile = scores.compute(known, q, k, query, is_partial)
             p = weights(setting, tile.s, known.unit, vector(self.rows.lse, other=jnp.inf)[None, :])
-            d_v += product(setting, p.astype(d_out.dtype), d_out, over=(1, 0))
-            d_p = product(setting, v, d_out, over=(1, 1))
+            d_v = plus(d_v, times(setting, p, d_out))
+            d_p = inner(setting, v, d_out)
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = through_mod(self.derivative, tile, d_s)
             sums = tuple(
                 total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, self.groups.columns, strict=True)
             )
-            return d_k + product(setting, d_s.astype(q.dtype), q, over=(1, 0)), d_v, sums
+            return plus(d_k, times(setting, d_s, q)), d_v, sums
 
         return step

@@ -20,9 +20,19 @@ from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
+from pallas_kernels.triton.columns import (
+    inner,
+    load_rows,
+    load_vector,
+    plus,
+    store_rows,
+    store_vector,
+    times,
+    zero_rows,
+)
 from pallas_kernels.triton.forward import over_keys, row_order, this_row
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, load_vector, padded, product, store_rows, store_vector, weights
+from pallas_kernels.triton.tile import weights
 
 
 class Rows(NamedTuple):
@@ -123,17 +133,17 @@ def _kernel(
         k = keys(arrays.key)
         tile = scores.compute(known, q, k, key, is_partial)
         p = weights(setting, tile.s, known.unit, lse[:, None])
-        d_p = product(setting, d_out, keys(arrays.value), over=(1, 1))
+        d_p = inner(setting, d_out, keys(arrays.value))
         d_s, of_load = through_mod(derivative, tile, p * (d_p - delta[:, None]))
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), captured[len(groups.rows) :], strict=True):
             _write(setting, tiles, ref, tile, load, of_load(load), (first, key), add=load in groups.atomics)
-        return d_q + product(setting, d_s.astype(k.dtype), k, over=(1, 0)), sums
+        return plus(d_q, times(setting, d_s, k)), sums
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
-    start = jnp.zeros((tiles.block_q, padded(setting.D)), jnp.float32)
-    d_q, sums = over_keys(setting, tiles, arrays, here, (start, sums), step)
-    store_rows(setting, d_query, b, h, first, d_q * setting.scale, setting.T, may_end=rows_end)
+    d_q, sums = over_keys(setting, tiles, arrays, here, (zero_rows(tiles.block_q, setting.D), sums), step)
+    d_q = tuple(x * setting.scale for x in d_q)
+    store_rows(setting, d_query, b, h, first, d_q, setting.T, may_end=rows_end)
     for ref, total in zip(captured, sums, strict=False):
         store_vector(ref, (b, h), first, total, setting.T, may_end=rows_end)
 

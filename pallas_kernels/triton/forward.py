@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import blocks, softmax
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
+from pallas_kernels.triton.columns import load_rows, store_rows, store_vector, times, zero_rows
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import load_rows, padded, product, store_rows, store_vector, weights
+from pallas_kernels.triton.tile import weights
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -98,11 +99,13 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
             tile.s,
             unit=known.unit,
             weigh=lambda s, shift: weights(setting, s, known.unit, shift),
-            times_values=lambda p: product(setting, p.astype(v.dtype), v, over=(1, 0)),
+            times_values=lambda p: times(setting, p, v),
             may_hide=may_hide,
         )
 
-    state = over_keys(setting, tiles, arrays, here, softmax.start(tiles.block_q, padded(setting.Dv)), step)
+    state = over_keys(
+        setting, tiles, arrays, here, softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv)), step
+    )
     rows, row_lse = softmax.finish(state, known.unit)
     store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
     store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)

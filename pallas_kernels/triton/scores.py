@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.evaluate import Evaluation
+from pallas_kernels.evaluate import Evaluation, Product
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
-from pallas_kernels.triton.tile import argument, evaluation, k_indices, product, q_indices
+from pallas_kernels.triton.columns import Columns, inner
+from pallas_kernels.triton.tile import argument, evaluation, k_indices, q_indices
 
 
 class Scores(NamedTuple):
@@ -90,7 +91,9 @@ def prepare(
     def begin(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
         if program is None:
             return None
-        begun = evaluation(program, refs, tile, fixed, transposed=transposed, approximate=approximate)
+        begun = evaluation(
+            program, refs, tile, fixed, transposed=transposed, approximate=approximate, interpret=setting.interpret
+        )
         begun.prepare(nodes or program.nodes, kinds)
         return begun
 
@@ -99,7 +102,7 @@ def prepare(
     return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k")
 
 
-def compute(scores: Scores, q: jax.Array, k: jax.Array, first: Any, is_partial: bool) -> Tile:
+def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> Tile:
     """Scores of a tile.
 
     Args:
@@ -110,14 +113,16 @@ def compute(scores: Scores, q: jax.Array, k: jax.Array, first: Any, is_partial: 
       is_partial: Whether the mask, and the ends of the sequences, matter.
     """
     setting = scores.setting
-    raw = product(setting, k, q, over=(1, 1)) if scores.transposed else product(setting, q, k, over=(1, 1))
+    raw = inner(setting, k, q) if scores.transposed else inner(setting, q, k)
     score = None
     if scores.score is None:
         s = raw if setting.scale > 0 else -raw
     else:
         assert setting.score is not None  # what `prepare` began to evaluate
-        given = {argument(setting.score, "score"): raw * setting.scale}
-        score = scores.score.child(given | _walked_index(scores, setting.score, first))
+        scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
+        score = scores.score.child(
+            _walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
+        )
         s = score.tile(setting.score.output)
     if not is_partial:
         return Tile(s, None, score)

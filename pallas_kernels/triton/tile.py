@@ -1,4 +1,4 @@
-"""Tiles in a Triton kernel: loading and storing rows, products, and mods evaluated on a tile."""
+"""Mods and weights on a tile of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,91 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.evaluate import Evaluation, Space
 from pallas_kernels.mods import Program
 from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Setting
-
-SMALLEST_DOT = 16  # rows, columns and depth of a product
-
-
-def padded(size: int) -> int:
-    """The power of two that holds a head size, as Triton's tiles must be."""
-    return max(SMALLEST_DOT, 1 << (size - 1).bit_length())
-
-
-def load_rows(
-    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
-) -> jax.Array:
-    """Loads ``[rows, padded size]`` of an array in the layout of the setting; zeros outside of it.
-
-    Args:
-      setting: The setting.
-      ref: [B, length, heads, size] or [B, heads, length, size].
-      b: Batch.
-      h: Head.
-      first: First row.
-      rows: How many.
-      length: Of the array.
-      may_end: Whether the rows may reach past the end.
-    """
-    at, mask = _place(setting, ref, b, h, first, rows, length, may_end)
-    return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
-
-
-def store_rows(
-    setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: jax.Array, length: int, *, may_end: bool
-) -> None:
-    """Stores what `load_rows` would load."""
-    at, mask = _place(setting, ref, b, h, first, x.shape[0], length, may_end)
-    plgpu.store(ref.at[at], x.astype(ref.dtype), mask=mask)
-
-
-def _place(
-    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, may_end: bool
-) -> tuple[Any, Any]:
-    size = ref.shape[3]
-    width = padded(size)
-    if not may_end and width == size:
-        row, column, mask = pl.ds(first, rows), pl.ds(0, size), None
-    else:
-        row = first + lax.broadcasted_iota(jnp.int32, (rows, width), 0)
-        column = lax.broadcasted_iota(jnp.int32, (rows, width), 1)
-        mask = column < size
-        if may_end:
-            mask &= row < length
-    b, h = (
-        jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in (b, h)
-    )  # the interpreter takes no plain int
-    return ((b, row, h, column) if setting.layout == "BTNH" else (b, h, row, column)), mask
-
-
-def load_vector(
-    ref: Any, at: tuple[Any, ...], first: Any, rows: int, length: int, other: float, *, may_end: bool
-) -> jax.Array:
-    """Loads ``[rows]`` of the last axis of an array."""
-    if not may_end:
-        return plgpu.load(ref.at[(*at, pl.ds(first, rows))])
-    index = first + lax.broadcasted_iota(jnp.int32, (rows,), 0)
-    return plgpu.load(ref.at[(*at, index)], mask=index < length, other=other)
-
-
-def store_vector(ref: Any, at: tuple[Any, ...], first: Any, x: jax.Array, length: int, *, may_end: bool) -> None:
-    """Stores what `load_vector` would load."""
-    if not may_end:
-        plgpu.store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)
-    else:
-        index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        plgpu.store(ref.at[(*at, index)], x, mask=index < length)
-
-
-def product(setting: Setting, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
-    """Sums over axis ``over[0]`` of `a` and ``over[1]`` of `b`, in float32."""
-    dimensions = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=setting.precision, preferred_element_type=jnp.float32)
 
 
 def weights(setting: Setting, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
@@ -106,23 +27,28 @@ def weights(setting: Setting, s: jax.Array, unit: float, shift: jax.Array) -> ja
         return jnp.exp2(s * unit - shift)
     factor = np.float32(unit).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
-    [p] = plgpu.elementwise_inline_asm(
+    return _of_elements(asm, s, jnp.broadcast_to(-shift, s.shape))
+
+
+def _of_elements(asm: str, *args: jax.Array) -> jax.Array:
+    """Runs assembly on each element: ``$0`` is the float32 result, what follows the float32 arguments."""
+    [out] = plgpu.elementwise_inline_asm(
         asm,
-        args=[s, jnp.broadcast_to(-shift, s.shape)],
-        constraints="=f,f,f",
+        args=args,
+        constraints=",".join(["=f", *("f" for _ in args)]),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(s.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )
-    return p
+    return out
 
 
 class TileSpace(Space):
     """Values as Triton holds them: ``()``, ``(Bq, 1)``, ``(1, Bk)``, ``(Bq, Bk)``, or transposed."""
 
     def __init__(
-        self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool
+        self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
     ) -> None:
-        self.refs, self.approximate = refs, approximate
+        self.refs, self.approximate, self.interpret = refs, approximate, interpret
         shapes = {"": (), "q": (block_q, 1), "k": (1, block_kv), "qk": (block_q, block_kv)}
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
 
@@ -139,6 +65,10 @@ class TileSpace(Space):
         ref = self.refs[node.value]
         x = plgpu.load(ref.at[tuple(indices)]) if indices else ref[...]
         return x != 0 if node.dtype == np.bool_ else x
+
+    def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        """One instruction."""
+        return a * b + c if self.interpret else _of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
     def substitutes(self) -> Mapping[str, Callable[..., jax.Array]]:
         """The hardware's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
@@ -157,6 +87,7 @@ def evaluation(
     *,
     transposed: bool = False,
     approximate: bool = False,
+    interpret: bool = False,
 ) -> Evaluation:
     """Starts to evaluate a program.
 
@@ -167,8 +98,9 @@ def evaluation(
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are known ahead of the loop.
       transposed: Whether tiles are held as (keys, queries).
       approximate: Whether fast functions of the hardware may be used.
+      interpret: Run by Pallas' interpreter, which knows no assembly.
     """
-    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate)
+    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, interpret=interpret)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
