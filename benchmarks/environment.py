@@ -13,7 +13,8 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
-_PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton")
+_PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
+_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 
 
 def describe() -> dict[str, Any]:
@@ -26,6 +27,29 @@ def describe() -> dict[str, Any]:
                     "load_at_the_end": round(os.getloadavg()[0], 1)},
         "versions": {"python": platform.python_version()} | {name: v for name in _PACKAGES if (v := _version(name))},
     }  # fmt: skip
+
+
+def gpu_facts() -> dict[str, str]:
+    """Name, driver and present clocks of the first GPU as `nvidia-smi` tells them; empty without one.
+
+    It starts nothing on the GPU, so that children may have all of its memory.
+    """
+    words = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    facts = dict(zip(_GPU_FIELDS, done.stdout.splitlines()[0].split(", "), strict=False))
+    return {"device": facts.pop("name")} | facts
+
+
+def results_folder(device: str) -> str:
+    """The folder of the results of a GPU, by its name.
+
+    >>> results_folder("NVIDIA H200"), results_folder("NVIDIA L4")
+    ('h200', 'nvidia-l4')
+    """
+    return "h200" if "H200" in device else device.lower().replace(" ", "-")
 
 
 def _module() -> str:
