@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cotangents import group_loads, scatter
 from pallas_kernels.mods import Derivative
-from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
+from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import backward_dkv, backward_dq
 
 
@@ -85,12 +85,12 @@ def backward(
 
 
 def _row_statistics(setting: Setting, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> backward_dq.Rows:
-    """dO, the lse in base 2 and delta. An empty row gets lse = inf, so that ``2 ** (score - lse)`` is 0."""
+    """dO, lse and delta."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) if setting.layout == "BTNH" else delta
     delta = delta if d_lse is None else delta - d_lse
-    return backward_dq.Rows(d_out, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), delta)
+    return backward_dq.Rows(d_out, lse, delta)
 
 
 def _collect(

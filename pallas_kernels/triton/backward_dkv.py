@@ -20,7 +20,7 @@ from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.backward_dq import Rows, through_mod
+from pallas_kernels.triton.backward_dq import Rows, shift_of, through_mod
 from pallas_kernels.triton.columns import (
     Columns,
     inner,
@@ -67,7 +67,7 @@ def dkv(
 
 
 def _column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]."""
+    """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]; None is their own."""
     if setting.blocks is None:
         return None
     weight = arrays.lists[4] + arrays.lists[6]
@@ -163,7 +163,7 @@ class _Head(NamedTuple):
             )
             q, d_out = queries(arrays.query), queries(self.rows.d_out)
             tile = scores.compute(known, q, k, query, is_partial)
-            p = weights(setting, tile.s, known.unit, vector(self.rows.lse, other=jnp.inf)[None, :])
+            p = weights(setting, tile.s, known.unit, shift_of(vector(self.rows.lse, other=-jnp.inf))[None, :])
             d_v = plus(d_v, times(setting, p, d_out))
             d_p = inner(setting, v, d_out)
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])

@@ -18,7 +18,7 @@ from jax.ref import addupdate
 
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.mods import Derivative
-from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.columns import (
     inner,
@@ -36,11 +36,16 @@ from pallas_kernels.triton.tile import weights
 
 
 class Rows(NamedTuple):
-    """Per query: cotangent of the output (in the setting's layout), lse in base 2, delta; the last two [B, Hq, T]."""
+    """Per query: cotangent of the output (in the setting's layout), lse and delta, both [B, Hq, T]."""
 
     d_out: Any
     lse: Any
     delta: Any
+
+
+def shift_of(lse: jax.Array) -> jax.Array:
+    """What is subtracted from scores in base 2; inf for an empty row, so that its weights are 0."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
 class FoundByRows(NamedTuple):
@@ -114,7 +119,7 @@ def _kernel(
         load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
     )
     q, d_out = own_rows(arrays.query), own_rows(rows.d_out)
-    lse, delta = vector(rows.lse, other=jnp.inf), vector(rows.delta, other=0.0)
+    shift, delta = shift_of(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
     programs = None if derivative is None else {"score": derivative.nodes}
     known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first, programs=programs)
 
@@ -132,7 +137,7 @@ def _kernel(
         )
         k = keys(arrays.key)
         tile = scores.compute(known, q, k, key, is_partial)
-        p = weights(setting, tile.s, known.unit, lse[:, None])
+        p = weights(setting, tile.s, known.unit, shift[:, None])
         d_p = inner(setting, d_out, keys(arrays.value))
         d_s, of_load = through_mod(derivative, tile, p * (d_p - delta[:, None]))
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))

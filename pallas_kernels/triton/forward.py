@@ -44,7 +44,7 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
 
 
 def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of queries are started, [list batch, list heads, tiles], or None for their own."""
+    """In which order the tiles of queries are started, [list batch, list heads, tiles]; None is the last one first."""
     if setting.blocks is None:
         return None
     weight = arrays.lists[0] + arrays.lists[2]
@@ -55,10 +55,10 @@ def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | Non
 
 def this_row(setting: Setting, order: Any) -> tuple[Any, Any, Any]:
     """Batch, query head and tile of queries of this program."""
-    tile, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if order is not None:
-        tile = order[(*blocks.list_position(setting, b, h), tile)]
-    return b, h, tile
+    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    if order is None:
+        return b, h, pl.num_programs(0) - 1 - nth
+    return b, h, order[(*blocks.list_position(setting, b, h), nth)]
 
 
 def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
