@@ -11,6 +11,8 @@ from jax import lax
 
 from pallas_kernels.setting import Setting
 
+EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of blocks
+
 
 class BlockRow(NamedTuple):
     """Which lists of which row of blocks a tile walks: refs to counts and indices, and where in them."""
@@ -67,3 +69,17 @@ def heaviest_first(counts: jax.Array) -> jax.Array | None:
     None if there are so few that the last ones first will do, which is the same for a causal mask.
     """
     return None if counts.shape[-1] < MANY_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
+
+
+def kinds(setting: Setting, lists: Any) -> jax.Array:
+    """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
+    assert setting.blocks is not None
+    columns = -(-setting.S // setting.blocks[1])
+    counts, indices, full_counts, full_indices = lists[:4]
+    found = jnp.zeros((*counts.shape, columns), jnp.int32)
+    outer = jnp.indices(counts.shape, sparse=True)
+    for count, index, kind in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
+        listed = jax.lax.broadcasted_iota(jnp.int32, index.shape, 3) < count[..., None]
+        at = (*(x[..., None] for x in outer), jnp.clip(index, 0, columns - 1))
+        found = found.at[at].max(jnp.where(listed, kind, EMPTY))
+    return found

@@ -1,8 +1,8 @@
 """From cotangents of loads to gradients of captured arrays.
 
-A kernel sums the cotangent of a load over the axes on which the load does not depend, in registers. What is left is
-summed
-here: over batch and heads where the index does not use them, and then scattered once into the array.
+A kernel sums the cotangent of a load over the axes on which the load does not depend, in registers. What is left of
+rows and columns is summed here: over batch and heads where the index does not use them, and then scattered once into
+the array.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.evaluate import Evaluation, Space
+from pallas_kernels.invariance import NO_AXES, Invariance, invariance
 from pallas_kernels.mods import Derivative
 from pallas_kernels.nodes import Node, reachable
 from pallas_kernels.setting import Setting
@@ -26,12 +27,14 @@ class LoadGroups(NamedTuple):
     Attributes:
       rows: Those that depend on the query or on nothing: float32 [B, Hq, T], one value a query.
       columns: Those that depend on the key: float32 [B, Hq, S].
+      repeated: Those by element that are the same along some axes, by these axes: a kernel of its own sums them.
       stores: Those that read each element of their array at most once: stored by tile.
       atomics: All others: added by element.
     """
 
     rows: tuple[Node, ...]
     columns: tuple[Node, ...]
+    repeated: tuple[tuple[Invariance, tuple[Node, ...]], ...]
     stores: tuple[Node, ...]
     atomics: tuple[Node, ...]
 
@@ -39,22 +42,37 @@ class LoadGroups(NamedTuple):
 def group_loads(setting: Setting, derivative: Derivative | None) -> LoadGroups:
     """Sorts the wanted loads."""
     loads = [] if derivative is None else list(derivative.d_loads)
-    tiles = [n for n in loads if n.kind == "qk"]
-    alone = lambda n: sum(other.value == n.value for other in tiles) == 1
-    stores = [n for n in tiles if alone(n) and _reads_once(setting, n)]
+    repeated: dict[Invariance, list[Node]] = {}
+    single = []
+    for load in (n for n in loads if n.kind == "qk"):
+        axes = invariance(setting, load)
+        (repeated.setdefault(axes, []) if any(axes) else single).append(load)
+    alone = lambda n: sum(other.value == n.value for other in single) == 1
+    stores = [n for n in single if alone(n) and reads_once(setting, n)]
     return LoadGroups(
         tuple(n for n in loads if n.kind in ("", "q")),
         tuple(n for n in loads if n.kind == "k"),
+        tuple((axes, tuple(group)) for axes, group in repeated.items()),
         tuple(stores),
-        tuple(n for n in tiles if n not in stores),
+        tuple(n for n in single if n not in stores),
     )
 
 
-def _reads_once(setting: Setting, load: Node) -> bool:
-    """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset."""
-    sizes = {"b": setting.B, "h": setting.Hq, "q": setting.T, "k": setting.S}
+def reads_once(setting: Setting, load: Node, axes: Invariance = NO_AXES) -> bool:
+    """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
+
+    `axes` are those that do not count, because the load is the same along them.
+    """
+    sizes = {"b": 1 if axes.batch else setting.B, "h": 1 if axes.heads else setting.Hq, "q": setting.T, "k": setting.S}
     own = {_argument_with_offset(index) for index in load.inputs}
-    return all(size == 1 or name in own for name, size in sizes.items())
+    return not axes.diagonal and all(size == 1 or name in own for name, size in sizes.items())
+
+
+def covers(setting: Setting, load: Node, shape: tuple[int, ...]) -> bool:
+    """Whether a load surely reads all of its array, whose dimensions are arguments as they are."""
+    sizes = {"b": setting.B, "h": setting.Hq, "q": setting.T, "k": setting.S}
+    named = [index.value if index.op == "input" else None for index in load.inputs]
+    return all(size == 1 or sizes.get(name or "") == size for name, size in zip(named, shape, strict=True))
 
 
 def _argument_with_offset(node: Node) -> str | None:

@@ -125,7 +125,8 @@ class Graph:
         dtype = np.dtype(dtype)
         if node.dtype == dtype:
             return node
-        if dtype == np.float32 and node.kind == "qk" and node.op in _EXACT_IN_FLOAT and _is_exact(node, *node.inputs):
+        by_parts = dtype == np.float32 and node.kind == "qk" and node.op in _EXACT_IN_FLOAT
+        if by_parts and is_exact_in_float(node, *node.inputs):
             return self.apply(node.op, _EXACT_IN_FLOAT[node.op], [self.cast(x, dtype) for x in node.inputs], dtype)
         return self.apply("convert_element_type", lambda x: lax.convert_element_type(x, dtype), (node,), dtype)
 
@@ -204,7 +205,8 @@ class Graph:
 _EXACT_IN_FLOAT = {"add": lax.add, "sub": lax.sub, "neg": lax.neg, "abs": lax.abs, "max": lax.max, "min": lax.min}
 
 
-def _is_exact(*nodes: Node) -> bool:
+def is_exact_in_float(*nodes: Node) -> bool:
+    """Whether float32 holds these integers exactly."""
     return all(n.dtype.kind in "iu" and n.bounds is not None and max(map(abs, n.bounds)) <= 1 << 24 for n in nodes)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.cotangents import group_loads, scatter
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import Arrays, Setting, Tiles
-from pallas_kernels.triton import backward_dkv, backward_dq
+from pallas_kernels.triton import backward_captured, backward_dkv, backward_dq
 
 
 class Plan(NamedTuple):
@@ -73,6 +73,11 @@ def backward(
         d_query = found.query if plan.query else None
         _collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
         for load, x in zip((*groups.stores, *groups.atomics), found.tiles, strict=True):
+            gradients[load.value].append(x)
+    for axes, loads in groups.repeated:
+        assert plan.derivative is not None  # what loads
+        found_captured = backward_captured.captured(setting, tiles.dq, arrays, rows, plan.derivative, (axes, loads))
+        for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
     if plan.key_or_value or groups.columns:
         found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)

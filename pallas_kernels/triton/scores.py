@@ -110,7 +110,7 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
       q: [Bq, D].
       k: [Bk, D].
       first: First index along the axis of the loop.
-      is_partial: Whether the mask, and the ends of the sequences, matter.
+      is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
     """
     setting = scores.setting
     raw = inner(setting, k, q) if scores.transposed else inner(setting, q, k)
@@ -121,23 +121,24 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
         assert setting.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
         score = scores.score.child(
-            _walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
+            walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
         )
         s = score.tile(setting.score.output)
-    if not is_partial:
+    if is_partial is False:
         return Tile(s, None, score)
-    visible = _visible(scores, first)
+    visible = _visible(scores, first, is_partial)
     return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
-def _walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
+def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
     setting = scores.setting
     if scores.walked == "q":
         return {argument(program, "q"): q_indices(first, scores.tile, setting.T, transposed=True)}
     return {argument(program, "k"): k_indices(first, scores.tile, setting.S)}
 
 
-def _visible(scores: Scores, first: Any) -> jax.Array | None:
+def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
     """What a partial tile shows: the mask, and what exists along the axis of the loop.
 
     Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
@@ -145,8 +146,10 @@ def _visible(scores: Scores, first: Any) -> jax.Array | None:
     setting, visible = scores.setting, None
     if scores.mask is not None:
         assert setting.mask is not None  # what `prepare` began to evaluate
-        mask = scores.mask.child(_walked_index(scores, setting.mask, first))
+        mask = scores.mask.child(walked_index(scores, setting.mask, first))
         visible = mask.tile(setting.mask.output)
+        if is_partial is not True:
+            visible = visible | ~is_partial
     length, block = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
     if length % block:
         shape = scores.tile[::-1] if scores.transposed else scores.tile
