@@ -26,10 +26,10 @@ TITLE = (
 _JAX, _TORCH = "benchmarks.gpu.numerics_jax", "benchmarks.gpu.numerics_torch"
 # Each with its module and among how many processes its cases are dealt: those that compile long, more.
 PEERS = {
-    "jflex triton": (_JAX, 2),
+    "jflex triton": (_JAX, 4),
     "jflex xla": (_JAX, 2),
-    "jax.nn xla": (_JAX, 1),
-    "jax.nn cudnn": (_JAX, 1),
+    "jax.nn xla": (_JAX, 2),
+    "jax.nn cudnn": (_JAX, 2),
     "torch FlexAttention": (_TORCH, 4),
     "torch SDPA flash": (_TORCH, 1),
     "torch SDPA cuDNN": (_TORCH, 1),
@@ -50,6 +50,9 @@ class Sizes(NamedTuple):
     peers: tuple[str, ...] = tuple(PEERS)
 
 
+FULL = Sizes()
+
+
 def main() -> None:
     argparse.ArgumentParser(prog="python -m benchmarks.numerics", description=__doc__.splitlines()[0]).parse_args()
     figures, remarks = measure()
@@ -59,7 +62,7 @@ def main() -> None:
     print("\n".join([f"{path}: {TITLE}", *table(figures), *remarks]))
 
 
-def measure(sizes: Sizes = Sizes(), ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:  # noqa: B008
+def measure(sizes: Sizes = FULL, ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:
     cases = [
         Case(variant, dtype, D, sizes.length, sizes.heads)
         for variant, dtype, D in itertools.product(VARIANTS, sizes.dtypes, sizes.head_sizes)
@@ -85,15 +88,16 @@ def _questions(peers: Sequence[str], cases: list[Case], paths: list[str]) -> lis
 def _by_peer(peers: Sequence[str], found: dict[str, Any]) -> tuple[dict[str, dict[str, Results]], list[str]]:
     """The errors by peer and case, and a remark for each reason of a peer to refuse cases."""
     by_peer: dict[str, dict[str, Results]] = {peer: {} for peer in peers}
-    refused: dict[tuple[str, str], list[str]] = {}
+    refused: dict[str, tuple[dict[str, None], dict[str, None]]] = {}  # peers and variants, once each and in order
     for label, answer in found.items():
         peer = label.partition(" (")[0]
         for case, each in answer.items():
             if isinstance(each, str):
-                refused.setdefault((peer, each), []).append(case)
+                peers_of_it, variants = refused.setdefault(each, ({}, {}))
+                peers_of_it[peer] = variants[case.partition(",")[0]] = None
             else:
                 by_peer[peer][case] = {name: Errors(*x) for name, x in each.items()}
-    remarks = [f"{peer} leaves out {'; '.join(cases)}: {reason}" for (peer, reason), cases in refused.items()]
+    remarks = [f"{', '.join(who)}; {', '.join(what)}: {reason}" for reason, (who, what) in refused.items()]
     return by_peer, remarks
 
 

@@ -20,7 +20,10 @@ class Sizes(NamedTuple):
     runs: int = 11
 
 
-def measure(sizes: Sizes = Sizes(), ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:  # noqa: B008
+FULL = Sizes()
+
+
+def measure(sizes: Sizes = FULL, ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:
     found, remarks = answers(_questions(sizes), ask_one)
     figures = []
     for label, answer in found.items():
@@ -66,7 +69,6 @@ def probe(length: int, mask: str, runs: int) -> dict[str, Any]:
 
     import jflex
     from benchmarks.gpu.asking import alone
-    from benchmarks.timing import device_seconds
     from jflex.masks import causal, document
 
     ids = jax.block_until_ready(jnp.arange(length, dtype=jnp.int32) * DOCUMENTS // length)
@@ -87,7 +89,11 @@ def probe(length: int, mask: str, runs: int) -> dict[str, Any]:
             started = time.perf_counter()
             jax.block_until_ready(compiled(ids))
             wall.append(time.perf_counter() - started)
-        kernels = device_seconds(lambda: compiled(ids), runs) if device.platform == "gpu" else None
+        kernels = None
+        if device.platform == "gpu":
+            from benchmarks.timing import device_seconds
+
+            kernels = device_seconds(lambda: compiled(ids), runs)
     return {
         "wall": wall,
         "device": kernels,

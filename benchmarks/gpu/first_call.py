@@ -22,7 +22,10 @@ class Sizes(NamedTuple):
     implementation: str = "triton"
 
 
-def measure(sizes: Sizes = Sizes(), ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:  # noqa: B008
+FULL = Sizes()
+
+
+def measure(sizes: Sizes = FULL, ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:
     # Once before, so that no process is the one that reads JAX or torch from the disk.
     answers([Question("JAX", __name__, "imported", {}), Question("torch", _TORCH, "imported", {})], ask_one)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,10 @@ class Sizes(NamedTuple):
     implementation: str = "triton"
 
 
-def measure(sizes: Sizes = Sizes(), ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:  # noqa: B008
+FULL = Sizes()
+
+
+def measure(sizes: Sizes = FULL, ask_one: Ask = ask) -> tuple[list[Figure], list[str]]:
     questions = [_question(peer, length, sizes) for peer in (_JFLEX, _TORCH) for length in sizes.lengths]
     found, remarks = answers(questions, ask_one)
     series = {

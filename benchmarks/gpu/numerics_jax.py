@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,9 +20,7 @@ _ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 def probe(peer: str, cases: Sequence[Sequence[Any]], paths: Sequence[str]) -> dict[str, Any]:
     """Errors of each result by the case's name, or a sentence where it could not run."""
-    with ThreadPoolExecutor() as pool:  # XLA compiles outside of Python's lock
-        found = list(pool.map(functools.partial(_errors, peer), [Case(*case) for case in cases], paths))
-    return {Case(*case).name: each for case, each in zip(cases, found, strict=True)}
+    return {Case(*case).name: _errors(peer, Case(*case), path) for case, path in zip(cases, paths, strict=True)}
 
 
 def _errors(peer: str, case: Case, path: str) -> dict[str, Any] | str:
@@ -56,11 +53,11 @@ def _jflex(case: Case, peer: str) -> Callable[..., Any]:
 def _jax_nn(case: Case, implementation: str) -> Callable[..., Any]:
     bias = None
     if case.variant == "softcap":
-        raise NotImplementedError("jax.nn has no soft capping.")
+        raise NotImplementedError("there is no soft capping.")
     if case.variant == "alibi":
         places = jnp.arange(case.S, dtype=jnp.float32)
-        distance = places - places[:, None]
-        bias = (jnp.asarray(slopes(case.H), jnp.float32)[:, None, None] * distance)[None]
+        distance = places[None] - places[:, None]
+        bias = (jnp.asarray(slopes(case.H), jnp.float32)[:, None, None] * distance[None])[None]
         bias = bias.astype(case.dtype) if implementation == "cudnn" else bias  # cuDNN's is of the dtype of the query
     return functools.partial(
         jax.nn.dot_product_attention, bias=bias, is_causal=case.variant != "noop", implementation=implementation

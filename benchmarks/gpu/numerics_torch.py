@@ -55,7 +55,7 @@ def _flex(case: Case, query: Any, key: Any, value: Any) -> Any:
 
 def _sdpa(peer: str, case: Case, query: Any, key: Any, value: Any) -> Any:
     if case.variant == "softcap":
-        raise NotImplementedError("torch SDPA has no soft capping.")
+        raise NotImplementedError("there is no soft capping.")
     bias = None
     if case.variant == "alibi":
         places = torch.arange(case.S, device=_device(), dtype=torch.float32)

@@ -71,10 +71,10 @@ def block_mask(length: int, mask: str, compiled: bool, runs: int) -> dict[str, A
     def build() -> Any:
         return create(mask_mod, None, None, length, length, device="cuda")
 
-    made = build()
-    torch.cuda.synchronize()
-    with alone():
+    if compiled:
         build()
+    with alone():
+        made = build()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, seconds = torch.cuda.memory_allocated(), []
@@ -84,6 +84,7 @@ def block_mask(length: int, mask: str, compiled: bool, runs: int) -> dict[str, A
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()  # of which the next process may need tens of GB
     return {"wall": seconds, "peak": peak, "sparsity": float(made.sparsity())}
 
 
