@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 
 from benchmarks.results import Figure
 from benchmarks.spans import Span, busy_per_call
+from benchmarks.summary import Summary
 
 PROFILER = "kernels seen by the profiler, cold L2"
 QUEUE = "wall time of a queue of calls"
@@ -27,21 +27,6 @@ _PROFILER_ERRORS = (RuntimeError, ValueError, OSError, AttributeError)
 _STEADY = 0.1  # Measuring ends when the quartiles of the ratio lie within this share of its median,
 _ENOUGH = 9  # and there are so many rounds,
 _LONGEST = 31  # or so many at most, or the time is over.
-
-
-class Summary(NamedTuple):
-    """Median and quartiles."""
-
-    median: float
-    low: float
-    high: float
-    runs: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        """Of at least one value."""
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-        return cls(quartiles[1], quartiles[0], quartiles[2], len(values))
 
 
 class Timing(NamedTuple):

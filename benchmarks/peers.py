@@ -1,0 +1,93 @@
+"""Who is measured, and what each can compute. Loads neither JAX nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from benchmarks.problems import Problem
+
+_LARGEST_SCORES = 8 * 2**30  # bytes of float32 scores that a peer that holds all of them may take
+_LARGEST_MASK = 2**31  # bytes of an itemised mask
+
+
+class Peer(NamedTuple):
+    """One implementation.
+
+    Attributes:
+      name: For the command line and the results.
+      title: For tables.
+      library: ``"jax"`` or ``"torch"``; each has a process of its own.
+      refuses: Why it is not asked for a problem; None if it is.
+    """
+
+    name: str
+    title: str
+    library: str
+    refuses: Callable[[Problem], str | None]
+
+
+def _anything(problem: Problem) -> str | None:
+    return None
+
+
+def _only(*variants: str) -> Callable[[Problem], str | None]:
+    def refuses(problem: Problem) -> str | None:
+        if problem.form != "split":
+            return "has no BlockMask"
+        return None if problem.variant in variants else f"has no {problem.variant}"
+
+    return refuses
+
+
+def _dense(problem: Problem) -> str | None:
+    scores = 4 * problem.B * problem.Hq * problem.T * problem.S
+    return f"would hold {scores / 2**30:.0f} GiB of scores" if scores > _LARGEST_SCORES else None
+
+
+def _both(*questions: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
+    return lambda problem: next((reason for ask in questions if (reason := ask(problem)) is not None), None)
+
+
+def _itemised(problem: Problem) -> str | None:
+    mask = 2 * problem.T * problem.S * (problem.Hq if problem.variant in ("alibi", "pair_bias") else 1)
+    if problem.differentiated and problem.variant != "pair_bias":
+        return "has no such gradient"
+    plain = problem.variant in ("noop", "causal")
+    return f"would hold a mask of {mask / 2**30:.0f} GiB" if not plain and mask > _LARGEST_MASK else None
+
+
+_MASKS = ("sliding_window", "prefix_lm", "document_mask")
+_ITEMISED = ("noop", "causal", "alibi", "pair_bias", *_MASKS)
+PEERS = {peer.name: peer for peer in (
+    Peer("jflex", "jflex", "jax", _anything),
+    Peer("torch-flex", "torch FlexAttention", "torch", _anything),
+    Peer("jax-cudnn", "jax.nn cuDNN", "jax", _only("noop", "causal", "sliding_window", "pair_bias")),
+    Peer("jax-xla", "jax.nn XLA", "jax", _both(_only("noop", "causal", "sliding_window", "pair_bias"), _dense)),
+    Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _only("noop", "causal")),
+    Peer("sdpa-flash", "torch SDPA flash", "torch", _only("noop", "causal")),
+    Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _both(_only(*_ITEMISED), _itemised)),
+    Peer("tokamax", "tokamax", "jax", _only("noop", "causal")),
+)}  # fmt: skip
+FIRST = "jflex"  # the one that the others are compared with
+OF_SUITE = {
+    "main": ("jflex", "torch-flex", "jax-cudnn"),
+    "grid": ("jflex", "torch-flex"),
+    "blocks": ("jflex", "torch-flex"),
+    "heads": ("jflex", "torch-flex", "jax-cudnn"),
+    "captured": ("jflex", "torch-flex", "jax-cudnn"),
+    "quick": ("jflex", "torch-flex", "jax-cudnn"),
+    "tiny": ("jflex", "torch-flex", "jax-xla"),
+}
+
+
+def peers_of(suite: str, named: Sequence[str] = ()) -> tuple[Peer, ...]:
+    """Those that are named, or those that the suite is measured with: all, if it does not say."""
+    return tuple(PEERS[name] for name in (named or OF_SUITE.get(suite, tuple(PEERS))))
+
+
+def asked(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
+    """Names of the peers that a problem is measured with, by library."""
+    willing = [peer for peer in peers if peer.refuses(problem) is None]
+    libraries = dict.fromkeys(peer.library for peer in willing)
+    return {library: [peer.name for peer in willing if peer.library == library] for library in libraries}

@@ -1,0 +1,174 @@
+"""Attention problems by name, with where they come from. Loads neither JAX nor torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+PAPER = "Dong et al. 2024, arXiv:2412.05496"
+SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
+NEIGHBORHOODS = ("neighborhood", "neighborhood_tiled", "neighborhood_morton")
+_KV_BYTES = 256 * 2**20  # The paper keeps key and value together at this size (section 6.2).
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One attention to measure.
+
+    Attributes:
+      B: Batch.
+      T: Queries.
+      S: Keys.
+      Hq: Query heads.
+      Hkv: Key heads.
+      D: Size of a head.
+      variant: A name in `benchmarks.variants.VARIANTS`.
+      form: How the mask is given: ``"split"`` as a BlockMask with full and partial blocks, ``"partial"`` as one with
+        every block partial, ``"everywhere"`` as a bare mask_mod.
+      differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
+      dtype: Of the arrays.
+      source: Where the problem comes from.
+    """
+
+    B: int
+    T: int
+    S: int
+    Hq: int
+    Hkv: int
+    D: int
+    variant: str
+    form: str = "split"
+    differentiated: bool = False
+    dtype: str = "bfloat16"
+    source: str = "issue 3"
+
+    @property
+    def shape(self) -> str:
+        """In words, without the variant."""
+        heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
+        lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
+        return f"B {self.B}, {heads}, {lengths}, D {self.D}"
+
+    @property
+    def label(self) -> str:
+        """The variant and how it is given."""
+        notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
+        return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
+
+    @property
+    def name(self) -> str:
+        """All in words."""
+        return f"{self.label}; {self.shape}"
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> Problem:
+        """From what `dataclasses.asdict` made."""
+        return cls(**content)
+
+
+def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **more: Any) -> Problem:
+    """As many queries as keys."""
+    Hq, Hkv = H if isinstance(H, tuple) else (H, H)
+    return Problem(B, S, S, Hq, Hkv, D, variant, **more)
+
+
+def _main() -> list[Problem]:
+    shapes = ((4, 16384, 16, 64), (2, 16384, 16, 128), (2, 8192, (32, 8), 128))
+    return [square(*shape, variant) for shape in shapes for variant in SEVEN]
+
+
+def _of_paper(S: int, H: int | tuple[int, int], D: int, variant: str) -> Problem:
+    Hkv = H[1] if isinstance(H, tuple) else H
+    return square(max(1, _KV_BYTES // (2 * 2 * S * Hkv * D)), S, H, D, variant, source=f"{PAPER}, section 6.2")
+
+
+def _paper() -> list[Problem]:
+    """Its figure 7: causal by length, and every variant at 16k; and the neighbourhoods of its appendix A.1."""
+    shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
+    lengths = [2**n for n in range(10, 17)]
+    by_length = [_of_paper(S, H, D, "causal") for H, D in shapes for S in lengths]
+    by_variant = [_of_paper(16384, H, D, variant) for H, D in shapes for variant in SEVEN if variant != "causal"]
+    neighborhoods = [dataclasses.replace(_of_paper(16384, 16, D, name), source=f"{PAPER}, appendix A.1")
+                     for D in (64, 128) for name in NEIGHBORHOODS]  # fmt: skip
+    return by_length + by_variant + neighborhoods
+
+
+def _grid() -> list[Problem]:
+    """All that the figures of the paper could have shown: every variant at every length."""
+    shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
+    return [_of_paper(2**n, H, D, variant) for H, D in shapes for n in range(10, 17) for variant in SEVEN]
+
+
+def _heads() -> list[Problem]:
+    """Odd head sizes beside even ones: 80 (Phi-2, Stable Diffusion), 96 (Phi-3), 192 (query and key of DeepSeek)."""
+    return [square(2, 8192, 16, D, variant) for variant in ("noop", "causal") for D in (64, 80, 96, 128, 192)]
+
+
+def _short() -> list[Problem]:
+    return [square(32, S, 16, 64, variant) for variant in ("noop", "causal") for S in (128, 256, 512, 1024)]
+
+
+def _blocks() -> list[Problem]:
+    """The paper's figure 8: causal with the split of blocks, without it, and without a BlockMask."""
+    shapes = [(16, S, 16, 64) for S in (1024, 2048, 4096, 8192)] + [(4, 16384, 16, 64), (2, 16384, 16, 128)]
+    forms = ("split", "partial", "everywhere")
+    return [square(*shape, "causal", form=form) for shape in shapes for form in forms]
+
+
+def _captured() -> list[Problem]:
+    problems = [square(2, 4096, 16, 64, "noop")]
+    for variant in ("alibi", "relative_table", "pair_bias"):
+        problems += [square(2, 4096, 16, 64, variant, differentiated=wanted) for wanted in (False, True)]
+    return problems
+
+
+def _pair_bias() -> list[Problem]:
+    """AlphaFold 2 (Jumper et al. 2021, supplementary 1.6): one bias shared by the batch, with its gradient.
+
+    Triangle attention (algorithms 13 and 14) has a row of the pair representation in each batch entry and 4 heads of
+    32; row-wise attention of the MSA with pair bias (algorithm 7) has a sequence in each, here 128, and 8 heads of 32.
+    """
+    triangle, rows = "AlphaFold 2, supplementary, algorithm 13", "AlphaFold 2, supplementary, algorithm 7"
+    problems = []
+    for S in (384, 768):
+        for B, H, source in ((S, 4, triangle), (128, 8, rows)):
+            problems += [square(B, S, H, 32, "noop", source=source),
+                         square(B, S, H, 32, "pair_bias", differentiated=True, source=source)]  # fmt: skip
+    return problems
+
+
+def _quick() -> list[Problem]:
+    return [square(1, 4096, 16, 64, variant, source="a glance") for variant in ("causal", "softcap", "document_mask")]
+
+
+def _tiny() -> list[Problem]:
+    """Small enough for the CPU; for tests."""
+    forms = [square(1, 256, 2, 16, "causal", form="partial", source="tests"),
+             square(1, 256, (2, 1), 16, "alibi", differentiated=True, source="tests")]  # fmt: skip
+    return [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")] + forms
+
+
+_SUITES = {"main": _main, "paper": _paper, "grid": _grid, "heads": _heads, "short": _short, "blocks": _blocks,
+           "captured": _captured, "pair_bias": _pair_bias, "quick": _quick, "tiny": _tiny}  # fmt: skip
+SUITES = tuple(_SUITES)
+TITLES = {
+    "main": "the problems of issue 3",
+    "paper": "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighbourhoods",
+    "grid": "every variant at every length, key and value 256 MiB",
+    "heads": "head sizes",
+    "short": "short sequences",
+    "blocks": "what the BlockMask and its full blocks are worth, causal",
+    "captured": "captured arrays with and without their gradient",
+    "pair_bias": "a pair bias that the batch shares, with its gradient, at AlphaFold 2's sizes",
+    "quick": "a glance",
+    "tiny": "for tests",
+}
+
+
+def suite(name: str) -> tuple[Problem, ...]:
+    """The problems of a suite.
+
+    >>> len(suite("main")), suite("main")[0].name
+    (21, 'noop; B 4, H 16, S 16384, D 64')
+    """
+    return tuple(_SUITES[name]())

@@ -1,0 +1,69 @@
+"""The work of an attention, and how much of the machine's rates it reaches.
+
+FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two products,
+with two FLOPs for each of D elements, per visible or partially visible element; the backward as 2.5 forwards, for its
+five products. Bytes are the least that must move: every array once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.problems import Problem
+
+_BACKWARD = 2.5
+_ITEM = 2  # bytes of bfloat16 and float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a problem takes.
+
+    Attributes:
+      visited: Elements of the scores of one head that lie in visited blocks.
+      forward_flops: Of all heads and the batch.
+      forward_bytes: Query, key, value and captured scores read; out and lse written.
+      backward_bytes: All of these and the cotangent read; the gradients written.
+    """
+
+    visited: int
+    forward_flops: float
+    forward_bytes: float
+    backward_bytes: float
+
+    def flops(self, direction: str) -> float:
+        """Of ``"forward"`` or ``"backward"``."""
+        return self.forward_flops * (_BACKWARD if direction == "backward" else 1.0)
+
+    def moved(self, direction: str) -> float:
+        """Bytes of ``"forward"`` or ``"backward"``."""
+        return self.backward_bytes if direction == "backward" else self.forward_bytes
+
+
+def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple[int, int] = (128, 128)) -> int:
+    """Elements in visited blocks, of which the last may be cut short.
+
+    Args:
+      visited: A matrix of booleans, [query blocks, key blocks].
+      lengths: Queries and keys.
+      block: Sizes of a block.
+
+    >>> visited_elements(np.array([[True, False], [True, True]]), (256, 200))
+    41984
+    """
+    sizes = [np.minimum(size, length - np.arange(count) * size)
+             for size, length, count in zip(block, lengths, visited.shape, strict=True)]  # fmt: skip
+    return int(sizes[0] @ visited.astype(np.int64) @ sizes[1])
+
+
+def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = ()) -> Work:
+    """The work of a problem that visits so many elements of a head's scores and captures arrays of such shapes."""
+    heads = problem.B * problem.Hq
+    queries, keys = heads * problem.T * problem.D, problem.B * problem.Hkv * problem.S * problem.D
+    lse, extra = 4 * heads * problem.T, _ITEM * sum(int(np.prod(shape)) for shape in captured)
+    forward = _ITEM * (2 * queries + 2 * keys) + lse + extra
+    gradients = _ITEM * (queries + 2 * keys) + extra * problem.differentiated
+    return Work(visited, 4.0 * problem.D * heads * visited, forward, forward + _ITEM * queries + gradients)

@@ -1,0 +1,80 @@
+"""Tables of a suite's results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.peers import FIRST, PEERS
+from benchmarks.problems import Problem
+from benchmarks.records import SuiteResult
+from benchmarks.side import DIRECTIONS
+from benchmarks.summary import geometric_mean
+
+
+def directions_of(result: SuiteResult) -> tuple[str, ...]:
+    """Those that were measured."""
+    return tuple(direction for direction in DIRECTIONS if any(x.direction == direction for x in result.records))
+
+
+def peers_of(result: SuiteResult, direction: str) -> tuple[str, ...]:
+    """Those that were measured, in the order of `PEERS`."""
+    seen = {record.peer for record in result.records if record.direction == direction}
+    return tuple(name for name in PEERS if name in seen)
+
+
+def header(result: SuiteResult, direction: str) -> list[str]:
+    """Of the columns of `rows`."""
+    return [direction, *(PEERS[name].title for name in peers_of(result, direction))]
+
+
+def rows(result: SuiteResult, direction: str, problems: Sequence[Problem] | None = None) -> list[list[str]]:
+    """A row for each problem: TFLOP/s of every peer, and how many times faster `FIRST` is."""
+    peers = peers_of(result, direction)
+    found = []
+    for problem in problems or result.problems:
+        cells = [_cell(result, problem, direction, name) for name in peers]
+        if any(cells):
+            found.append([problem.name, *cells])
+    return found
+
+
+def _cell(result: SuiteResult, problem: Problem, direction: str, peer: str) -> str:
+    record = result.find(problem, peer, direction)
+    if record is None:
+        return ""
+    text = f"{record.tflops:.0f}" if record.tflops >= 10 else f"{record.tflops:.2g}"
+    ratio = None if peer == FIRST else result.ratio(problem, direction, FIRST, peer)
+    return text if ratio is None else f"{text} ({ratio:.2f}x)"
+
+
+def means(result: SuiteResult, direction: str) -> dict[str, tuple[float, float, int]]:
+    """Over the problems that `FIRST` and a peer share: geometric mean and least of the ratios, and their number."""
+    found = {}
+    for name in peers_of(result, direction):
+        ratios = [x for problem in result.problems if (x := result.ratio(problem, direction, FIRST, name)) is not None]
+        if name != FIRST and ratios:
+            found[name] = (geometric_mean(ratios), min(ratios), len(ratios))
+    return found
+
+
+def sentences(result: SuiteResult) -> list[str]:
+    """The means in words, a line for each peer and direction."""
+    return [
+        f"{direction}: {FIRST} is {mean:.2f} times as fast as {PEERS[name].title} in the geometric mean of {count}, "
+        f"{least:.2f} at the least."
+        for direction in directions_of(result)
+        for name, (mean, least, count) in means(result, direction).items()
+    ]
+
+
+def plain(table: Sequence[Sequence[str]]) -> str:
+    """Columns in line, for the terminal."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in table)  # fmt: skip
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """A table of the README; the first row is the header."""
+    first, *rest = ("| " + " | ".join(row) + " |" for row in table)
+    return "\n".join([first, "|" + "---|" * len(table[0]), *rest])

@@ -1,0 +1,178 @@
+"""Attention variants: their mods, written once for JAX and torch, and the arrays that they capture.
+
+A mod is made of operators alone, which both libraries have; the few functions that they name differently are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.problems import Problem
+
+WINDOW = 1024  # keys, the query's own among them
+PREFIX = 2048
+CAP = 50.0
+DOCUMENTS = 12
+KERNEL = 13  # side of a neighbourhood
+TILE = (8, 16)  # of the tiled one: as many places as a block has
+
+
+class Operations(NamedTuple):
+    """What JAX and torch call by different names.
+
+    Attributes:
+      tanh: Of a float.
+      floating: An integer as float32.
+      clip: ``(x, low, high)``, of an integer.
+    """
+
+    tanh: Callable[[Any], Any]
+    floating: Callable[[Any], Any]
+    clip: Callable[[Any, int, int], Any]
+
+
+class Mods(NamedTuple):
+    """Of one problem; None where there is none."""
+
+    mask: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+
+
+Make = Callable[[Problem, Mapping[str, Any], Operations], Mods]
+
+
+class Variant(NamedTuple):
+    """How to make the mods of a problem.
+
+    Attributes:
+      make: From the problem, its captured arrays in the library's own type, and the library's operations.
+      captured: The arrays that the score_mod captures, of which a gradient can be asked; in float64.
+      indices: The integer arrays that the mask_mod captures.
+    """
+
+    make: Make
+    captured: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}
+    indices: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}
+
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def _alibi(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    slopes = arrays["slopes"]
+    return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + slopes[h] * operations.floating(kv_idx - q_idx))
+
+
+def _sliding_window(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    window = min(WINDOW, problem.S // 2)
+    return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window))
+
+
+def _prefix_lm(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    prefix = min(PREFIX, problem.S // 2)
+    return Mods(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx))
+
+
+def _softcap(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    return Mods(_causal, lambda score, b, h, q_idx, kv_idx: CAP * operations.tanh(score / CAP))
+
+
+def _document_mask(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    ids = arrays["document"]
+    return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]))
+
+
+def _relative_table(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    table, last = arrays["table"], problem.S - 1
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + operations.floating(table[h, q_idx - kv_idx + last]))
+
+
+def _pair_bias(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    bias = arrays["bias"]
+    return Mods(None, lambda score, b, h, q_idx, kv_idx: score + operations.floating(bias[h, q_idx, kv_idx]))
+
+
+def _neighborhood(place: Callable[[Any, int], tuple[Any, Any]]) -> Make:
+    """Keys near the query on a square canvas, whose places come in the order that `place` tells.
+
+    The kernel is moved inside at a border (Hassani et al. 2022, arXiv:2204.07143).
+    """
+
+    def make(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+        side = math.isqrt(problem.S)
+        reach = min(KERNEL, side - 1 + side % 2) // 2
+
+        def near(query: Any, key: Any) -> Any:
+            offset = operations.clip(query, reach, side - 1 - reach) - key
+            return (offset <= reach) & (offset >= -reach)
+
+        def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            (q_row, q_column), (kv_row, kv_column) = place(q_idx, side), place(kv_idx, side)
+            return near(q_row, kv_row) & near(q_column, kv_column)
+
+        return Mods(mask)
+
+    return make
+
+
+def _by_rows(index: Any, side: int) -> tuple[Any, Any]:
+    return index // side, index % side
+
+
+def _by_tiles(index: Any, side: int) -> tuple[Any, Any]:
+    height, width = TILE
+    tile, inside = index // (height * width), index % (height * width)
+    return tile // (side // width) * height + inside // width, tile % (side // width) * width + inside % width
+
+
+def _by_morton(index: Any, side: int) -> tuple[Any, Any]:
+    """The row has the odd bits of the index, the column the even ones."""
+    row = column = index & 0
+    for bit in range(side.bit_length() - 1):
+        column = column | (((index >> (2 * bit)) & 1) << bit)
+        row = row | (((index >> (2 * bit + 1)) & 1) << bit)
+    return row, column
+
+
+def _slopes(problem: Problem) -> dict[str, np.ndarray]:
+    """Those of ALiBi (Press et al. 2022, arXiv:2108.12409) for a power of two."""
+    return {"slopes": 2.0 ** (-8 * np.arange(1, problem.Hq + 1) / problem.Hq)}
+
+
+def _documents(problem: Problem) -> dict[str, np.ndarray]:
+    """The number of every place's document; lengths between a third of the mean and more, by a fixed seed."""
+    generator = np.random.default_rng(0)
+    shares = generator.uniform(1 / 3, 5 / 3, DOCUMENTS)
+    ends = np.round(np.cumsum(shares) / shares.sum() * problem.S).astype(int)
+    return {"document": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+
+
+def _table(problem: Problem) -> dict[str, np.ndarray]:
+    return {"table": np.random.default_rng(1).normal(size=(problem.Hq, problem.T + problem.S - 1))}
+
+
+def _bias(problem: Problem) -> dict[str, np.ndarray]:
+    return {"bias": np.random.default_rng(2).normal(size=(problem.Hq, problem.T, problem.S))}
+
+
+VARIANTS: dict[str, Variant] = {
+    "noop": Variant(lambda problem, arrays, operations: Mods()),
+    "causal": Variant(lambda problem, arrays, operations: Mods(_causal)),
+    "alibi": Variant(_alibi, _slopes),
+    "sliding_window": Variant(_sliding_window),
+    "prefix_lm": Variant(_prefix_lm),
+    "softcap": Variant(_softcap),
+    "document_mask": Variant(_document_mask, indices=_documents),
+    "relative_table": Variant(_relative_table, _table),
+    "pair_bias": Variant(_pair_bias, _bias),
+    "neighborhood": Variant(_neighborhood(_by_rows)),
+    "neighborhood_tiled": Variant(_neighborhood(_by_tiles)),
+    "neighborhood_morton": Variant(_neighborhood(_by_morton)),
+}
+# Arrays that are as large as scores are held in the dtype of the query, small ones in float32.
+LARGE = ("bias",)
