@@ -6,36 +6,68 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks import bars, records, tables
 from benchmarks.environment import ROOT
-from benchmarks.results import Figure, read
+from benchmarks.records import SuiteResult
+from benchmarks.results import FOLDER, Figure, read
 
 README = ROOT / "README.md"
 START, END = "<!-- figures -->", "<!-- /figures -->"
 CPU = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call")
-GPU = ("smoke",)
+GPU = ("memory", "block_mask", "first_call", "numerics")
+SUITES = ("main", "paper", "blocks", "heads", "short", "captured", "pair_bias")
+_DRAWN = ("paper", "grid")  # Suites of which the README shows the plots and the means, and not every figure.
 
 
 def block() -> str:
     """What stands between the marks in the README."""
     parts = []
-    for device, questions, command in (("cpu", CPU, "benchmarks.cpu"), ("h200", GPU, "benchmarks.gpu_smoke")):
-        contents = [content for question in questions if (content := read(device, question)) is not None]
-        if contents:
-            parts.append(_section(contents, command))
+    for device, questions in (("cpu", CPU), (bars.DEVICE, GPU)):
+        contents = [content for name in questions if (content := read(device, name)) is not None]
+        suites = [result for name in SUITES if (result := records.read(device, name)) is not None]
+        if contents or suites:
+            parts.append(_section(device, contents, suites))
     return "\n\n".join(parts)
 
 
-def _section(contents: list[dict[str, Any]], command: str) -> str:
-    first = contents[0]
-    dates = sorted({content["date"][:10] for content in contents})
-    machine, versions = first["machine"], first["versions"]
-    device = machine.get("device") or f"{machine['processor']}, {machine['cores']} cores"
-    software = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "torch") if name in versions)
+def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResult]) -> str:
+    abouts = [*(result.about for result in suites), *contents]
+    machine = abouts[0]["machine"]
+    name = machine.get("device") or f"{machine['processor']}, {machine['cores']} cores"
+    software = ", ".join(f"{x} {abouts[0]['versions'][x]}" for x in ("python", "jax", "torch")
+                         if x in abouts[0]["versions"])  # fmt: skip
+    dates = sorted({about["date"][:10] for about in abouts})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    head = (f"On {device}; {software}; {when}. Medians; the quartiles of the repetitions are in brackets. "
-            f"`python -m {command}` measures them again.")  # fmt: skip
-    tables = [_table(content) for content in contents]
-    return "\n\n".join([head, *tables])
+    modules = ["benchmarks.attention --suite NAME"] * bool(suites) + [f"benchmarks.{_folder(device)}"] * bool(contents)
+    again = " and ".join(f"`python -m {module}`" for module in modules)
+    head = (f"On {name}; {software}; {when}. Medians; the quartiles of the repetitions are in brackets. "
+            f"{again} {'measures' if len(modules) == 1 else 'measure'} them again.")  # fmt: skip
+    asked = [_bars_table()] if device == bars.DEVICE else []
+    return "\n\n".join([head, *asked, *(_suite(device, x) for x in suites), *(_table(x) for x in contents)])
+
+
+def _folder(device: str) -> str:
+    return "cpu" if device == "cpu" else "gpu"
+
+
+def _bars_table() -> str:
+    """What was asked of the H200 and is there."""
+    found = [reading.figure for reading in bars.readings() if reading.figure is not None]
+    rows = [[figure.name, _value(figure), _bar(figure)] for figure in found if figure.holds is not None]
+    return tables.markdown([["", "measured", "asked"], *rows]) if rows else ""
+
+
+def _suite(device: str, result: SuiteResult) -> str:
+    title = result.about["title"]
+    lines = [f"*`{result.suite}`: {title}; {result.problems[0].dtype}, "
+             "TFLOP/s over visited blocks, forward / backward*"]  # fmt: skip
+    if result.suite not in _DRAWN:
+        lines.append(tables.markdown([tables.pair_header(result), *tables.pair_rows(result)]))
+    folder = FOLDER / device
+    lines += [f"![{path.stem}]({path.relative_to(ROOT).as_posix()})"
+              for path in sorted(folder.glob(f"{result.suite}_by_*.png")) if result.suite in _DRAWN]  # fmt: skip
+    lines.append("\n".join(f"* {sentence}" for sentence in tables.sentences(result)))
+    return "\n\n".join(lines)
 
 
 def _table(content: dict[str, Any]) -> str:
@@ -78,16 +110,21 @@ def readme_with_block(readme: str) -> str:
     return f"{before}{START}\n{block()}\n{END}{after}"
 
 
-def bars() -> tuple[list[str], bool]:
-    """A line for each figure that has a bar, and whether all are reached."""
-    lines, reached = [], True
-    for device, questions in (("cpu", CPU), ("h200", GPU)):
-        for question in questions:
-            for figure in (read(device, question) or {"figures": []})["figures"]:
-                if figure.holds is not None:
-                    reached &= figure.holds
-                    lines.append(f"{device}/{question}: {figure.name}: {_value(figure)}, {_bar(figure)}")
-    return lines, reached
+def bar_lines() -> tuple[list[str], bool]:
+    """A line for each figure that has a bar, on the CPU and on the H200, and whether all are there and reached."""
+    found = [bars.Reading(name, figure) for name in CPU for figure in (read("cpu", name) or {"figures": []})["figures"]
+             if figure.holds is not None]  # fmt: skip
+    lines = [f"cpu/{_line(reading)}" for reading in found]
+    asked = bars.readings()
+    lines += [f"{bars.DEVICE}/{_line(reading)}" for reading in asked]
+    return lines, all(reading.holds for reading in [*found, *asked])
+
+
+def _line(reading: bars.Reading) -> str:
+    if reading.figure is None:
+        return f"{reading.file}: **missing**: {reading.missing}"
+    bar = _bar(reading.figure)
+    return f"{reading.file}: {reading.figure.name}: {_value(reading.figure)}{', ' if bar else ''}{bar}"
 
 
 def main() -> None:
@@ -96,7 +133,7 @@ def main() -> None:
     parser.add_argument("--bars", action="store_true", help="print each bar with its figure; exit 1 if one falls short")
     options = parser.parse_args()
     if options.bars:
-        lines, reached = bars()
+        lines, reached = bar_lines()
         print("\n".join(lines))
         sys.exit(0 if reached else 1)
     readme = README.read_text()

@@ -76,9 +76,9 @@ def write(
     return path
 
 
-def read(device: str, question: str) -> dict[str, Any] | None:
+def read(device: str, question: str, folder: pathlib.Path = FOLDER) -> dict[str, Any] | None:
     """The content of a result file with its figures as `Figure`; None if there is none."""
-    path = FOLDER / device / f"{question}.json"
+    path = folder / device / f"{question}.json"
     if not path.exists():
         return None
     content = json.loads(path.read_text())

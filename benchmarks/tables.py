@@ -42,9 +42,36 @@ def _cell(result: SuiteResult, problem: Problem, direction: str, peer: str) -> s
     record = result.find(problem, peer, direction)
     if record is None:
         return ""
-    text = f"{record.tflops:.0f}" if record.tflops >= 10 else f"{record.tflops:.2g}"
+    text = _number(record.tflops)
     ratio = None if peer == FIRST else result.ratio(problem, direction, FIRST, peer)
     return text if ratio is None else f"{text} ({ratio:.2f}x)"
+
+
+def _number(tflops: float) -> str:
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
+def pair_header(result: SuiteResult) -> list[str]:
+    """Of the columns of `pair_rows`."""
+    return ["", *(PEERS[name].title for name in _all_peers(result))]
+
+
+def pair_rows(result: SuiteResult) -> list[list[str]]:
+    """A row for each problem: TFLOP/s of every peer, forward / backward."""
+    number = lambda record: "-" if record is None else _number(record.tflops)
+    found = []
+    for problem in result.problems:
+        cells = []
+        for name in _all_peers(result):
+            pair = [result.find(problem, name, direction) for direction in DIRECTIONS]
+            cells.append(" / ".join(map(number, pair)) if any(pair) else "")
+        found.append([problem.name, *cells])
+    return found
+
+
+def _all_peers(result: SuiteResult) -> tuple[str, ...]:
+    seen = {record.peer for record in result.records}
+    return tuple(name for name in PEERS if name in seen)
 
 
 def means(result: SuiteResult, direction: str) -> dict[str, tuple[float, float, int]]:

@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from benchmarks import report, results
+from benchmarks import records, report, results
+from benchmarks.problems import SUITES
 from benchmarks.results import Figure
 
 RESULTS = sorted(results.FOLDER.glob("*/*.json"))
@@ -19,9 +20,13 @@ def test_the_readme_shows_what_the_result_files_hold():
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_result_file_says_how_it_was_made(path: pathlib.Path):
     content = json.loads(path.read_text())
-    assert not {"title", "date", "command", "machine", "versions", "figures"} - content.keys()
-    assert report.read(path.parent.name, path.stem)["figures"]
-    assert path.stem in (report.CPU if path.parent.name == "cpu" else report.GPU)
+    assert not {"title", "date", "command", "machine", "versions", "remarks"} - content.keys()
+    if "records" in content:
+        assert records.read(path.parent.name, path.stem).records
+        assert path.stem in SUITES
+    else:
+        assert report.read(path.parent.name, path.stem)["figures"]
+        assert path.stem in (report.CPU if path.parent.name == "cpu" else report.GPU)
 
 
 def test_readme_without_marks_is_refused():

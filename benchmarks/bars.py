@@ -1,0 +1,147 @@
+"""The bars of issue 3, each with its figure from the result files of the H200."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from benchmarks import records, results
+from benchmarks.peers import FIRST, PEERS
+from benchmarks.problems import Problem, suite
+from benchmarks.records import SuiteResult
+from benchmarks.results import Figure
+from benchmarks.side import DIRECTIONS
+from benchmarks.summary import geometric_mean
+
+DEVICE = "h200"
+QUESTIONS = ("memory", "block_mask", "first_call")
+_FLEX, _CUDNN = "torch-flex", "jax-cudnn"
+
+
+class Reading(NamedTuple):
+    """A figure of a file, or why there is none.
+
+    Attributes:
+      file: Suite or question.
+      figure: With its bar, or without one if it is only stated.
+      missing: What is missing, in words; then `figure` is None.
+    """
+
+    file: str
+    figure: Figure | None
+    missing: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is there, and reaches its bar if it has one."""
+        return self.figure is not None and self.figure.holds is not False
+
+
+def readings(folder: pathlib.Path = results.FOLDER) -> list[Reading]:
+    """All bars, in the order of the issue."""
+    found = []
+    for name, read in _SUITES.items():
+        result = records.read(DEVICE, name, folder)
+        found += [Reading(name, None, f"{name}.json is missing")] if result is None else _of_suite(result, read)
+    for question in QUESTIONS:
+        content = results.read(DEVICE, question, folder)
+        figures = [figure for figure in (content or {"figures": []})["figures"] if figure.holds is not None]
+        if content is None:
+            found.append(Reading(question, None, f"{question}.json is missing"))
+        found += [Reading(question, figure) for figure in figures]
+    return found
+
+
+def _of_suite(result: SuiteResult, read: Callable[[SuiteResult], Iterable[Figure | str]]) -> list[Reading]:
+    return [Reading(result.suite, None, x) if isinstance(x, str) else Reading(result.suite, x)
+            for x in read(result) if x]  # fmt: skip
+
+
+def _figure(name: str, values: Iterable[float | None], reduce: Callable[..., float], **bar: float) -> Figure | str:
+    """A ratio over several problems; in words if one is missing, which matters only to a bar."""
+    every = list(values)
+    known = [x for x in every if x is not None]
+    if not known or (bar and len(known) < len(every)):
+        return f"{name}: {len(every) - len(known)} of {len(every)} are missing" if bar else ""
+    return Figure(name, float(f"{reduce(known):.4g}"), "x", **bar)
+
+
+def _main(result: SuiteResult) -> Iterable[Figure | str]:
+    for direction, least in zip(DIRECTIONS, (0.9, 0.85), strict=True):
+        ratios = {problem: result.ratio(problem, direction, FIRST, _FLEX) for problem in suite(result.suite)}
+        over = f"{direction} over {PEERS[_FLEX].title}"
+        yield _figure(f"{over}, geometric mean of {len(ratios)}", ratios.values(), geometric_mean, at_least=1.0)
+        yield _figure(f"{over}, the least of {len(ratios)}", ratios.values(), min, at_least=least)
+        if direction == "forward":
+            softcap = [ratio for problem, ratio in ratios.items() if problem.variant == "softcap"]
+            yield _figure(f"{over}, the least of softcap", softcap, min, at_least=1.5)
+
+
+def _blocks(result: SuiteResult) -> Iterable[Figure | str]:
+    for direction in DIRECTIONS:
+        for form, name, least in (
+            ("partial", "causal: the split into full and partial blocks", 1.0),
+            ("everywhere", "causal: the BlockMask against a mask applied everywhere", 1.3),
+        ):
+            gains = []
+            for problem in suite(result.suite):
+                if problem.form == "split":
+                    other = dataclasses.replace(problem, form=form)
+                    gains.append(_times(result, direction, slow=other, fast=problem))
+            bar = {"at_least": least} if direction == "forward" else {}
+            yield _figure(f"{name}, {direction}, geometric mean of {len(gains)} lengths", gains, geometric_mean, **bar)
+
+
+def _times(result: SuiteResult, direction: str, slow: Problem, fast: Problem) -> float | None:
+    """How many times longer jflex takes for one problem than for another."""
+    numerator, denominator = (result.find(problem, FIRST, direction) for problem in (slow, fast))
+    return None if numerator is None or denominator is None else numerator.seconds.median / denominator.seconds.median
+
+
+def _heads(result: SuiteResult) -> Iterable[Figure | str]:
+    for direction in DIRECTIONS:
+        for D in (80, 96):
+            shares = []
+            for problem in suite(result.suite):
+                if problem.D == D:
+                    own = result.find(problem, FIRST, direction)
+                    even = result.find(dataclasses.replace(problem, D=128), FIRST, direction)
+                    shares.append(own.tflops / even.tflops if own and even else None)
+            yield _figure(f"TFLOP/s of D {D} over D 128, {direction}, the least of noop and causal", shares, min,
+                          at_least=0.8)  # fmt: skip
+
+
+def _captured(result: SuiteResult) -> Iterable[Figure | str]:
+    for problem in suite(result.suite):
+        if problem.differentiated:
+            plain = dataclasses.replace(problem, differentiated=False)
+            bar = {"at_most": 1.1} if problem.variant == "alibi" else {}
+            cost = _times(result, "backward", slow=problem, fast=plain)
+            yield _figure(f"backward with the gradient of {problem.variant}'s array over without", [cost], min, **bar)
+            ratio = result.ratio(problem, "backward", FIRST, _FLEX)
+            yield _figure(f"backward of {problem.label}, over {PEERS[_FLEX].title}", [ratio], min)
+
+
+def _pair_bias(result: SuiteResult) -> Iterable[Figure | str]:
+    for direction in DIRECTIONS:
+        ratios = [result.ratio(problem, direction, FIRST, _CUDNN)
+                  for problem in suite(result.suite) if problem.variant == "pair_bias"]  # fmt: skip
+        yield _figure(f"pair bias, {direction} over {PEERS[_CUDNN].title}, the least of {len(ratios)}", ratios, min,
+                      at_least=1.0)  # fmt: skip
+
+
+def _short(result: SuiteResult) -> Iterable[Figure | str]:
+    for direction in DIRECTIONS:
+        ratios = [_over_best(result, problem, direction) for problem in suite(result.suite)]
+        yield _figure(f"short, {direction} over the best peer, the least of {len(ratios)}", ratios, min, at_least=0.9)
+
+
+def _over_best(result: SuiteResult, problem: Problem, direction: str) -> float | None:
+    ratios = [result.ratio(problem, direction, FIRST, name) for name in PEERS if name != FIRST]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+_SUITES = {"main": _main, "blocks": _blocks, "heads": _heads, "captured": _captured, "pair_bias": _pair_bias,
+           "short": _short}  # fmt: skip
