@@ -241,7 +241,7 @@ def test_plots_are_written(tmp_path: pathlib.Path):
     pytest.importorskip("matplotlib")
     from benchmarks import plots
 
-    for name, count in (("blocks", 1), ("captured", 1), ("tiny", 0)):
+    for name, count in (("blocks", 1), ("captured", 1), ("pair_bias", 0)):
         write(tmp_path, name, made(name))
         assert len(plots.draw(records.read(bars.DEVICE, name, tmp_path), tmp_path)) == count
 
