@@ -170,7 +170,7 @@ def _measure(run: Run, problems: Sequence[Problem], options: argparse.Namespace,
         return records.write(options.out / device, options.suite, records.merged(old, run.records), about)
 
     path = None
-    with tqdm(problems, unit="problem", dynamic_ncols=True) as bar:
+    with tqdm(problems, unit="problem", dynamic_ncols=True, mininterval=2.0) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
             run.measure(problem)
@@ -186,6 +186,7 @@ def _show(device: str, options: argparse.Namespace, path: pathlib.Path) -> None:
           f"clocks: {result.about['clocks']}")  # fmt: skip
     for direction in tables.directions_of(result):
         print(tables.plain([tables.header(result, direction), *tables.rows(result, direction)]))
+    print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))
     print("\n".join([*tables.sentences(result), *(remark[:300] for remark in result.about["remarks"])]))
     with contextlib.suppress(ImportError):
         from benchmarks import plots

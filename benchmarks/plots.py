@@ -66,23 +66,28 @@ def _picture(result: SuiteResult, panels: Sequence[list[Problem]], fill: Callabl
             axis.set_ylabel(f"{direction}, TFLOP/s")
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=2 * len(panels), fontsize=7)
     machine = result.about["machine"].get("device", "CPU")
     picture.suptitle(f"{machine}, {result.problems[0].dtype}, {result.about['date'][:10]}", fontsize=10)
     return picture
+
+
+def _color(peer: str) -> str:
+    return f"C{list(PEERS).index(peer)}"
 
 
 def _lines(axis: Any, result: SuiteResult, problems: Sequence[Problem], direction: str) -> None:
     first = problems[0]
     labels = list(dict.fromkeys(problem.label for problem in problems))
     for place, label in enumerate(labels):
-        for color, name in enumerate(peers_of(result, direction)):
+        for name in peers_of(result, direction):
             points = [(problem.S, record.tflops) for problem in problems
                       if problem.label == label and (record := result.find(problem, name, direction))]  # fmt: skip
             if points:
                 title = PEERS[name].title + (label.removeprefix(first.variant) if len(labels) > 1 else "")
                 style = ("-", "--", ":")[place % 3]
-                axis.plot(*zip(*sorted(points), strict=True), style, color=f"C{color}", marker="o", ms=3, label=title)
+                axis.plot(*zip(*sorted(points), strict=True), style, color=_color(name), marker="o", ms=3, label=title)
     heads = f"H {first.Hq}" + ("" if first.Hq == first.Hkv else f"/{first.Hkv}")
     axis.set_xscale("log", base=2)
     axis.set_title(f"{first.variant}, {heads}, D {first.D}", fontsize=9)
@@ -96,6 +101,6 @@ def _bars(axis: Any, result: SuiteResult, problems: Sequence[Problem], direction
         found = [result.find(problem, name, direction) for problem in problems]
         places = [place + (column - (len(peers) - 1) / 2) * width for place, record in enumerate(found) if record]
         if places:
-            axis.bar(places, [x.tflops for x in found if x], width, color=f"C{column}", label=PEERS[name].title)
+            axis.bar(places, [x.tflops for x in found if x], width, color=_color(name), label=PEERS[name].title)
     axis.set_xticks(range(len(problems)), [problem.label for problem in problems], rotation=30, ha="right", fontsize=7)
     axis.set_title(problems[0].shape, fontsize=9)

@@ -43,6 +43,7 @@ class Team:
         self._losses = dict.fromkeys(libraries, 0)
 
     def __enter__(self) -> Team:
+        self.ask_each("release", 0.0, {library: {} for library in self._libraries})  # all start at once
         return self
 
     def __exit__(self, *error: Any) -> None:
