@@ -10,32 +10,24 @@ from tests import evaluation, gpu_compile
 from tests.cases import CASES, Case, Sizes
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]
+CAPTURED = "jflex_backward_captured"  # only where something captured is read by element, and repeatedly
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
 KNOWN_SPILLS = {
-    # Gathers by column, and much arithmetic on each element, in a tile of 128 x 64.
-    "remainder": 64,
-    "softplus": 800,
-    "switch": 800,
-    "negative_index": 4800,
-    "rounded": 4800,
-    "bias_q_and_kv": 4800,
-    "outside_work": 4800,
-    "distance": 6000,
-    "blocks_of_one_call": 96,
-    "only_bias": 400,
-    "table": 80,
-    "scan": 32,
+    # Much arithmetic on each element.
+    "switch": 480,
+    "scan": 64,
+    # Tiles that fill the registers; measured beside smaller ones, they win.
+    "own_lists": 32,
+    "head_size_96": 96,
+    "head_size_128": 256,
+    "head_sizes_192_128": 48,
+    "head_size_256": 400,
+    "head_size_256_float32": 17000,
     # Products of float32 in full precision run without tensor cores, from registers.
     "identity_highest": 400,
     "causal_highest": 400,
     "softcap_float32": 400,
     "gate": 400,
-    # Large heads.
-    "head_sizes_16_40": 96,
-    "head_size_128": 224,
-    "head_sizes_192_128": 192,
-    "head_size_256": 1000,
-    "head_size_256_float32": 17000,
 }
 SUPPORTED = [case for case in CASES if "triton" not in case.unsupported]
 
@@ -70,13 +62,13 @@ def test_compiles(case):
             gpu_compile.lower(*program)
             pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
         kernels = gpu_compile.compile_kernels(*program)
-    assert [kernel.name for kernel in kernels] == KERNELS
+    assert [kernel.name for kernel in kernels if kernel.name != CAPTURED] == KERNELS
     spilled = {kernel.name: kernel.spill for kernel in kernels if kernel.spill}
     assert max(spilled.values(), default=0) <= KNOWN_SPILLS.get(case.name, 16), (
         f"bytes of registers that each thread stores away: {spilled}"
     )
     if fills_wgmma(case):
-        assert [kernel.tensor for kernel in kernels] == ["wgmma"] * 3
+        assert {kernel.tensor for kernel in kernels} == {"wgmma"}
 
 
 def test_reports_what_cannot_be_compiled():

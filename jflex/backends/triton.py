@@ -99,6 +99,7 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
         size,
         jnp.dtype(problem.dtype).itemsize,
         rules.is_heavy(programs.score, programs.mask),
+        programs.score is not None,
         rules.has_large_memory(problem.device_kind),
     )
     tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(need))

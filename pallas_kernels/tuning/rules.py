@@ -29,6 +29,7 @@ class Need(NamedTuple):
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
       heavy: See `is_heavy`.
+      score: Whether there is a score mod.
       large_memory: Whether a block may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
         163).
     """
@@ -36,6 +37,7 @@ class Need(NamedTuple):
     head_size: int
     itemsize: int
     heavy: bool
+    score: bool
     large_memory: bool
 
 
@@ -49,48 +51,65 @@ def has_large_memory(device_kind: str) -> bool:
 def forward_tiles(need: Need) -> Tiles:
     """Tiles of the Triton forward kernel.
 
-    A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory.
-    Products use wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, TFLOP/s over visited blocks for
-    causal, none, ALiBi and causal: head size 64 (B 4, H 16) 393, 419, 313 with 128 x 128, 4 warps, 2 stages; 355, 416,
-    302 with 128 x 64, 4 warps, 3 stages; 274, 322, 236 with 128 x 128, 8 warps. Head size 128 (B 2, H 16) 474, 491, 422
-    with 128 x 64, 4 warps, 2 stages; 401, 480, 359 with 128 x 128, 8 warps, 3 stages; 363, 405, 353 with 64 x 64, 4
-    warps, which spills nothing where mods are heavy. Without Hopper's shared memory: what fits, unmeasured.
+    A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory,
+    twice in a multiprocessor if that can be: at head size 128 a third stage would leave room for one. Products use
+    wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
+    head size 64 (B 4, H 16) 5.47 / 9.89 / 6.98 with 128 x 128, 4 warps, 3 stages, 5.65 / 10.27 / 6.95 with 2,
+    5.81 / 10.47 / 6.96 with 64 x 64, 3 stages, 7.73 / 12.16 / 9.39 with 128 x 128, 8 warps. Head size 128 (B 2, H 16)
+    4.66 / 8.67 / 5.11 with 128 x 64, 4 warps, 2 stages, 6.43 / 9.88 / 7.34 with 3 stages, 5.44 / 8.99 / 6.38 with
+    128 x 128, 8 warps. Head size 96 4.07 / 7.09 with 3 stages, 4.15 / 8.17 with 2. Head size 192 (H 8) 4.24 / 9.18 with
+    128 x 64, 8 warps, 6.16 / 11.79 with 64 x 64, 4 warps. Without Hopper's shared memory: what fits, unmeasured.
     """
     if need.itemsize == 4:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
     if need.head_size > 128:
-        return Tiles(64, 64, 8, 2) if need.large_memory else Tiles(32, 32, 4, 1)
-    if need.heavy or not need.large_memory:
+        return Tiles(128, 64, 8, 2) if need.large_memory else Tiles(32, 32, 4, 1)
+    if not need.large_memory:
         return Tiles(64, 64, 4, 2)
-    return Tiles(128, 128, 4, 2) if need.head_size <= 64 else Tiles(128, 64, 4, 2)
+    stages = 3 if need.head_size <= 96 else 2
+    if need.heavy or (need.score and need.head_size <= 64):
+        return Tiles(64, 64, 4, stages)
+    return Tiles(128, 128 if need.head_size <= 64 else 64, 4, stages)
 
 
 def dkv_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
 
-    As above, causal, ALiBi and causal, in milliseconds: head size 64, 9.1 and 11.9 with 64 x 64, 4 warps, 2 stages,
-    10.4 and 12.2 with 128 x 128, 8 warps, 27.6 and 30.5 with 64 x 64, 8 warps; head size 128, 8.5 and 8.9 with 64 x 64,
-    4 warps, 8.7 and 9.4 with 64 x 128, 8 warps.
+    As above, causal, ALiBi, soft cap: head size 64, 9.1, 11.0, 12.9 with 64 x 64, 4 warps, 3 stages, 8.9, 10.0, 17.9
+    with 128 x 64, 12.9, 14.0, 15.5 with 64 x 128, 8 warps; at S 1024, none, 550 us with 64 x 64, 3 stages, 618 with
+    128 x 64. Head size 128, 8.8, 8.6, 9.4 with 64 x 64, 4 warps, 2 stages, 12.6, 13.2, 14.6 with 3. Head size 80,
+    causal, 5.7 with 128 x 64, 6.6 with 64 x 64. Head size 192 (H 8), 6.8 with 32 x 64, 4 warps, 13.0 with 64 x 64,
+    8 warps; head size 256 the other way round, 3.7 (S 8192) against 11.6.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(32, 64, 4, 2) if need.head_size <= 192 else Tiles(64, 64, 8, 2)
     if need.head_size > 128:
-        return Tiles(32, 64, 8, 1) if need.large_memory else Tiles(16, 32, 4, 1)
+        return Tiles(16, 32, 4, 1)
     if need.head_size > 64 and not need.large_memory:
         return Tiles(32, 64, 4, 1)
-    return Tiles(64, 64, 4, 2)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
+    return Tiles(64, 64, 4, 3 if need.head_size <= 64 and need.large_memory else 2)
 
 
 def dq_tiles(need: Need) -> Tiles:
     """Tiles of the Triton kernel for dQ.
 
-    As above: head size 64, 6.6 and 7.5 ms with 64 x 64, 4 warps, 2 stages, 6.5 and 11.0 with 128 x 64, 8 warps; head
-    size 128, 6.1 and 6.4 with 64 x 64, 4 warps, 6.2 and 6.6 with 128 x 128, 8 warps.
+    As above: head size 64, 6.2, 7.3, 9.3 with 64 x 64, 4 warps, 2 stages, 6.3, 7.0, 8.7 with 128 x 64, 8.3, 8.7, 10.5
+    with 128 x 128, 8 warps; head size 128, 6.2, 6.6, 7.3 with 64 x 64, 4 warps, 11.2, 11.9, 14.0 with 128 x 64, 6.4,
+    6.8, 7.5 with 128 x 128, 8 warps; head size 80, causal, 4.1 with 128 x 64, 4.8 with 64 x 64. Head size 192 (H 8),
+    5.9 with 64 x 32, 4 warps, 7.1 with 64 x 64; head size 256 (S 8192), 2.3 with 1 stage, 2.7 with 2.
     """
     if need.itemsize == 4:
         return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 16, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(64, 32, 4, 2 if need.head_size <= 192 else 1)
     if need.head_size > 128:
-        return Tiles(64, 32, 8, 1) if need.large_memory else Tiles(32, 16, 4, 1)
+        return Tiles(32, 16, 4, 1)
     if need.head_size > 64 and not need.large_memory:
         return Tiles(64, 32, 4, 1)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
     return Tiles(64, 64, 4, 2)
