@@ -5,7 +5,8 @@ from __future__ import annotations
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,16 +103,22 @@ def _profiled_seconds(call: Callable[[], Any], runs: int) -> list[float]:
     return busy_per_call(gpu_spans(profile), runs)
 
 
-def gpu_spans(profile: Any) -> Iterator[Span]:
+def gpu_spans(profile: Any) -> list[Span]:
     """What the streams of the first GPU did, in a `jax.profiler.ProfileData`."""
-    for plane in profile.planes:
-        if plane.name.startswith("/device:GPU:0"):
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        marked = _EVICT in event.name or any(_EVICT in str(value) for _, value in event.stats)
-                        marked |= "popcnt" in event.name
-                        yield Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, marked)
+    spans = []
+    # Python 3.12 warns of the type of `event.stats` when it is first made; as an error, that would end the process.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        for plane in profile.planes:
+            if plane.name.startswith("/device:GPU:0"):
+                for line in plane.lines:
+                    if line.name.startswith("Stream"):
+                        spans += [_span(event) for event in line.events]
+    return spans
+
+
+def _span(event: Any) -> Span:
+    separator = "popcnt" in event.name or any(_EVICT in str(value) for _, value in event.stats)
+    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator)
 
 
 def take_turns(peers: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
