@@ -186,6 +186,8 @@ def _show(device: str, options: argparse.Namespace, path: pathlib.Path) -> None:
           f"clocks: {result.about['clocks']}")  # fmt: skip
     for direction in tables.directions_of(result):
         print(tables.plain([tables.header(result, direction), *tables.rows(result, direction)]))
+    if queued := tables.queue_rows(result):
+        print(tables.plain([tables.queue_header(result), *queued]))
     print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))
     print("\n".join([*tables.sentences(result), *(remark[:300] for remark in result.about["remarks"])]))
     with contextlib.suppress(ImportError):

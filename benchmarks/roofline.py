@@ -8,7 +8,7 @@ five products. Bytes are the least that must move: every array once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -67,3 +67,22 @@ def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = (
     forward = _ITEM * (2 * queries + 2 * keys) + lse + extra
     gradients = _ITEM * (queries + 2 * keys) + extra * problem.differentiated
     return Work(visited, 4.0 * problem.D * heads * visited, forward, forward + _ITEM * queries + gradients)
+
+
+def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:
+    """How much of the machine's rate is reached, by the scarcer of products and bytes; None if no rate is known.
+
+    Args:
+      flops: Of the call.
+      moved: Its bytes.
+      seconds: Its time.
+      rates: What each library reached in the same run; the best counts.
+
+    >>> share(2e12, 1e9, 4.0, [{"matmul_flops": 1e12, "copy_bytes": 1e9}])
+    0.5
+    """
+    known = list(rates)
+    if not known:
+        return None
+    best = {name: max(rate[name] for rate in known) for name in ("matmul_flops", "copy_bytes")}
+    return max(flops / best["matmul_flops"], moved / best["copy_bytes"]) / seconds

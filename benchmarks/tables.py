@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from benchmarks.peers import FIRST, PEERS
 from benchmarks.problems import Problem
-from benchmarks.records import SuiteResult
+from benchmarks.records import Record, SuiteResult
+from benchmarks.roofline import share
 from benchmarks.side import DIRECTIONS
 from benchmarks.summary import geometric_mean
 
@@ -24,7 +26,7 @@ def peers_of(result: SuiteResult, direction: str) -> tuple[str, ...]:
 
 def header(result: SuiteResult, direction: str) -> list[str]:
     """Of the columns of `rows`."""
-    return [direction, *(PEERS[name].title for name in peers_of(result, direction))]
+    return [direction, *(PEERS[name].title for name in peers_of(result, direction)), "of the roof"]
 
 
 def rows(result: SuiteResult, direction: str, problems: Sequence[Problem] | None = None) -> list[list[str]]:
@@ -34,8 +36,17 @@ def rows(result: SuiteResult, direction: str, problems: Sequence[Problem] | None
     for problem in problems or result.problems:
         cells = [_cell(result, problem, direction, name) for name in peers]
         if any(cells):
-            found.append([problem.name, *cells])
+            found.append([problem.name, *cells, _roof(result, problem, direction)])
     return found
+
+
+def _roof(result: SuiteResult, problem: Problem, direction: str) -> str:
+    """How much of the machine's rates `FIRST` reaches."""
+    record = result.find(problem, FIRST, direction)
+    if record is None:
+        return "-"
+    reached = share(record.flops, record.moved, record.seconds.median, result.about.get("rates", {}).values())
+    return "-" if reached is None else f"{reached:.0%}"
 
 
 def _cell(result: SuiteResult, problem: Problem, direction: str, peer: str) -> str:
@@ -53,7 +64,7 @@ def _number(tflops: float) -> str:
 
 def pair_header(result: SuiteResult) -> list[str]:
     """Of the columns of `pair_rows`."""
-    return ["", *(PEERS[name].title for name in _all_peers(result))]
+    return ["", *(PEERS[name].title for name in _all_peers(result)), f"{FIRST} of the roof"]
 
 
 def pair_rows(result: SuiteResult) -> list[list[str]]:
@@ -65,8 +76,29 @@ def pair_rows(result: SuiteResult) -> list[list[str]]:
         for name in _all_peers(result):
             pair = [result.find(problem, name, direction) for direction in DIRECTIONS]
             cells.append(" / ".join(map(number, pair)) if any(pair) else "")
-        found.append([problem.name, *cells])
+        roofs = " / ".join(_roof(result, problem, direction) for direction in DIRECTIONS)
+        found.append([problem.name, *cells, roofs])
     return found
+
+
+def queue_rows(result: SuiteResult) -> list[list[str]]:
+    """Microseconds of the device / of a call in a queue, by the wall; a row for each problem and direction."""
+    found = []
+    for problem, direction in itertools.product(result.problems, directions_of(result)):
+        every = [result.find(problem, name, direction) for name in _all_peers(result)]
+        cells = ["" if record is None or record.queue is None else _microseconds(record) for record in every]
+        if any(cells):
+            found.append([f"{direction}; {problem.name}", *cells])
+    return found
+
+
+def _microseconds(record: Record) -> str:
+    return f"{record.seconds.median * 1e6:.0f} / {record.queue.median * 1e6:.0f}"
+
+
+def queue_header(result: SuiteResult) -> list[str]:
+    """Of the columns of `queue_rows`."""
+    return ["µs of the kernels / of a call in a queue", *(PEERS[name].title for name in _all_peers(result))]
 
 
 def _all_peers(result: SuiteResult) -> tuple[str, ...]:

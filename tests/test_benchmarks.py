@@ -250,3 +250,15 @@ def test_plots_are_written(tmp_path: pathlib.Path):
 def test_what_both_processes_use_loads_neither_library(module: str):
     words = f"import sys, benchmarks.{module}; assert not {{'jax', 'torch'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=report.ROOT)
+
+
+def test_the_readme_shows_suites_in_tables(tmp_path: pathlib.Path, monkeypatch):
+    for name in ("main", "short", "paper"):
+        write(tmp_path, name, made(name))
+    monkeypatch.setattr(records.read, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(bars.readings, "__defaults__", (tmp_path,))
+    text = report.block()
+    assert "| noop; B 4, H 16, S 16384, D 64 |" in text
+    assert "| forward over torch FlexAttention, geometric mean of 21 | 2 x | at least 1 |" in text
+    assert "is 2.00 times as fast as torch FlexAttention in the geometric mean of" in text
+    assert "S 65536" not in text  # the paper's suite is drawn
