@@ -1,0 +1,140 @@
+"""What tile programs make of a mod: cheap forms of arithmetic, and along which axes captured arrays are read alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cotangents
+from pallas_kernels.evaluate import Evaluation, Product, Space
+from pallas_kernels.invariance import Invariance, invariance
+from pallas_kernels.mods import Sizes, differentiate, trace_program
+from pallas_kernels.setting import Setting
+
+SIZES = Sizes(B=3, Hq=4, T=70, S=90)
+
+
+def program_of(mod, *operands):
+    def flat(score, b, h, q, k, *arrays):
+        return mod(score, b, h, q, k, *arrays)
+
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    jaxpr = jax.make_jaxpr(flat)(*scalars, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in operands))
+    return trace_program(jaxpr, [(shape, "float32") for shape in operands], SIZES)
+
+
+def setting_of(sizes=SIZES):
+    return Setting(sizes.B, sizes.T, sizes.S, sizes.Hq, sizes.Hq, sizes.B, 16, 16, "BTNH", 0.25, None, None, None, 1, 1,
+                   None, True)  # fmt: skip
+
+
+def ops_of_tile(program):
+    return sorted(node.op for node in program.nodes if node.kind == "qk" and node.op != "input")
+
+
+class TestArithmetic:
+    def test_distance_is_converted_by_row_and_column(self):
+        program = program_of(lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32))
+        assert ops_of_tile(program) == ["mul", "sub", "sub"]
+
+    def test_absolute_distance_too(self):
+        program = program_of(lambda s, b, h, q, k: s + jnp.abs(k - q - 3).astype(jnp.float32))
+        assert "convert_element_type" not in ops_of_tile(program)
+
+    def test_what_float32_may_not_hold_is_converted_by_element(self):
+        program = program_of(lambda s, b, h, q, k: s + (q * 1_000_000 - k).astype(jnp.float32))
+        assert "convert_element_type" in ops_of_tile(program)
+
+    def test_quotients_by_what_is_no_tile_are_products(self):
+        program = program_of(lambda s, b, h, q, k, cap: s / cap, ())
+        assert ops_of_tile(program) == ["mul"]
+
+    def test_quotients_by_a_tile_stay(self):
+        program = program_of(lambda s, b, h, q, k, x: s / x[q, k], (70, 90))
+        assert "div" in ops_of_tile(program)
+
+
+class CountingSpace(Space):
+    """Tiles of one shape; counts the multiply-adds."""
+
+    def __init__(self):
+        self.multiply_adds = 0
+
+    def literal(self, node):
+        return jnp.full((), node.value.item(), node.dtype)
+
+    def spread(self, x, kind, to):
+        shape = {"": (), "q": (5, 1), "k": (1, 7), "qk": (5, 7)}[to]
+        return jnp.broadcast_to(x, shape)
+
+    def load(self, node, indices):
+        raise AssertionError("these mods capture nothing")
+
+    def multiply_add(self, a, b, c):
+        self.multiply_adds += 1
+        return super().multiply_add(a, b, c)
+
+
+@pytest.mark.parametrize(("mod", "expected"), [
+    (lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32), 1),
+    (lambda s, b, h, q, k: s * s + s, 1),
+    (lambda s, b, h, q, k: (s * s - q.astype(jnp.float32)) + 1.0, 1),
+    (lambda s, b, h, q, k: q.astype(jnp.float32) - s * s, 1),
+    (lambda s, b, h, q, k: s + s, 1),  # the score itself is a product with the scale
+    (lambda s, b, h, q, k: 3.0 * s + 1.0, 1),
+    (lambda s, b, h, q, k: jnp.maximum(s, 0.0) + 1.0, 0),
+])  # fmt: skip
+def test_sums_of_products_are_one_step(mod, expected):
+    program = program_of(mod)
+    raw = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    q, k = jnp.arange(5, dtype=jnp.int32)[:, None], jnp.arange(7, dtype=jnp.int32)[None, :]
+    named = dict(zip("sbhqk", program.arguments, strict=True))
+    space = CountingSpace()
+    begun = Evaluation(space, {named["b"]: jnp.int32(0), named["h"]: jnp.int32(0), named["q"]: q, named["k"]: k})
+    found = begun.child({}, {named["s"]: Product(jnp.asarray(raw), jnp.float32(0.125))}).tile(program.output)
+    assert space.multiply_adds == expected
+    per_element = jax.vmap(jax.vmap(lambda s, i, j: mod(s, 0, 0, i, j), (0, None, 0)), (0, 0, None))
+    want = per_element(jnp.asarray(raw) * 0.125, jnp.arange(5, dtype=jnp.int32), jnp.arange(7, dtype=jnp.int32))
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+
+
+BATCH, HEADS, DIAGONAL = Invariance(True, False, False), Invariance(False, True, False), Invariance(False, False, True)
+
+
+@pytest.mark.parametrize(("mod", "shape", "expected"), [
+    (lambda s, b, h, q, k, x: s + x[b, h, q, k], (3, 4, 70, 90), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[h, q, k], (4, 70, 90), BATCH),
+    (lambda s, b, h, q, k, x: s + x[b, q, k], (3, 70, 90), HEADS),
+    (lambda s, b, h, q, k, x: s + x[b, h, q - k + 90], (3, 4, 160), DIAGONAL),
+    (lambda s, b, h, q, k, x: s + x[h, q - k + 90], (4, 160), Invariance(True, False, True)),
+    (lambda s, b, h, q, k, x: s + x[jnp.clip(k - q, -8, 8) + 8], (17,), Invariance(True, True, True)),
+    (lambda s, b, h, q, k, x: s + x[b, h, jnp.log1p(jnp.abs(q - k).astype(jnp.float32)).astype(jnp.int32)],
+     (3, 4, 8), DIAGONAL),
+    (lambda s, b, h, q, k, x: s + x[b, h, (2 * q - 2 * k) // 2 + 90], (3, 4, 200), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, q + k], (3, 4, 160), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, q // 2 - k // 2 + 45], (3, 4, 80), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, jnp.clip(s, 0, 3).astype(jnp.int32)], (3, 4, 4),
+     Invariance(False, False, False)),
+])  # fmt: skip
+def test_invariance(mod, shape, expected):
+    program = program_of(mod, shape)
+    [load] = [node for node in program.loads if node.kind == "qk"]
+    assert invariance(setting_of(), load) == expected
+
+
+def test_axes_of_length_1_are_none():
+    program = program_of(lambda s, b, h, q, k, x: s + x[q, k], (70, 90))
+    [load] = program.loads
+    assert invariance(setting_of(Sizes(1, 1, 70, 90)), load) == Invariance(False, False, False)
+
+
+def test_groups_of_loads():
+    def mod(s, b, h, q, k, row, column, repeated, once, gathered):
+        return s + row[q] + column[k] + repeated[q, k] + once[b, h, q, k] + gathered[b, h, q * k]
+
+    program = program_of(mod, (70,), (90,), (70, 90), (3, 4, 70, 90), (3, 4, 70 * 90))
+    groups = cotangents.group_loads(setting_of(), differentiate(program, [True] * 5))
+    operand = lambda loads: [load.value for load in loads]
+    assert (operand(groups.rows), operand(groups.columns)) == ([0], [1])
+    assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(Invariance(True, True, False), [2])]
+    assert (operand(groups.stores), operand(groups.atomics)) == ([3], [4])
