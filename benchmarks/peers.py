@@ -71,14 +71,16 @@ PEERS = {peer.name: peer for peer in (
 )}  # fmt: skip
 FIRST = "jflex"  # the one that the others are compared with
 OF_SUITE = {
-    "main": ("jflex", "torch-flex", "jax-cudnn"),
+    "main": ("jflex", "torch-flex", "jax-cudnn", "tokamax"),
+    "paper": ("jflex", "torch-flex", "jax-cudnn", "sdpa-flash", "sdpa-efficient"),
     "grid": ("jflex", "torch-flex"),
     "blocks": ("jflex", "torch-flex"),
     "heads": ("jflex", "torch-flex", "jax-cudnn"),
     "captured": ("jflex", "torch-flex", "jax-cudnn"),
+    "pair_bias": ("jflex", "torch-flex", "jax-cudnn", "jax-xla", "sdpa-efficient"),
     "quick": ("jflex", "torch-flex", "jax-cudnn"),
     "tiny": ("jflex", "torch-flex", "jax-xla"),
-}
+}  # all, where it says nothing
 
 
 def peers_of(suite: str, named: Sequence[str] = ()) -> tuple[Peer, ...]:
