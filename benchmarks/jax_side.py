@@ -122,9 +122,11 @@ def _block_mask(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None, i
     """As the form of the problem wants it, and how many elements the BlockMask visits in any form."""
     if mods.mask is None:
         return None, problem.T * problem.S
-    block_mask = jflex.create_block_mask(mods.mask, None, None, problem.T, problem.S)
-    dense = block_mask.to_dense()
-    visited = roofline.visited_elements(np.asarray(dense[0, 0]) > 0, (problem.T, problem.S), block_mask.block_size)
+    create = functools.partial(jflex.create_block_mask, mods.mask, None, None, problem.T, problem.S)
+    counted = create()
+    dense = counted.to_dense()
+    visited = roofline.visited_elements(np.asarray(dense[0, 0]) > 0, (problem.T, problem.S), counted.block_size)
+    block_mask = counted if problem.block == 128 else create(block_size=problem.block)
     if problem.form == "partial":
         block_mask = jflex.BlockMask.from_kv_blocks(
             dense.sum(-1), jnp.argsort(-dense, stable=True), mask_mod=mods.mask, seq_lengths=(problem.T, problem.S)
