@@ -60,6 +60,14 @@ class Setting:
         """Query heads for each key head."""
         return self.Hq // self.Hkv
 
+    def walk_passes_end(self, axis: str, tile: int) -> bool:
+        """Whether a walk over queries (``"q"``) or keys (``"k"``) may have tiles that reach past the end, or lie there.
+
+        Lists are walked by whole blocks: a last block that is cut short holds tiles of which nothing exists.
+        """
+        length, which = (self.T, 0) if axis == "q" else (self.S, 1)
+        return length % (tile if self.blocks is None else self.blocks[which]) != 0
+
     def rows_shape(self, size: int) -> tuple[int, int, int, int]:
         """Shape of an array over queries, as `query`."""
         return (self.B, self.T, self.Hq, size) if self.layout == "BTNH" else (self.B, self.Hq, self.T, size)

@@ -150,7 +150,7 @@ class _Head(NamedTuple):
         setting, tiles, arrays = self.setting, self.tiles, self.arrays
         programs = None if self.derivative is None else {"score": self.derivative.nodes}
         known = scores.prepare(setting, arrays, tiles[:2], b, h, k_first=k_first, programs=programs)
-        rows_end = setting.T % tiles.block_q != 0
+        rows_end = setting.walk_passes_end("q", tiles.block_q)
 
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, sums = state

@@ -109,7 +109,7 @@ def _kernel(
     *captured: Any,
 ) -> None:
     here = b, h, tile = this_row(setting, order)
-    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
+    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
     own_rows = functools.partial(

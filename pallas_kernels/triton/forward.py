@@ -74,7 +74,7 @@ def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, A
 
 def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
     here = b, h, tile = this_row(setting, order)
-    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.S % tiles.block_kv != 0
+    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
     q = load_rows(setting, arrays.query, b, h, first, tiles.block_q, setting.T, may_end=rows_end)

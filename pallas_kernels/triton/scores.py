@@ -82,9 +82,9 @@ def prepare(
     transposed = q_first is None
     fixed = {"b": b, "h": h}
     if transposed:
-        fixed["k"] = k_indices(k_first, tile, setting.S, transposed=True)
+        fixed["k"] = k_indices(k_first, tile, setting.S, transposed=True, may_end=setting.S % tile[1] != 0)
     else:
-        fixed["q"] = q_indices(q_first, tile, setting.T)
+        fixed["q"] = q_indices(q_first, tile, setting.T, may_end=setting.T % tile[0] != 0)
     kinds = ("", "k" if transposed else "q")
     approximate = arrays.query.dtype.itemsize == 2 and not setting.interpret  # the interpreter has no such functions
 
@@ -134,8 +134,10 @@ def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Arra
     """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
     setting = scores.setting
     if scores.walked == "q":
-        return {argument(program, "q"): q_indices(first, scores.tile, setting.T, transposed=True)}
-    return {argument(program, "k"): k_indices(first, scores.tile, setting.S)}
+        may_end = setting.walk_passes_end("q", scores.tile[0])
+        return {argument(program, "q"): q_indices(first, scores.tile, setting.T, transposed=True, may_end=may_end)}
+    may_end = setting.walk_passes_end("k", scores.tile[1])
+    return {argument(program, "k"): k_indices(first, scores.tile, setting.S, may_end=may_end)}
 
 
 def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
@@ -150,8 +152,8 @@ def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
         visible = mask.tile(setting.mask.output)
         if is_partial is not True:
             visible = visible | ~is_partial
-    length, block = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
-    if length % block:
+    length, tile = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
+    if setting.walk_passes_end(scores.walked, tile):
         shape = scores.tile[::-1] if scores.transposed else scores.tile
         exists = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < length
         visible = exists if visible is None else visible & exists

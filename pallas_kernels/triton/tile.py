@@ -104,19 +104,19 @@ def evaluation(
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
-def q_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False) -> jax.Array:
+def q_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
     """Query numbers of a tile, of kind ``"q"``; past the end the last one, so that nothing is read out of range."""
-    return _indices(first, tile[0], length, 0 if not transposed else 1)
+    return _indices(first, tile[0], length, 0 if not transposed else 1, may_end)
 
 
-def k_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False) -> jax.Array:
+def k_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
     """Key numbers of a tile, of kind ``"k"``."""
-    return _indices(first, tile[1], length, 1 if not transposed else 0)
+    return _indices(first, tile[1], length, 1 if not transposed else 0, may_end)
 
 
-def _indices(first: Any, count: int, length: int, axis: int) -> jax.Array:
+def _indices(first: Any, count: int, length: int, axis: int, may_end: bool) -> jax.Array:
     index = first + lax.broadcasted_iota(jnp.int32, (count, 1) if axis == 0 else (1, count), axis)
-    return jnp.minimum(index, length - 1) if length % count else index
+    return jnp.minimum(index, length - 1) if may_end else index
 
 
 def argument(program: Program, name: str) -> Node:
