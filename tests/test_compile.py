@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests import evaluation, gpu_compile
+from benchmarks import gpu_compile
+from tests import evaluation
 from tests.cases import CASES, Case, Sizes
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]

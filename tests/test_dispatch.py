@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jflex
+from benchmarks import gpu_compile
 from jflex import backends
 from jflex.attention import _choose
 from jflex.backends.base import Backend
 from jflex.problem import Problem
-from tests import gpu_compile
 
 B, T, H, D = 1, 256, 2, 64
 X = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)

@@ -47,11 +47,11 @@ class Triton(Backend):
         return None
 
     def describe(self, problem: Problem) -> str:
-        """The tiles of its three kernels."""
+        """The tiles of its three kernels, and whether `config`, a measured table or a rule gave them."""
         return ", ".join(
-            f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages)"
+            f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages, by {source})"
             for kernel in KERNELS
-            for t in [_tiles(problem, kernel)]
+            for t, source in [_tiles_and_source(problem, kernel)]
         )
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
@@ -87,22 +87,19 @@ def _programs(problem: Problem) -> Programs:
 
 
 def _tiles(problem: Problem, kernel: str) -> Tiles:
-    """What the user set, else the rule, cut to what divides the mask's blocks and is no larger than the problem."""
-    from pallas_kernels.tuning import rules
+    return _tiles_and_source(problem, kernel)[0]
 
+
+def _tiles_and_source(problem: Problem, kernel: str) -> tuple[Tiles, str]:
+    """The user's tiles, else measured ones, else a rule's; and which of these: ``config``, ``table`` or ``rule``.
+
+    Those of jflex are cut to what divides the mask's blocks and is no larger than the problem.
+    """
     given = getattr(problem.config, kernel)
     if given is not None:
-        return given
-    size = max(problem.D, problem.Dv)
-    programs = _programs(problem)
-    need = rules.Need(
-        size,
-        jnp.dtype(problem.dtype).itemsize,
-        rules.is_heavy(programs.score, programs.mask),
-        programs.score is not None,
-        rules.has_large_memory(problem.device_kind),
-    )
-    tiles = Tiles(*getattr(rules, f"{kernel}_tiles")(need))
+        return given, "config"
+    measured = _measured_tiles(problem, kernel)
+    tiles = _tiles_by_rule(problem, kernel) if measured is None else measured
     block_q, block_kv = tiles.block_q, tiles.block_kv
     if problem.blocks is not None:
         block_q, block_kv = (
@@ -111,7 +108,32 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
     else:
         block_q = min(block_q, max(16, 1 << (problem.T - 1).bit_length()))
         block_kv = min(block_kv, max(16, 1 << (problem.S - 1).bit_length()))
-    return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+    cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+    return cut, "rule" if measured is None else "table"
+
+
+def _measured_tiles(problem: Problem, kernel: str) -> Tiles | None:
+    from pallas_kernels.tuning import tables
+
+    programs, itemsize = _programs(problem), jnp.dtype(problem.dtype).itemsize
+    length = problem.T if kernel == "dkv" else problem.S
+    key = tables.key_of(kernel, max(problem.D, problem.Dv), itemsize, (programs.score, programs.mask), length)
+    found = tables.look_up(problem.device_kind, key)
+    return None if found is None else Tiles(*found)
+
+
+def _tiles_by_rule(problem: Problem, kernel: str) -> Tiles:
+    from pallas_kernels.tuning import rules
+
+    programs = _programs(problem)
+    need = rules.Need(
+        max(problem.D, problem.Dv),
+        jnp.dtype(problem.dtype).itemsize,
+        rules.is_heavy(programs.score, programs.mask),
+        programs.score is not None,
+        rules.has_large_memory(problem.device_kind),
+    )
+    return Tiles(*getattr(rules, f"{kernel}_tiles")(need))
 
 
 def _kernel_tiles(problem: Problem, kernel: str):

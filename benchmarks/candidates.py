@@ -1,0 +1,123 @@
+"""What is searched for tiles: conditions, each with attentions that stand for it, and configurations that may work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jflex
+from pallas_kernels.setting import Tiles
+from pallas_kernels.tuning import estimate
+from pallas_kernels.tuning.tables import KERNELS, Key
+
+EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
+BOTH_LENGTHS = (32, *EVERY_MOD)
+
+
+class Attention(NamedTuple):
+    """One attention of a condition.
+
+    Attributes:
+      B: Batch.
+      S: Queries, and keys.
+      H: Heads.
+      D: Size of a head.
+      score: Name in `SCORES`, or None.
+      causal: Whether a causal BlockMask is used; no mask without.
+    """
+
+    B: int
+    S: int
+    H: int
+    D: int
+    score: str | None
+    causal: bool
+
+
+def _alibi(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: s - captured[h] * (q - k).astype(jnp.float32)
+
+
+def _softcap(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: captured * jnp.tanh(s / captured)
+
+
+def _pair_bias(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: s + captured[h, q, k].astype(jnp.float32)
+
+
+SCORES = {"arithmetic": _alibi, "functions": _softcap, "elements": _pair_bias}
+
+
+def conditions(head_size: int) -> list[tuple[str, str]]:
+    """Buckets of mods and lengths that are searched at a head size."""
+    mods = ("none", "arithmetic", "functions", "elements") if head_size in EVERY_MOD else ("none", "elements")
+    return list(itertools.product(mods, ("short", "long") if head_size in BOTH_LENGTHS else ("long",)))
+
+
+def attentions(head_size: int, mods: str, length: str) -> list[Attention]:
+    """What stands for a condition; the best tiles are those with the least geometric mean of the times."""
+    B, S = (32, 512) if length == "short" else (4, 4096) if mods == "elements" else (2, 8192)
+    H = 16 if head_size <= 128 else 8
+    if mods == "none":
+        return [Attention(B, S, H, head_size, None, causal) for causal in (True, False)]
+    return [Attention(B, S, H, head_size, mods, mods != "elements")]
+
+
+def captured_by(attention: Attention) -> jax.Array:
+    """What its score mod captures."""
+    H, S = attention.H, attention.S
+    if attention.score == "arithmetic":
+        return 2.0 ** -jnp.linspace(1, 8, H)
+    if attention.score == "elements":
+        return jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)
+    return jnp.float32(50.0)
+
+
+def program(attention: Attention, kernel: str, tiles: Tiles, *, interpret: bool = False) -> Any:
+    """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, and before it what it needs."""
+    config = jflex.Config(**{kernel: jflex.Tiles(*tiles)}, interpret=interpret)
+
+    def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
+        mod = None if attention.score is None else SCORES[attention.score](captured)
+
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            return jflex.flex_attention(query, key, value, mod, block_mask, implementation="triton", config=config)
+
+        if kernel == "forward":
+            return attend(query, key, value)
+        if kernel == "dq":
+            return jax.vjp(lambda query: attend(query, key, value), query)[1](d_out)
+        return jax.vjp(lambda *kv: attend(query, *kv), key, value)[1](d_out)
+
+    return run
+
+
+def inputs(attention: Attention) -> tuple[Any, ...]:
+    """Random arrays, what the mod captures, and the BlockMask."""
+    B, S, H, D = attention[:4]
+    arrays = jax.random.normal(jax.random.key(0), (4, B, S, H, D), jnp.bfloat16)
+    causal = lambda b, h, q, k: q >= k
+    block_mask = jflex.create_block_mask(causal, None, None, S, S) if attention.causal else None
+    return (*arrays, captured_by(attention), block_mask)
+
+
+def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """Tiles that may work: 64 rows for wgmma, a second group of 4 warps where there are 64 rows for it."""
+    for rows, columns, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
+        block_q, block_kv = (columns, rows) if kernel == "dkv" else (rows, columns)
+        tiles = Tiles(block_q, block_kv, warps, stages)
+        stages_are_right = stages == 1 if head_size > 192 else stages > 1
+        needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
+        if stages_are_right and not needless and estimate.may_work(kernel, tiles, head_size, head_size, 2):
+            yield tiles
+
+
+def key(kernel: str, head_size: int, mods: str, length: str) -> Key:
+    """The key of a condition in a table."""
+    assert kernel in KERNELS
+    return Key(kernel, head_size, 2, mods, length)

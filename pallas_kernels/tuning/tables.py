@@ -1,0 +1,99 @@
+"""Measured tiles: tables by device, which `python -m benchmarks.tune` writes and the library only reads.
+
+A table is a JSON file with its provenance (machine, versions, date, command) and entries: a key, the tiles that won,
+the microseconds that they took, and the runner-up. Keys are buckets: a table is small, and a problem that was not
+measured takes the tiles of one like it; what has no entry takes a rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any, NamedTuple
+
+from pallas_kernels.mods import Program
+from pallas_kernels.setting import Tiles
+from pallas_kernels.tuning import rules
+
+KERNELS = ("forward", "dkv", "dq")
+HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
+MODS = ("none", "arithmetic", "functions", "elements")
+LENGTHS = ("short", "long")
+LONGEST_SHORT = 2048  # keys (for dK and dV: queries): fewer tiles than a few hundred hide no start and end of a loop
+
+_FUNCTIONS = frozenset({"tanh", "exp", "exp2", "log", "log1p", "logistic", "erf", "pow", "sin", "cos", "rsqrt", "sqrt"})
+# The chips of one architecture with the same multiprocessors; H200 and H100 differ in memory alone.
+_SAME_AS = {"h100": "nvidia-h200", "h800": "nvidia-h200", "gh200": "nvidia-h200", "h200": "nvidia-h200"}
+
+
+class Key(NamedTuple):
+    """What decides on tiles.
+
+    Attributes:
+      kernel: One of `KERNELS`.
+      head_size: One of `HEAD_SIZES`: the first that holds both D and Dv.
+      itemsize: Bytes of an element of query, key and value.
+      mods: One of `MODS`: no score mod, one that only computes, one with functions such as tanh, or mods that read
+        arrays by element (also `rules.is_heavy`).
+      length: One of `LENGTHS`, of the loop.
+    """
+
+    kernel: str
+    head_size: int
+    itemsize: int
+    mods: str
+    length: str
+
+
+def key_of(
+    kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, Program | None], length: int
+) -> Key:
+    """The bucket of a problem, with the programs of its score mod and its mask.
+
+    >>> key_of("forward", 72, 2, (None, None), 4096)
+    Key(kernel='forward', head_size=80, itemsize=2, mods='none', length='long')
+    """
+    bucket = next((size for size in HEAD_SIZES if size >= head_size), HEAD_SIZES[-1])
+    return Key(kernel, bucket, itemsize, mods_of(*programs), "short" if length <= LONGEST_SHORT else "long")
+
+
+def mods_of(score: Program | None, mask: Program | None) -> str:
+    """The bucket of mods."""
+    if rules.is_heavy(score, mask):
+        return "elements"
+    if score is None:
+        return "none"
+    functions = any(node.op in _FUNCTIONS and node.kind == "qk" for node in score.nodes)
+    return "functions" if functions else "arithmetic"
+
+
+def table_name(device_kind: str) -> str | None:
+    """The file for a device, without its ending; None if there cannot be one.
+
+    >>> table_name("NVIDIA H200"), table_name("NVIDIA H100 80GB HBM3"), table_name("cpu")
+    ('nvidia-h200', 'nvidia-h200', None)
+    """
+    if not device_kind.startswith("NVIDIA"):
+        return None
+    words = re.findall(r"[a-z0-9]+", device_kind.lower())
+    return next((_SAME_AS[word] for word in words if word in _SAME_AS), "-".join(words))
+
+
+def look_up(device_kind: str, key: Key) -> Tiles | None:
+    """The tiles that won on a device, or None if nobody measured."""
+    name = table_name(device_kind)
+    return None if name is None else entries(name).get(key)
+
+
+@functools.cache
+def entries(name: str) -> dict[Key, Tiles]:
+    """All of a table; empty if there is no such file."""
+    return {Key(**entry["key"]): Tiles(**entry["tiles"]) for entry in read(name).get("entries", ())}
+
+
+def read(name: str) -> dict[str, Any]:
+    """The content of a table with its provenance."""
+    file = resources.files("pallas_kernels.tuning").joinpath("tables", f"{name}.json")
+    return json.loads(file.read_text()) if file.is_file() else {}

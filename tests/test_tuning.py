@@ -1,0 +1,159 @@
+"""Measured tiles: the order in which they are looked for, their buckets, the committed tables, and the search."""
+
+import json
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import strategies as st
+
+import jflex
+from benchmarks import candidates, tune
+from jflex.backends import triton
+from jflex.problem import Problem
+from pallas_kernels.setting import Tiles
+from pallas_kernels.tuning import estimate, tables
+
+CONFIG = jflex.Config()
+TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
+
+
+def described(config=CONFIG, device="NVIDIA H200"):
+    """What `explain` would say of the tiles on a device."""
+    problem = Problem(1, 512, 512, 2, 2, 64, 64, 1, "bfloat16", "BTNH", 0.125, None, None, None, "gpu", device, None,
+                      config)  # fmt: skip
+    return triton.Triton().describe(problem)
+
+
+class TestLookUp:
+    def test_config_then_table_then_rule(self, monkeypatch):
+        key = tables.Key("forward", 64, 2, "none", "short")
+        monkeypatch.setattr(tables, "entries", lambda name: {key: Tiles(32, 32, 4, 1)} if "h200" in name else {})
+        given = described(jflex.Config(forward=jflex.Tiles(64, 32)))
+        assert given.startswith("forward 64 x 32 (4 warps, 2 stages, by config), dkv ")
+        assert described().startswith("forward 32 x 32 (4 warps, 1 stages, by table), dkv ")
+        by_rule = described(device="NVIDIA Unheard Of")
+        assert (by_rule.count("by rule"), by_rule.count("by table")) == (3, 0)
+
+    @pytest.mark.parametrize(("device", "name"), [
+        ("NVIDIA H200", "nvidia-h200"), ("NVIDIA H100 80GB HBM3", "nvidia-h200"), ("NVIDIA A100-SXM4-40GB",
+        "nvidia-a100-sxm4-40gb"), ("NVIDIA L4", "nvidia-l4"), ("cpu", None), ("", None),
+    ])  # fmt: skip
+    def test_table_of_a_device(self, device, name):
+        assert tables.table_name(device) == name
+
+    def test_no_table_no_tiles(self):
+        key = tables.Key("forward", 64, 2, "none", "short")
+        assert tables.look_up("NVIDIA Unheard Of", key) is None
+        assert tables.look_up("cpu", key) is None
+
+
+@hypothesis.given(
+    kernel=st.sampled_from(tables.KERNELS),
+    head_size=st.integers(1, 256),
+    itemsize=st.sampled_from([2, 4]),
+    length=st.integers(0, 1 << 20),
+    device=st.text(max_size=20) | st.sampled_from(["NVIDIA H200", "NVIDIA L4"]),
+)
+def test_every_problem_has_one_bucket(kernel, head_size, itemsize, length, device):
+    key = tables.key_of(kernel, head_size, itemsize, (None, None), length)
+    assert key.head_size in tables.HEAD_SIZES
+    assert key.head_size >= head_size
+    assert (key.mods, key.length) == ("none", "short" if length <= tables.LONGEST_SHORT else "long")
+    found = tables.look_up(device, key)
+    assert found is None or isinstance(found, Tiles)
+
+
+@pytest.mark.parametrize("name", TABLES)
+class TestCommittedTables:
+    def test_entries_are_legal_and_in_their_buckets(self, name):
+        content = tables.read(name)
+        keys = [tables.Key(**entry["key"]) for entry in content["entries"]]
+        assert len(keys) == len(set(keys)) > 0
+        for key, tiles in tables.entries(name).items():
+            assert key.kernel in tables.KERNELS
+            assert key.head_size in tables.HEAD_SIZES
+            assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
+            jflex.Tiles(*tiles)  # powers of two
+            assert estimate.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize)
+
+    def test_provenance(self, name):
+        content = tables.read(name)
+        assert {"date", "command", "versions", "machine", "commit"} <= set(content)
+        assert tables.table_name(content["machine"]["device"]) == name
+
+
+class TestEstimate:
+    @pytest.mark.parametrize(("kernel", "tiles", "D", "fits"), [
+        ("forward", Tiles(128, 64, 4, 2), 128, True),
+        ("forward", Tiles(128, 128, 8, 2), 192, False),  # 245760 bytes, as XLA says too
+        ("forward", Tiles(128, 128, 4, 2), 128, False),  # 320 registers
+        ("dkv", Tiles(64, 64, 4, 2), 128, True),
+        ("dkv", Tiles(128, 128, 4, 2), 64, False),
+        ("dq", Tiles(64, 64, 4, 2), 128, True),
+    ])  # fmt: skip
+    def test_may_work(self, kernel, tiles, D, fits):
+        assert estimate.may_work(kernel, tiles, D, D, 2) is fits
+
+    @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
+    @pytest.mark.parametrize("kernel", tables.KERNELS)
+    def test_something_is_left_to_search(self, kernel, D):
+        assert len(list(candidates.configurations(kernel, D))) > 3
+
+
+class TestSearch:
+    def test_the_least_geometric_mean_is_best(self):
+        a, b, c = Tiles(64, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(128, 128, 4, 2)
+        found = tune.best_first({a: [2.0, 8.0], b: [1.0, 15.0], c: [5.0, 5.0]})
+        assert [tiles for tiles, _ in found] == [b, a, c]
+
+    def test_calls_that_take_turns_keep_their_times(self, monkeypatch):
+        order = []
+
+        def device_seconds(call, runs, *, warmup):
+            for _ in range(warmup + 4):  # as many more as the clocks need
+                call()
+            order.clear()
+            return [call() for _ in range(runs)]
+
+        monkeypatch.setattr(tune.timing, "device_seconds", device_seconds)
+        assert tune._seconds([lambda: 1.0, lambda: 2.0, lambda: 3.0]) == [1.0, 2.0, 3.0]
+
+    def test_a_table_is_read_as_it_was_written(self, tmp_path):
+        key = tables.Key("dq", 64, 2, "none", "long")
+        entry = {"key": key._asdict(), "tiles": Tiles(64, 64, 4, 2)._asdict(), "microseconds": 1.5, "runner_up": None}
+        other = entry | {"key": key._replace(kernel="dkv")._asdict()}
+        tune.write(tmp_path / "x.json", {"date": "today", "machine": {"device": "x"}}, [entry, other])
+        content = json.loads((tmp_path / "x.json").read_text())
+        assert content["date"] == "today"
+        assert content["entries"] == [other, entry]
+
+    @pytest.mark.parametrize("kernel", tables.KERNELS)
+    @pytest.mark.parametrize("mods", ["none", "arithmetic", "functions", "elements"])
+    def test_programs_compute(self, kernel, mods):
+        attention = candidates.Attention(1, 64, 2, 32, None if mods == "none" else mods, mods == "none")
+        run = candidates.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
+        found = jax.jit(run)(*candidates.inputs(attention))
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
+
+    def test_mods_fall_into_the_buckets_that_they_stand_for(self):
+        from jflex.backends import programs
+
+        seen = {}
+        original = programs.programs_of
+        for mods in candidates.SCORES:
+            attention = candidates.Attention(1, 64, 2, 32, mods, False)
+
+            def spy(problem, mods=mods):
+                seen[mods] = original(problem)
+                return seen[mods]
+
+            patch = pytest.MonkeyPatch()
+            patch.setattr(triton, "programs_of", spy)
+            try:
+                jax.eval_shape(candidates.program(attention, "forward", Tiles(32, 32, 4, 2), interpret=True),
+                               *jax.eval_shape(lambda a=attention: candidates.inputs(a)))  # fmt: skip
+            finally:
+                patch.undo()
+        assert {mods: tables.mods_of(x.score, x.mask) for mods, x in seen.items()} == {x: x for x in candidates.SCORES}
