@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jflex
 from pallas_kernels.setting import Tiles
-from pallas_kernels.tuning import estimate
+from pallas_kernels.triton import estimate
 from pallas_kernels.tuning.tables import KERNELS, Key
 
 EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths

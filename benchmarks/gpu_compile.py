@@ -44,12 +44,14 @@ class Kernel(NamedTuple):
       registers: Of a thread.
       spill: Bytes of registers that a thread stores away.
       tensor: Instructions of the tensor cores: ``"wgmma"``, ``"mma"`` or ``""``.
+      shared: Bytes of shared memory of a block.
     """
 
     name: str
     registers: int
     spill: int
     tensor: str
+    shared: int
 
 
 @functools.cache
@@ -104,7 +106,8 @@ def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
         calls = (line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
         names = {re.sub(r"\W", "_", re.findall(r'\bname = "([^"]+)"', line)[-1]) for line in calls}
         texts = (path.read_text() for path in pathlib.Path(folder).glob("*.ptx"))
-        kernels = (_assembled(text, folder) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
+        shared = _shared(folder)
+        kernels = (_assembled(text, folder, shared) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
         return sorted(kernels)
 
 
@@ -113,7 +116,14 @@ def _entry(ptx: str) -> str:
     return "" if found is None else found[1]
 
 
-def _assembled(ptx: str, folder: str) -> Kernel:
+def _shared(folder: str) -> dict[str, int]:
+    """Bytes of shared memory with which XLA launches each kernel."""
+    texts = (path.read_text() for path in pathlib.Path(folder).glob("*thunk_sequence.txt"))
+    found = (re.findall(r"(\w+) grid: .*?shared_memory: (\d+)", text) for text in texts)
+    return {name: int(size) for pairs in found for name, size in pairs}
+
+
+def _assembled(ptx: str, folder: str, shared: dict[str, int]) -> Kernel:
     """Runs ptxas again, for what it says."""
     source = pathlib.Path(folder, "kernel.ptx")
     source.write_text(ptx)
@@ -124,4 +134,4 @@ def _assembled(ptx: str, folder: str) -> Kernel:
         int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
     )
     tensor = next((name for name, word in (("wgmma", "wgmma.mma_async"), ("mma", "mma.sync")) if word in ptx), "")
-    return Kernel(_entry(ptx), registers, spill, tensor)
+    return Kernel(_entry(ptx), registers, spill, tensor, shared[_entry(ptx)])

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import strategies as st
 
 import jflex
-from benchmarks import candidates, tune
+from benchmarks import candidates, gpu_compile, tune
 from jflex.backends import triton
 from jflex.problem import Problem
+from jflex.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.mods import Sizes, trace_program
 from pallas_kernels.setting import Tiles
-from pallas_kernels.tuning import estimate, tables
+from pallas_kernels.triton import estimate
+from pallas_kernels.tuning import tables
 
 CONFIG = jflex.Config()
 TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
@@ -76,12 +79,48 @@ class TestCommittedTables:
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
             jflex.Tiles(*tiles)  # powers of two
-            assert estimate.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize)
+            by_element = (4 if key.kernel == "dkv" else 2) if key.mods == "elements" else 0
+            assert estimate.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
 
     def test_provenance(self, name):
         content = tables.read(name)
         assert {"date", "command", "versions", "machine", "commit"} <= set(content)
         assert tables.table_name(content["machine"]["device"]) == name
+
+
+BIAS, TABLE, BY_KEY = jnp.zeros((2, 64, 64), jnp.bfloat16), jnp.zeros((2, 128), jnp.bfloat16), jnp.zeros((2, 64))
+WIDE_BIAS, SEEN = BIAS.astype(jnp.float32), jnp.ones((64, 64), bool)
+SLOPE = lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32)
+
+
+def polynomial(terms):
+    return lambda s, b, h, q, k: sum((s * i + (q - k).astype(jnp.float32)) * s for i in range(terms))
+
+
+def bucket_of(score, mask):
+    sizes = Sizes(2, 2, 64, 64)
+    traced = [score and trace_score_mod(score)[0], mask and trace_mask_mod(mask)[0]]
+    return tables.mods_of(*(x and trace_program(x.jaxpr, x.operands, sizes) for x in traced))
+
+
+@pytest.mark.parametrize(("score", "mask", "bucket"), [
+    (None, None, "none"),
+    (None, lambda b, h, q, k: (q >= k) & (q - k < 9), "none"),
+    (SLOPE, None, "arithmetic"),
+    (lambda s, b, h, q, k: 50 * jnp.tanh(s / 50), None, "functions"),
+    (lambda s, b, h, q, k: 50 * jnp.tanh(SLOPE(s, b, h, q, k) / 50), None, "functions"),
+    (lambda s, b, h, q, k: s + BIAS[h, q, k].astype(jnp.float32), None, "elements"),
+    (None, lambda b, h, q, k: SEEN[q, k], "elements"),
+    # Not like anything that was measured: rules know better.
+    (polynomial(6), None, "other"),
+    (lambda s, b, h, q, k: s + BY_KEY[b, k], None, "other"),
+    (lambda s, b, h, q, k: s + WIDE_BIAS[h, q, k], None, "other"),
+    (lambda s, b, h, q, k: s + TABLE[h, q - k + 64].astype(jnp.float32), None, "other"),
+    (lambda s, b, h, q, k: jnp.tanh(s + BIAS[h, q, k].astype(jnp.float32)), None, "other"),
+    (lambda s, b, h, q, k: s + BIAS[h, q, k].astype(jnp.float32), lambda b, h, q, k: SEEN[q, k], "other"),
+])  # fmt: skip
+def test_buckets_of_mods(score, mask, bucket):
+    assert bucket_of(score, mask) == bucket
 
 
 class TestEstimate:
@@ -100,6 +139,31 @@ class TestEstimate:
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     def test_something_is_left_to_search(self, kernel, D):
         assert len(list(candidates.configurations(kernel, D))) > 3
+
+
+@pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
+    ("forward", Tiles(128, 64, 4, 3), 64, 0, "float32"),
+    ("forward", Tiles(128, 64, 8, 2), 80, 1, "bfloat16"),
+    ("dq", Tiles(64, 64, 4, 3), 96, 2, "float32"),
+    ("dkv", Tiles(128, 64, 8, 2), 64, 0, "float32"),
+    ("dkv", Tiles(64, 64, 4, 3), 128, 1, "float32"),
+])  # fmt: skip
+def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype):
+    if gpu_compile.missing():
+        pytest.skip(gpu_compile.missing())
+    S, bytes_by_element = 256, biases * jnp.dtype(dtype).itemsize
+    config = jflex.Config(**{kernel: jflex.Tiles(*tiles)})
+
+    def run(q, k, v, captured):
+        mod = lambda s, b, h, i, j: sum((x[h, i, j].astype(jnp.float32) for x in captured), start=s)
+        attend = lambda *qkv: jflex.flex_attention(*qkv, mod, implementation="triton", config=config)
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(out)
+
+    x = jax.ShapeDtypeStruct((1, S, 2, D), jnp.bfloat16)
+    found = gpu_compile.compile_kernels(run, x, x, x, [jax.ShapeDtypeStruct((2, S, S), dtype)] * biases)
+    [taken] = [one.shared for one in found if one.name.endswith(kernel)]
+    assert taken == pytest.approx(estimate.shared_memory(kernel, tiles, D, D, 2, bytes_by_element), rel=0.02)
 
 
 class TestSearch:

@@ -14,13 +14,15 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from pallas_kernels.mods import Program
+from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Tiles
 from pallas_kernels.tuning import rules
 
 KERNELS = ("forward", "dkv", "dq")
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
-MODS = ("none", "arithmetic", "functions", "elements")
+MODS = ("none", "arithmetic", "functions", "elements")  # and "other", of which no table has an entry
 LENGTHS = ("short", "long")
+FEW = 8  # values of a score mod at the size of a tile; ALiBi and a soft cap have 4, and together 7
 LONGEST_SHORT = 2048  # keys (for dK and dV: queries): fewer tiles than a few hundred hide no start and end of a loop
 
 _FUNCTIONS = frozenset({"tanh", "exp", "exp2", "log", "log1p", "logistic", "erf", "pow", "sin", "cos", "rsqrt", "sqrt"})
@@ -35,8 +37,7 @@ class Key(NamedTuple):
       kernel: One of `KERNELS`.
       head_size: One of `HEAD_SIZES`: the first that holds both D and Dv.
       itemsize: Bytes of an element of query, key and value.
-      mods: One of `MODS`: no score mod, one that only computes, one with functions such as tanh, or mods that read
-        arrays by element (also `rules.is_heavy`).
+      mods: See `mods_of`.
       length: One of `LENGTHS`, of the loop.
     """
 
@@ -60,13 +61,27 @@ def key_of(
 
 
 def mods_of(score: Program | None, mask: Program | None) -> str:
-    """The bucket of mods."""
-    if rules.is_heavy(score, mask):
-        return "elements"
-    if score is None:
-        return "none"
-    functions = any(node.op in _FUNCTIONS and node.kind == "qk" for node in score.nodes)
-    return "functions" if functions else "arithmetic"
+    """The bucket of mods: those that are like the measured ones, and ``"other"``.
+
+    No score mod; one that computes a little; one with functions such as tanh; or mods that read one array of at most
+    16 bits by query and key, such as a pair bias. What computes more, reads more or gathers takes other registers and
+    more shared memory: in the tiles of a pair bias (head size 64) a gathered float32 table spills 444 bytes and took 5
+    to 10 per cent longer on an H200 than in the rule's, and two float32 biases (head size 128) did not fit.
+    """
+    of_score = [] if score is None else [node for node in score.nodes if node.kind == "qk"]
+    of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == "qk"]
+    by_key = score is not None and any(node.kind == "k" for node in score.loads)
+    functions = any(node.op in _FUNCTIONS for node in of_score)
+    loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
+    if by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > rules.HEAVY:
+        return "other"
+    if loads:
+        return "elements" if len(loads) == 1 and not functions and _is_like_pair_bias(loads[0]) else "other"
+    return "none" if score is None else "functions" if functions else "arithmetic"
+
+
+def _is_like_pair_bias(load: Node) -> bool:
+    return load.dtype.itemsize <= 2 and all(index.kind != "qk" for index in load.inputs)
 
 
 def table_name(device_kind: str) -> str | None:

@@ -1,0 +1,62 @@
+"""What a tile of the Triton kernels takes, counted from what they hold: rules out configurations before compiling."""
+
+from __future__ import annotations
+
+from pallas_kernels.setting import Tiles
+from pallas_kernels.triton.columns import chunks
+
+HOPPER_SHARED_MEMORY = 232448  # bytes that a block may have
+# Of values that live through a loop. A thread has 255, and some values are rounded to 16 bits early.
+MOST_REGISTERS = 272
+
+
+def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> int:
+    """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
+
+    What is not multiplied has a stage less: what mods read by element, and the lse and delta of the queries that the
+    kernel for dK and dV walks. It is what Triton takes for sm_90a, where tests compile it.
+
+    Args:
+      kernel: Its name.
+      tiles: Its tiles.
+      D: Head size of query and key.
+      Dv: Head size of value.
+      itemsize: Bytes of an element of query, key and value.
+      by_element: Bytes that mods read for each score; in the kernel for dK and dV count 4 for a value of 16 bits, which
+        Triton holds there in one of two ways, and this bounds both.
+
+    >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
+    81920
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    both, more = size + size_v, (tiles.num_stages - 1) * tiles.block_q * tiles.block_kv * by_element
+    if kernel == "forward":
+        elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
+    elif kernel == "dq":
+        elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
+    else:
+        elements = tiles.block_kv * both + tiles.num_stages * tiles.block_q * both
+        more += (tiles.num_stages - 1) * tiles.block_q * 2 * 4
+    return elements * itemsize + more
+
+
+def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
+    """Registers of a thread that accumulators, scores and weights take.
+
+    >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
+    224.0
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    scores = tiles.block_q * tiles.block_kv
+    held = {
+        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights stand beside the scores, in 16 bits
+        "dq": tiles.block_q * size + 2.5 * scores,
+        "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
+    }
+    return held[kernel] / (32 * tiles.num_warps)
+
+
+def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> bool:
+    """Whether a configuration has a chance on Hopper."""
+    fits = shared_memory(kernel, tiles, D, Dv, itemsize, by_element) <= HOPPER_SHARED_MEMORY
+    return fits and registers(kernel, tiles, D, Dv) <= MOST_REGISTERS
