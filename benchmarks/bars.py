@@ -1,4 +1,4 @@
-"""The bars of issue 3, each with its figure from the result files of the H200."""
+"""What is asked of the kernels on an H200, each with its figure from the result files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 
 def readings(folder: pathlib.Path = results.FOLDER) -> list[Reading]:
-    """All bars, in the order of the issue."""
+    """All bars."""
     found = []
     for name, read in _SUITES.items():
         result = records.read(DEVICE, name, folder)

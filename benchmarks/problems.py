@@ -43,7 +43,7 @@ class Problem:
     block: int = 128
     differentiated: bool = False
     dtype: str = "bfloat16"
-    source: str = "issue 3"
+    source: str = "jflex"
 
     @property
     def shape(self) -> str:
@@ -158,7 +158,7 @@ _SUITES = {"main": _main, "paper": _paper, "grid": _grid, "heads": _heads, "shor
            "captured": _captured, "pair_bias": _pair_bias, "quick": _quick, "tiny": _tiny}  # fmt: skip
 SUITES = tuple(_SUITES)
 TITLES = {
-    "main": "the problems of issue 3",
+    "main": "long sequences, and the heads of Llama 3 8B",
     "paper": "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighbourhoods",
     "grid": "every variant at every length, key and value 256 MiB",
     "heads": "head sizes",

@@ -1,22 +1,29 @@
-"""Renders the README's figures from the result files: ``python -m benchmarks.report [--check | --bars]``."""
+"""Renders figures from the result files: ``python -m benchmarks.report [--check | --bars]``.
+
+The README gets what was asked and what a reader looks for first; `benchmarks/results/README.md` gets everything.
+"""
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
 from benchmarks import bars, records, tables
 from benchmarks.environment import ROOT
+from benchmarks.problems import TITLES
 from benchmarks.records import SuiteResult
 from benchmarks.results import FOLDER, Figure, read
 
 README = ROOT / "README.md"
+ALL = FOLDER / "README.md"
 START, END = "<!-- figures -->", "<!-- /figures -->"
 CPU = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call")
 GPU = ("memory", "block_mask", "first_call", "numerics")
 SUITES = ("main", "paper", "blocks", "heads", "short", "captured", "pair_bias")
-_DRAWN = ("paper", "grid")  # Suites of which the README shows the plots and the means, and not every figure.
+_FIRST = ("main", "paper")  # Suites that the README shows.
+_DRAWN = ("paper", "grid")  # Suites of which it shows the plots and the means, and not every figure.
 _METHOD = (
     "Times of suites are those of the kernels alone, as the profilers see them, with a cold L2; torch and JAX take "
     "turns. The backward is measured without the forward. FLOPs are counted for every peer over the blocks of "
@@ -27,16 +34,31 @@ _METHOD = (
 
 def block() -> str:
     """What stands between the marks in the README."""
+    return _all_sections(short=True) + f"\n\nEvery figure: [{_relative(ALL, ROOT)}]({_relative(ALL, ROOT)})."
+
+
+def everything() -> str:
+    """The file with all figures."""
+    head = "# Results\n\nWritten by `python -m benchmarks.report` from the files beside this one; do not edit."
+    return f"{head}\n\n{_all_sections(short=False)}\n"
+
+
+def documents() -> dict[pathlib.Path, str]:
+    """What each file should hold."""
+    return {README: readme_with_block(README.read_text()), ALL: everything()}
+
+
+def _all_sections(*, short: bool) -> str:
     parts = []
-    for device, questions in (("cpu", CPU), (bars.DEVICE, GPU)):
+    for device, questions in ((bars.DEVICE, GPU), ("cpu", CPU)):
         contents = [content for name in questions if (content := read(device, name)) is not None]
         suites = [result for name in SUITES if (result := records.read(device, name)) is not None]
         if contents or suites:
-            parts.append(_section(device, contents, suites))
+            parts.append(_section(device, contents, suites, short=short))
     return "\n\n".join(parts)
 
 
-def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResult]) -> str:
+def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResult], *, short: bool) -> str:
     abouts = [*(result.about for result in suites), *contents]
     machine = abouts[0]["machine"]
     name = machine.get("device") or f"{machine['processor']}, {machine['cores']} cores"
@@ -48,41 +70,55 @@ def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResu
     again = " and ".join(f"`python -m {module}`" for module in modules)
     head = (f"On {name}; {software}; {when}. Medians; the quartiles of the repetitions are in brackets. "
             f"{again} {'measures' if len(modules) == 1 else 'measure'} them again.")  # fmt: skip
-    asked = [_METHOD, _bars_table()] if device == bars.DEVICE else []
-    return "\n\n".join(
-        [head, *filter(None, asked), *(_suite(device, x) for x in suites), *(_table(x) for x in contents)]
-    )
+    if short:
+        shown = [_suite(device, x, ROOT) for x in suites if x.suite in _FIRST]
+    else:
+        shown = [*(_suite(device, x, FOLDER) for x in suites), *(_table(x) for x in contents)]
+    method = [_METHOD] if suites else []
+    return "\n\n".join([head, *method, *filter(None, [_bars_table(device, contents)]), *shown])
+
+
+def _relative(path: pathlib.Path, to: pathlib.Path) -> str:
+    return path.relative_to(to).as_posix()
 
 
 def _folder(device: str) -> str:
     return "cpu" if device == "cpu" else "gpu"
 
 
-def _bars_table() -> str:
-    """What was asked of the H200 and is there."""
-    found = [reading.figure for reading in bars.readings() if reading.figure is not None]
-    rows = [[figure.name, _value(figure), _bar(figure)] for figure in found if figure.holds is not None]
+def _bars_table(device: str, contents: list[dict[str, Any]]) -> str:
+    """What was asked, as far as it was measured."""
+    if device == bars.DEVICE:
+        found = [reading.figure for reading in bars.readings() if reading.figure is not None]
+        titled = [(figure, "") for figure in found]
+    else:
+        titled = [
+            (figure, content["title"].split(";")[0] + ": ") for content in contents for figure in content["figures"]
+        ]
+    rows = [[title + x.name, _value(x), _bar(x)] for x, title in titled if x.holds is not None]
     return tables.markdown([["", "measured", "asked"], *rows]) if rows else ""
 
 
-def _suite(device: str, result: SuiteResult) -> str:
-    title = result.about["title"]
+def _suite(device: str, result: SuiteResult, root: pathlib.Path) -> str:
+    """A suite's table; `root` is the folder of the document, from which plots are linked."""
+    title = TITLES[result.suite]
     lines = [f"*`{result.suite}`: {title}; {result.problems[0].dtype}, "
              "TFLOP/s over visited blocks, forward / backward*"]  # fmt: skip
-    if result.suite not in _DRAWN:
+    if result.suite not in _DRAWN or root == FOLDER:
         lines.append(tables.markdown([tables.pair_header(result), *tables.pair_rows(result)]))
     if queued := tables.queue_rows(result):
         lines.append(tables.markdown([tables.queue_header(result), *queued]))
-    folder = FOLDER / device
-    lines += [f"![{path.stem}]({path.relative_to(ROOT).as_posix()})"
-              for path in sorted(folder.glob(f"{result.suite}_by_*.png")) if result.suite in _DRAWN]  # fmt: skip
+    if root == FOLDER or result.suite in _DRAWN:
+        lines += [f"![{path.stem}]({_relative(path, root)})"
+                  for path in sorted((FOLDER / device).glob(f"{result.suite}_by_*.png"))]  # fmt: skip
     lines.append("\n".join(f"* {sentence}" for sentence in tables.sentences(result)))
     return "\n\n".join(lines)
 
 
 def _table(content: dict[str, Any]) -> str:
     lines = [f"*{content['title'][0].upper()}{content['title'][1:]}*", "", "| | measured | asked |", "|---|---|---|"]
-    lines += [f"| {figure.name} | {_value(figure)} | {_bar(figure)} |" for figure in content["figures"]]
+    few = [figure for figure in content["figures"] if content["question"] != "numerics" or figure.unit == "x"]
+    lines += [f"| {figure.name} | {_value(figure)} | {_bar(figure)} |" for figure in few]
     lines += [f"\n{remark}" for remark in content["remarks"]]
     return "\n".join(lines)
 
@@ -146,12 +182,13 @@ def main() -> None:
         lines, reached = bar_lines()
         print("\n".join(lines))
         sys.exit(0 if reached else 1)
-    readme = README.read_text()
-    wanted = readme_with_block(readme)
-    if options.check and wanted != readme:
-        sys.exit("README.md differs from the result files. Run `python -m benchmarks.report`.")
-    if wanted != readme:
-        README.write_text(wanted)
+    wanted = documents()
+    differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if options.check and differing:
+        sys.exit(f"Not as the result files say: {', '.join(path.relative_to(ROOT).as_posix() for path in differing)}. "
+                 "Run `python -m benchmarks.report`.")  # fmt: skip
+    for path in differing:
+        path.write_text(wanted[path])
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from benchmarks.results import Figure
 RESULTS = sorted(results.FOLDER.glob("*/*.json"))
 
 
-def test_the_readme_shows_what_the_result_files_hold():
-    readme = report.README.read_text()
-    assert report.readme_with_block(readme) == readme, "run `python -m benchmarks.report`"
+def test_documents_show_what_the_result_files_hold():
+    for path, text in report.documents().items():
+        assert path.read_text() == text, "run `python -m benchmarks.report`"
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
