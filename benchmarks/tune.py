@@ -4,7 +4,7 @@ Every head size has a process of its own, which compiles all configurations at o
 timed one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same for all.
 
 On a machine without a GPU, ``--prune FILE`` compiles the configurations for an H200 and writes those whose registers
-spill little; ``--candidates FILE`` then searches only these.
+spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` says what would be searched.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import pathlib
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from benchmarks import candidates, gpu_compile, timing
 from benchmarks.children import called
 from benchmarks.environment import ROOT, describe, gpu_facts
 from pallas_kernels.setting import Tiles
-from pallas_kernels.tuning.tables import HEAD_SIZES, KERNELS, table_name
+from pallas_kernels.tuning.tables import HEAD_SIZES, KERNELS, LENGTHS, MODS, table_name
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
 MOST_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
@@ -35,43 +36,96 @@ _RUNS = 5
 _REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
-def main() -> None:
+class Wanted(NamedTuple):
+    """What is searched at a head size.
+
+    Attributes:
+      kernels: Of `KERNELS`.
+      mods: Of `MODS`.
+      lengths: Of `LENGTHS`.
+      allowed: What `--prune` wrote, or None for all configurations.
+      deadline: Seconds since 1970 after which no condition is begun; what is left keeps its old entry, or has none.
+    """
+
+    kernels: Sequence[str] = KERNELS
+    mods: Sequence[str] = MODS
+    lengths: Sequence[str] = LENGTHS
+    allowed: dict[str, Any] | None = None
+    deadline: float = float("inf")
+
+    def conditions(self, head_size: int) -> list[tuple[str, str, str]]:
+        """Kernels, buckets of mods and lengths."""
+        these = [(mods, length) for mods, length in candidates.conditions(head_size)
+                 if mods in self.mods and length in self.lengths]  # fmt: skip
+        return [(kernel, *condition) for kernel in self.kernels for condition in these]
+
+    def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
+        """What is compiled and timed."""
+        tiles = list(candidates.configurations(kernel, head_size))
+        if self.allowed is None:
+            return tiles
+        kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
+        return [x for x in tiles if tuple(x) in kept]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, nargs="*", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
-    parser.add_argument("--kernels", nargs="*", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--mods", nargs="+", default=MODS, choices=MODS)
+    parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is begun")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be searched, and stop")
     parser.add_argument("--prune", type=pathlib.Path, help="compile for an H200, write what may be searched, stop")
     parser.add_argument("--candidates", type=pathlib.Path, help="what --prune wrote")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    allowed = json.loads(options.candidates.read_text()) if options.candidates else None
+    wanted = Wanted(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
+    if options.dry_run:
+        print(plan(options.heads, wanted))
+        return
     if options.prune:
-        options.prune.write_text(json.dumps(prune(options.heads, options.kernels), indent=1) + "\n")
+        options.prune.write_text(json.dumps(prune(options.heads, wanted), indent=1) + "\n")
         return
     facts = gpu_facts()
     if "device" not in facts:
-        parser.error("no GPU was found; `--prune FILE` works without one")
-    allowed = json.loads(options.candidates.read_text()) if options.candidates else None
-    tune(options.heads, options.kernels, allowed, facts, options.out)
+        parser.error("no GPU was found; `--prune FILE` and `--dry-run` work without one")
+    tune(options.heads, wanted, facts, options.out)
 
 
-def tune(
-    heads: Sequence[int], kernels: Sequence[str], allowed: dict[str, Any] | None, facts: dict[str, str],
-    folder: pathlib.Path,
-) -> None:  # fmt: skip
+def plan(heads: Sequence[int], wanted: Wanted) -> str:
+    """The configurations of each condition."""
+    lines, total = [], 0
+    for head_size in heads:
+        for kernel, mods, length in wanted.conditions(head_size):
+            tiles = wanted.configurations(head_size, kernel, mods)
+            total += len(tiles) * len(candidates.attentions(head_size, mods, length))
+            lines.append(f"{kernel} {head_size} {mods} {length}: {', '.join(str(tuple(x)) for x in tiles)}")
+    return "\n".join([*lines, f"{total} programs"])
+
+
+def tune(heads: Sequence[int], wanted: Wanted, facts: dict[str, str], folder: pathlib.Path) -> None:
     """Searches all, and writes the table anew after each head size; entries that are not searched are kept."""
     path = folder / f"{table_name(facts['device'])}.json"
-    old = json.loads(path.read_text())["entries"] if path.exists() else []
-    found = {json.dumps(entry["key"]): entry for entry in old}
+    old = json.loads(path.read_text()) if path.exists() else {"entries": []}
+    found = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
     about = describe()
     about["machine"] |= facts
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with concurrent.futures.ThreadPoolExecutor(len(heads)) as pool:
-        waiting = {
-            pool.submit(called, "benchmarks.tune", "search", {"head_size": D, "kernels": kernels, "allowed": allowed},
-                        variables): D for D in heads
-        }  # fmt: skip
+        waiting = [
+            pool.submit(called, "benchmarks.tune", "search", {"head_size": D, "wanted": wanted._asdict()}, variables)
+            for D in heads
+        ]
         for done in tqdm(concurrent.futures.as_completed(waiting), total=len(heads), unit="head size"):
-            for entry in done.result():
-                found[json.dumps(entry["key"])] = entry
+            try:
+                entries = done.result()
+            except RuntimeError as error:  # the process of this head size failed; the others go on
+                tqdm.write(str(error))
+                continue
+            for entry in entries:
+                found[json.dumps(entry["key"])] = entry | {"date": about["date"]}
                 tqdm.write(_line(entry))
             write(path, about, list(found.values()))
     print(path)
@@ -95,23 +149,21 @@ def _line(entry: dict[str, Any]) -> str:
     )
 
 
-def search(head_size: int, kernels: Sequence[str], allowed: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The entries of one head size; runs in a process of its own."""
-    conditions = [(kernel, *condition) for kernel in kernels for condition in candidates.conditions(head_size)]
-    prepared = {x: _compiled(head_size, *x, allowed) for x in conditions}
+def search(head_size: int, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of one head size; runs in a process of its own, with `Wanted` as JSON gives it."""
+    asked = Wanted(**wanted)
+    prepared = {x: _compiled(head_size, x, asked) for x in asked.conditions(head_size) if time.time() < asked.deadline}
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return [_entry(head_size, condition, calls) for condition, calls in prepared.items() if calls]
+        entries = (_entry(head_size, condition, calls) for condition, calls in prepared.items()
+                   if calls and time.time() < asked.deadline)  # fmt: skip
+        return list(entries)
 
 
-def _compiled(
-    head_size: int, kernel: str, mods: str, length: str, allowed: dict[str, Any] | None
-) -> dict[Tiles, list[Any]]:
+def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -> dict[Tiles, list[Any]]:
     """For each configuration a call for each attention of a condition; without those that the compiler refuses."""
-    tiles = list(candidates.configurations(kernel, head_size))
-    if allowed is not None:
-        kept = {tuple(x) for x in allowed[_name(kernel, head_size, mods)]}
-        tiles = [x for x in tiles if tuple(x) in kept]
+    kernel, mods, length = condition
+    tiles = wanted.configurations(head_size, kernel, mods)
     attentions = candidates.attentions(head_size, mods, length)
     arrays = [candidates.inputs(attention) for attention in attentions]
 
@@ -167,16 +219,15 @@ def _name(kernel: str, head_size: int, mods: str) -> str:
     return f"{kernel} {head_size} {mods}"
 
 
-def prune(heads: Sequence[int], kernels: Sequence[str]) -> dict[str, list[list[int]]]:
+def prune(heads: Sequence[int], wanted: Wanted) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
     found: dict[str, list[list[int]]] = {}
-    wanted = [(kernel, D, mods) for D in heads for kernel in kernels
-              for mods in dict.fromkeys(mods for mods, _ in candidates.conditions(D))]  # fmt: skip
-    for kernel, D, mods in tqdm(wanted, unit="condition"):
+    searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in wanted.conditions(D))
+    for kernel, D, mods in tqdm(searched, unit="condition"):
         attention = candidates.attentions(D, mods, "short")[0]
         arrays = jax.eval_shape(lambda attention=attention: candidates.inputs(attention))
         fine = []
-        for tiles in candidates.configurations(kernel, D):
+        for tiles in wanted.configurations(D, kernel, mods):
             try:
                 kernels_found = gpu_compile.compile_kernels(candidates.program(attention, kernel, tiles), *arrays)
             except _REFUSALS:

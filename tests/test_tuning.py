@@ -193,6 +193,53 @@ class TestSearch:
         assert content["date"] == "today"
         assert content["entries"] == [other, entry]
 
+    def test_a_dry_run_lists_what_is_wanted(self, capsys):
+        tune.main(
+            ["--dry-run", "--heads", "128", "--kernels", "dq", "--mods", "none", "arithmetic", "--lengths", "short"]
+        )
+        none, arithmetic, total = capsys.readouterr().out.splitlines()
+        assert none.startswith("dq 128 none short: (64, 32, 4, 2), ")
+        count = none.count("), (") + 1
+        assert arithmetic == none.replace("none", "arithmetic")
+        assert total == f"{3 * count} programs"  # two attentions stand for none, one for arithmetic
+
+    def test_only_what_pruning_left_is_searched(self):
+        wanted = tune.Wanted(allowed={"forward 64 none": [[64, 64, 4, 2], [16, 16, 4, 2]]})
+        assert wanted.configurations(64, "forward", "none") == [Tiles(64, 64, 4, 2)]
+
+    def test_a_head_size_that_fails_keeps_the_others_and_the_old(self, monkeypatch, tmp_path):
+        def entry(head_size, microseconds):
+            key = tables.Key("dq", head_size, 2, "none", "long")._asdict()
+            return {"key": key, "tiles": Tiles(64, 64, 4, 2)._asdict(), "microseconds": microseconds, "runner_up": None}
+
+        def called(module, function, arguments, variables):
+            if arguments["head_size"] == 64:
+                raise RuntimeError("out of memory")
+            return [entry(arguments["head_size"], 2.0)]
+
+        path = tmp_path / "nvidia-unheard-of.json"
+        tune.write(path, {"date": "yesterday"}, [entry(64, 1.0), entry(80, 1.0), entry(128, 1.0)])
+        monkeypatch.setattr(tune, "called", called)
+        tune.tune([64, 128], tune.Wanted(), {"device": "NVIDIA Unheard Of"}, tmp_path)
+        found = {x["key"]["head_size"]: x for x in json.loads(path.read_text())["entries"]}
+        assert {size: x["microseconds"] for size, x in found.items()} == {64: 1.0, 80: 1.0, 128: 2.0}
+        assert [found[size]["date"] == "yesterday" for size in (64, 80, 128)] == [True, True, False]
+
+    def test_search_at_a_tiny_size(self, monkeypatch):
+        tiny, made = candidates.Attention(1, 32, 1, 16, None, False), candidates.program
+        monkeypatch.setattr(candidates, "attentions", lambda *condition: [tiny])
+        monkeypatch.setattr(candidates, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
+        monkeypatch.setattr(candidates, "program", lambda *args: made(*args, interpret=True))
+        monkeypatch.setattr(
+            tune, "_seconds", lambda calls: [float(call().size) / (i + 1) for i, call in enumerate(calls)]
+        )
+        asked = tune.Wanted(["forward"], ["none"], ["short"])._asdict()
+        [entry] = tune.search(32, json.loads(json.dumps(asked)))
+        assert tables.Key(**entry["key"]) == tables.Key("forward", 32, 2, "none", "short")
+        assert (Tiles(**entry["tiles"]), entry["microseconds"]) == (Tiles(32, 16, 4, 2), 256e6)
+        assert (Tiles(**entry["runner_up"]["tiles"]), entry["searched"]) == (Tiles(16, 32, 4, 2), 2)
+        assert tune.search(32, asked | {"deadline": 0.0}) == []
+
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     @pytest.mark.parametrize("mods", ["none", "arithmetic", "functions", "elements"])
     def test_programs_compute(self, kernel, mods):
