@@ -28,7 +28,7 @@ from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.backward_dq import Rows, shift_of, through_mod
-from pallas_kernels.triton.columns import inner, load_rows, load_vector
+from pallas_kernels.triton.columns import inner, load_keys, load_queries, load_vector
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
@@ -143,26 +143,27 @@ def _kernel(
     first, length = _first_tile(setting, work, place)
     heads, batch = (whole // kept for whole, kept in zip((setting.Hq, setting.B), _kept(setting, work), strict=True))
 
+    here = _Here(setting, work, derivative, arrays, rows)
+
     def step(nth: Any, sums: Any) -> Any:
         head = own_head if heads == 1 else lax.rem(nth, heads)
         entry = own_entry if batch == 1 else lax.rem(lax.div(nth, heads), batch)
         along = lax.div(nth, heads * batch)
         at = (entry, head, (first[0] + along) * work.tile, (first[1] + along) * work.tile)
-        add = functools.partial(_add, setting, work, derivative, arrays, rows, at)
         if kinds is None or setting.blocks is None:
-            return add(True, sums)
+            return here.add(at, True, sums)
         block_q, block_kv = setting.blocks
         kind = kinds[(*blocks.list_position(setting, entry, head), lax.div(at[2], block_q), lax.div(at[3], block_kv))]
-        partial = kind == blocks.PARTIAL
-        return lax.cond(kind != blocks.EMPTY, lambda sums: add(partial, sums), lambda sums: sums, sums)
+        visit = lambda sums: here.add(at, kind == blocks.PARTIAL, sums)
+        return lax.cond(kind != blocks.EMPTY, visit, lambda sums: sums, sums)
 
     total = length * heads * batch
     share = lax.div(total + work.parts - 1, work.parts)
     start = tuple(jnp.zeros((work.tile, work.tile), jnp.float32) for _ in work.loads)
     sums = lax.fori_loop(part * share, jnp.minimum((part + 1) * share, total), step, start)
-    here = (own_entry, own_head, first[0] * work.tile, first[1] * work.tile)
-    for load, ref, total in zip(work.loads, gradients, sums, strict=True):
-        _write(setting, work, arrays, derivative, ref, load, total, here, part)
+    at = (own_entry, own_head, first[0] * work.tile, first[1] * work.tile)
+    for load, ref, x in zip(work.loads, gradients, sums, strict=True):
+        here.write(ref, load, x, at, part)
 
 
 def _first_tile(setting: Setting, work: Work, place: Any) -> tuple[tuple[Any, Any], Any]:
@@ -175,67 +176,51 @@ def _first_tile(setting: Setting, work: Work, place: Any) -> tuple[tuple[Any, An
     return (row, column), jnp.minimum(rows - row, columns - column)
 
 
-def _add(
-    setting: Setting,
-    work: Work,
-    derivative: Derivative,
-    arrays: Arrays,
-    rows: Rows,
-    at: tuple[Any, Any, Any, Any],
-    is_partial: Any,
-    sums: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Adds the cotangents of one tile."""
-    b, h, query, key = at
-    tile, rows_end, keys_end = work.tile, setting.T % work.tile != 0, setting.S % work.tile != 0
-    of_rows = functools.partial(
-        load_rows, setting, b=b, h=h, first=query, rows=tile, length=setting.T, may_end=rows_end
-    )
-    of_keys = functools.partial(
-        load_rows,
-        setting,
-        b=b if setting.Bkv > 1 else 0,
-        h=lax.div(h, setting.group),
-        first=key,
-        rows=tile,
-        length=setting.S,
-        may_end=keys_end,
-    )
-    vector = functools.partial(load_vector, at=(b, h), first=query, rows=tile, length=setting.T, may_end=rows_end)
-    q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
-    known = scores.prepare(setting, arrays, (tile, tile), b, h, q_first=query, programs={"score": derivative.nodes})
-    found = scores.compute(known, q, of_keys(arrays.key), key, is_partial)
-    p = weights(setting, found.s, known.unit, shift_of(vector(rows.lse, other=-jnp.inf))[:, None])
-    d_s = p * (inner(setting, d_out, of_keys(arrays.value)) - vector(rows.delta, other=0.0)[:, None])
-    _, of_load = through_mod(derivative, found, d_s)
-    return tuple(total + of_load(load) for total, load in zip(sums, work.loads, strict=True))
+class _Here(NamedTuple):
+    """What a program knows; places are (batch, query head, first query, first key)."""
 
+    setting: Setting
+    work: Work
+    derivative: Derivative
+    arrays: Arrays
+    rows: Rows
 
-def _write(
-    setting: Setting,
-    work: Work,
-    arrays: Arrays,
-    derivative: Derivative,
-    ref: Any,
-    load: Node,
-    total: jax.Array,
-    here: tuple[Any, Any, Any, Any],
-    part: Any,
-) -> None:
-    """Writes the sums of a place to the elements that its first tile reads."""
-    b, h, query, key = here
-    known = scores.prepare(setting, arrays, (work.tile, work.tile), b, h, q_first=query)
-    assert known.score is not None  # which loads
-    evaluation = known.score.child(scores.walked_index(known, derivative.program, key))
-    at = tuple(evaluation.space.spread(evaluation(i), i.kind, "qk") for i in load.inputs)
-    exists = (query + lax.broadcasted_iota(jnp.int32, total.shape, 0) < setting.T) & (
-        key + lax.broadcasted_iota(jnp.int32, total.shape, 1) < setting.S
-    )
-    if not _stores(setting, work, load):
-        addupdate(ref, at, jnp.where(exists, total, 0.0))
-        return
-    at = (jnp.full(total.shape, part, jnp.int32), *at)
-    if setting.interpret:  # it stores masked places too, as they were before
-        addupdate(ref, at, jnp.where(exists, total, 0.0).astype(ref.dtype))
-    else:
-        plgpu.store(ref.at[at], total.astype(ref.dtype), mask=exists)
+    def add(self, at: tuple[Any, Any, Any, Any], is_partial: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds the cotangents of one tile."""
+        setting, arrays, rows, tile = self.setting, self.arrays, self.rows, self.work.tile
+        b, h, query, key = at
+        rows_end, keys_end = setting.T % tile != 0, setting.S % tile != 0
+        of_rows = functools.partial(load_queries, setting, b=b, h=h, first=query, rows=tile, may_end=rows_end)
+        of_keys = functools.partial(load_keys, setting, b=b, h=h, first=key, rows=tile, may_end=keys_end)
+        vector = functools.partial(load_vector, at=(b, h), first=query, rows=tile, length=setting.T, may_end=rows_end)
+        q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
+        known = self._scores(at, self.derivative.nodes)
+        found = scores.compute(known, q, of_keys(arrays.key), key, is_partial)
+        p = weights(setting, found.s, known.unit, shift_of(vector(rows.lse, other=-jnp.inf))[:, None])
+        d_s = p * (inner(setting, d_out, of_keys(arrays.value)) - vector(rows.delta, other=0.0)[:, None])
+        _, of_load = through_mod(self.derivative, found, d_s)
+        return tuple(total + of_load(load) for total, load in zip(sums, self.work.loads, strict=True))
+
+    def write(self, ref: Any, load: Node, total: jax.Array, at: tuple[Any, Any, Any, Any], part: Any) -> None:
+        """Writes the sums of a place to the elements that its first tile reads."""
+        setting = self.setting
+        known = self._scores(at, ())
+        assert known.score is not None  # which loads
+        evaluation = known.score.child(scores.walked_index(known, self.derivative.program, at[3]))
+        index = tuple(evaluation.space.spread(evaluation(i), i.kind, "qk") for i in load.inputs)
+        exists = (at[2] + lax.broadcasted_iota(jnp.int32, total.shape, 0) < setting.T) & (
+            at[3] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < setting.S
+        )
+        if not _stores(setting, self.work, load):
+            addupdate(ref, index, jnp.where(exists, total, 0.0))
+            return
+        index = (jnp.full(total.shape, part, jnp.int32), *index)
+        if setting.interpret:  # it stores masked places too, as they were before
+            addupdate(ref, index, jnp.where(exists, total, 0.0).astype(ref.dtype))
+        else:
+            plgpu.store(ref.at[index], total.astype(ref.dtype), mask=exists)
+
+    def _scores(self, at: tuple[Any, Any, Any, Any], nodes: Any) -> scores.Scores:
+        b, h, query, _ = at
+        tile = (self.work.tile, self.work.tile)
+        return scores.prepare(self.setting, self.arrays, tile, b, h, q_first=query, programs={"score": nodes})

@@ -22,7 +22,8 @@ from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.columns import (
     inner,
-    load_rows,
+    load_keys,
+    load_queries,
     load_vector,
     plus,
     store_rows,
@@ -111,10 +112,7 @@ def _kernel(
     here = b, h, tile = this_row(setting, order)
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
-    kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
-    own_rows = functools.partial(
-        load_rows, setting, b=b, h=h, first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
-    )
+    own_rows = functools.partial(load_queries, setting, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
     vector = functools.partial(
         load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
     )
@@ -126,14 +124,7 @@ def _kernel(
     def step(state: Any, key: Any, is_partial: bool) -> Any:
         d_q, sums = state
         keys = functools.partial(
-            load_rows,
-            setting,
-            b=kv_b,
-            h=kv_h,
-            first=key,
-            rows=tiles.block_kv,
-            length=setting.S,
-            may_end=is_partial and keys_end,
+            load_keys, setting, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
         k = keys(arrays.key)
         tile = scores.compute(known, q, k, key, is_partial)

@@ -60,6 +60,17 @@ def load_rows(
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 
 
+def load_queries(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+    """Rows of the query, or of what has its shape, of a query head."""
+    return load_rows(setting, ref, b, h, first, rows, setting.T, may_end=may_end)
+
+
+def load_keys(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+    """Rows of key or value for a query head: of the key head that its group shares; their batch may be shared too."""
+    b, h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
+    return load_rows(setting, ref, b, h, first, rows, setting.S, may_end=may_end)
+
+
 def store_rows(
     setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: Columns, length: int, *, may_end: bool
 ) -> None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import blocks, softmax
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.columns import load_rows, store_rows, store_vector, times, zero_rows
+from pallas_kernels.triton.columns import load_keys, load_queries, store_rows, store_vector, times, zero_rows
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
@@ -76,24 +76,15 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
     here = b, h, tile = this_row(setting, order)
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
-    kv_b, kv_h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
-    q = load_rows(setting, arrays.query, b, h, first, tiles.block_q, setting.T, may_end=rows_end)
+    q = load_queries(setting, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
     known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first)
     may_hide = setting.mask is not None or setting.score is not None
 
     def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
-        keys = functools.partial(
-            load_rows,
-            setting,
-            b=kv_b,
-            h=kv_h,
-            first=key,
-            rows=tiles.block_kv,
-            length=setting.S,
-            may_end=is_partial and keys_end,
-        )
-        tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
-        v = keys(arrays.value)
+        may_end = is_partial and keys_end
+        k = load_keys(setting, arrays.key, b, h, key, tiles.block_kv, may_end=may_end)
+        tile = scores.compute(known, q, k, key, is_partial)
+        v = load_keys(setting, arrays.value, b, h, key, tiles.block_kv, may_end=may_end)
         return softmax.update(
             state,
             tile.s,
