@@ -6,6 +6,12 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
 where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the
 queries of a tile of keys for dK and dV; each computes P again from the lse.
+
+So there are seven products where five would do, if dQ were added to global memory by the kernel for dK and dV. On an
+H200 that took 33 ms at head size 128 (causal, S 16384, B 2, H 16) and 42 at 64 (B 4), instead of 15 for both kernels:
+Pallas adds by element, each addition ordered before the next. Floor: seven products at 817 TFLOP/s and two exponentials
+for each score, one after the other, are 406 TFLOP/s at head size 64 and 479 at 128 (counted as five); 390 and 393 are
+reached without a mod.
 """
 
 from __future__ import annotations
