@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from pallas_kernels.nodes import Node, is_exact_in_float, reachable
 from pallas_kernels.setting import Setting
 
@@ -29,6 +31,8 @@ def invariance(setting: Setting, load: Node) -> Invariance:
     """What is known of a load of kind ``"qk"``; an axis of length 1 is none."""
     nodes = reachable([load])
     used = {n.value for n in nodes if n.op == "input"}
+    if "score" in used:  # which differs everywhere
+        return NO_AXES
     slopes: dict[Node, int | None] = {}
     of_difference: dict[Node, bool] = {}
     for node in nodes:  # inputs come first
@@ -52,7 +56,21 @@ def _slope(node: Node, slopes: list[int | None]) -> int | None:
     if len(known) < len(slopes):
         return None
     if node.op == "convert_element_type":
-        return known[0] if node.dtype.kind in "iu" or is_exact_in_float(*node.inputs) else None
+        return known[0] if _keeps_slope(node.inputs[0], node.dtype) else None
+    if node.dtype.kind == "f" and not all(_is_exact(n) for n in node.inputs):
+        return None  # sums of other numbers are rounded, here up and there down
     if node.op == "sub":
         return known[0] - known[1]
     return {"add": sum(known), "neg": -known[0]}.get(node.op) if known else None
+
+
+def _keeps_slope(node: Node, dtype: np.dtype) -> bool:
+    """Whether a cast keeps the slope: it is exact, or to integers that wrap as often."""
+    if dtype == np.float32:
+        return is_exact_in_float(node)
+    wraps = node.bounds is None  # as far as is known; then a larger integer would show the jumps
+    return node.dtype.kind in "iu" and dtype.kind in "iu" and not (wraps and dtype.itemsize > node.dtype.itemsize)
+
+
+def _is_exact(node: Node) -> bool:
+    return node.op == "convert_element_type" and is_exact_in_float(*node.inputs)

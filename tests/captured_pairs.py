@@ -88,6 +88,11 @@ table_of_distance = added(
     lambda b, h, q, k, n: (abs(q - k),),
     lambda rng, n: {"bias": rng.normal(size=max(n.T, n.S)).astype(np.float32)},
 )
+table_of_wrapped = added(  # a byte wraps at 128; so this does not depend on the distance alone
+    lambda c: lambda s, b, h, q, k: s + c["bias"][q.astype(jnp.int8).astype(jnp.int32) - k + c["bias"].size // 2],
+    lambda b, h, q, k, n: (q - 256 * (q > 127) - k + n[0] // 2,),
+    lambda rng, n: {"bias": rng.normal(size=512).astype(np.float32)},
+)
 take = added(
     lambda c: lambda s, b, h, q, k: s + jnp.take(c["bias"], q // 2, mode="clip"),
     lambda b, h, q, k, n: (q // 2,),
@@ -155,6 +160,7 @@ rounded = ScorePair(
 )
 
 # --- products and functions of captures
+
 
 slopes = ScorePair(
     lambda c: lambda s, b, h, q, k: s - c["slopes"][h] * jnp.abs(q - k).astype(F32),
