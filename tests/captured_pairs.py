@@ -161,6 +161,15 @@ rounded = ScorePair(
 
 # --- products and functions of captures
 
+at_score = ScorePair(  # by the score, and NaN or infinite up to the diagonal
+    lambda c: lambda s, b, h, q, k: s + c["bias"][(s > -50).astype(jnp.int32)] * jnp.log((q - k).astype(F32)),
+    Score(
+        lambda s, b, h, q, k, c: s + c["bias"][1] * np.log(q - k + 0.0),
+        None,
+        lambda s, b, h, q, k, c: {"bias": [(np.log(q - k + 0.0), (1,))]},
+    ),
+    normal("Hq"),
+)
 
 slopes = ScorePair(
     lambda c: lambda s, b, h, q, k: s - c["slopes"][h] * jnp.abs(q - k).astype(F32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -183,12 +184,28 @@ class _Backward:
                 )
         for number in loaded.whole:
             if grads[number] is not None:
-                whole = lambda x, n=number: evaluate(
-                    loaded.traced, [*operands[:n], x, *operands[n + 1 :]], raw, indices, self.walk.axes
-                )
-                [more] = jax.vjp(whole, operands[number])[1](d_s)
-                grads[number] = grads[number] + more.astype(jnp.float32).reshape(-1)
+                grads[number] = grads[number] + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
         return d_score.astype(exact), grads
+
+    def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
+        """Gradient, flat, of an operand of which the mod reads much at once, or by the score.
+
+        A mod may be NaN where nothing is seen, and so is 0 times its derivative: there it is evaluated at a place that
+        is seen.
+        """
+        operands, axes = self.inputs.score_operands, self.walk.axes
+        places = (raw, *over_block(lambda *scalars: scalars, (), indices, axes))
+        if visible is not None:
+            seen = jnp.argmax(jnp.broadcast_to(visible, raw.shape))
+            places = tuple(jnp.where(visible, x, x.reshape(-1)[seen]) for x in places)
+
+        def whole(x: jax.Array) -> jax.Array:
+            of_scalars = functools.partial(mod, [*operands[:number], x, *operands[number + 1 :]])
+            return functools.reduce(lambda f, _: jax.vmap(f), axes, of_scalars)(*places)
+
+        [gradient] = jax.vjp(whole, operands[number])[1](d_s)
+        gradient = gradient.astype(jnp.float32).reshape(-1)
+        return gradient if visible is None else jnp.where(jnp.any(visible), gradient, 0.0)
 
 
 def _scatter(
