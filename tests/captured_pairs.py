@@ -161,6 +161,15 @@ rounded = ScorePair(
 
 # --- products and functions of captures
 
+table_by_score = ScorePair(  # infinite for a score of 0, as it is past the end
+    lambda c: lambda s, b, h, q, k: s + c["bias"][q - k + c["bias"].size // 2] / s,
+    Score(
+        lambda s, b, h, q, k, c: s + c["bias"][q - k + c["bias"].size // 2] / s,
+        lambda s, b, h, q, k, c: 1 - c["bias"][q - k + c["bias"].size // 2] / s**2,
+        lambda s, b, h, q, k, c: {"bias": [(1 / s, (q - k + c["bias"].size // 2,))]},
+    ),
+    lambda rng, n: {"bias": 0.1 * rng.normal(size=2 * max(n.T, n.S)).astype(np.float32)},
+)
 at_score = ScorePair(  # by the score, and NaN or infinite up to the diagonal
     lambda c: lambda s, b, h, q, k: s + c["bias"][(s > -50).astype(jnp.int32)] * jnp.log((q - k).astype(F32)),
     Score(

@@ -157,6 +157,7 @@ CAPTURED = [
     Case("bias_bqk_through_full_blocks", captured.bias_bqk, masks.causal, N(T=129, Hq=4, Hkv=1), block=32, **F16),
     Case("table_of_distance", captured.table_of_distance, **BF16),
     Case("table_of_wrapped", captured.table_of_wrapped, sizes=N(T=150, S=40)),
+    Case("table_by_score", captured.table_by_score, positive=True),
     Case("at_score", captured.at_score, masks.strictly_causal, N(T=37), block=32),
     Case("take", captured.take, **F16),
     Case("negative_index", captured.negative_index, **BF16),

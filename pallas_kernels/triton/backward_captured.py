@@ -199,7 +199,11 @@ class _Here(NamedTuple):
         p = weights(setting, found.s, known.unit, shift_of(vector(rows.lse, other=-jnp.inf))[:, None])
         d_s = p * (inner(setting, d_out, of_keys(arrays.value)) - vector(rows.delta, other=0.0)[:, None])
         _, of_load = through_mod(self.derivative, found, d_s)
-        return tuple(total + of_load(load) for total, load in zip(sums, self.work.loads, strict=True))
+        cotangents = [of_load(load) for load in self.work.loads]
+        if self.work.axes.diagonal and rows_end:  # what the last tile lacks, the first one has: there NaN would count
+            exists = query + lax.broadcasted_iota(jnp.int32, d_s.shape, 0) < setting.T
+            cotangents = [jnp.where(exists, x, 0.0) for x in cotangents]
+        return tuple(total + x for total, x in zip(sums, cotangents, strict=True))
 
     def write(self, ref: Any, load: Node, total: jax.Array, at: tuple[Any, Any, Any, Any], part: Any) -> None:
         """Writes the sums of a place to the elements that its first tile reads."""
