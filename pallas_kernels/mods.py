@@ -235,13 +235,14 @@ class _Run:
         op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
         if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
             return None
-        a, b = (element(self.graph, x) for x in ins)
-        if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or a.dtype.kind not in "iu":
+        dtype = eqn.outvars[0].aval.dtype
+        a, b = (self.graph.cast(element(self.graph, x), dtype) for x in ins)
+        if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or dtype.kind not in "iu":
             return None
         own = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
         if str(open_jaxpr(own)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
             return None  # a function of the user's with that name
-        return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, self.graph.cast(b, a.dtype)))]
+        return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
     def _ruled(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         graph = self.graph

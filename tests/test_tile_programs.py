@@ -53,6 +53,13 @@ class TestArithmetic:
         program = program_of(lambda s, b, h, q, k, x: s / x[q, k], (70, 90))
         assert "div" in ops_of_tile(program)
 
+    @pytest.mark.parametrize("operation", [jnp.floor_divide, jnp.remainder])
+    def test_quotients_of_integers_are_of_the_larger_dtype(self, operation):
+        with jax.numpy_dtype_promotion("standard"):
+            program = program_of(lambda s, b, h, q, k: s + operation(q.astype(jnp.int8), k + 200).astype(jnp.float32))
+        [node] = [node for node in program.nodes if node.op in ("div", "rem")]
+        assert node.dtype == np.int32
+
 
 class CountingSpace(Space):
     """Tiles of one shape; counts the multiply-adds."""
