@@ -22,6 +22,13 @@ from jflex.mods import and_masks as and_masks
 from jflex.mods import noop_mask as noop_mask
 from jflex.mods import not_mask as not_mask
 from jflex.mods import or_masks as or_masks
+from jflex.offset import with_offset as with_offset
+from jflex.state import AttentionState as AttentionState
+from jflex.state import lse_from_base2 as lse_from_base2
+from jflex.state import lse_from_flash as lse_from_flash
+from jflex.state import lse_to_base2 as lse_to_base2
+from jflex.state import merge as merge
+from jflex.state import merge_all as merge_all
 
 try:
     __version__ = _version("jflex")
