@@ -47,6 +47,8 @@ class Config:
       forward: Tile of the forward kernel.
       dkv: Tile of the backward kernel that computes dK and dV.
       dq: Tile of the backward kernel that computes dQ.
+      decode: Tile of the kernel for few queries, which runs where it can unless `forward` is set. Its `block_q` is not
+        used: the tile holds the queries of all query heads that share a key head.
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests.
 
     >>> Config(forward=Tiles(64, 64)).dq is None
@@ -56,4 +58,5 @@ class Config:
     forward: Tiles | None = None
     dkv: Tiles | None = None
     dq: Tiles | None = None
+    decode: Tiles | None = None
     interpret: bool = False

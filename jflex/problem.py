@@ -204,12 +204,12 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
         return Config()
     if not isinstance(config, Config):
         raise TypeError(f"`config` must be a `jflex.Config`. Got {type(config).__name__}.")
-    for name in ("forward", "dkv", "dq"):
+    for name in ("forward", "dkv", "dq", "decode"):
         tiles = getattr(config, name)
         if tiles is None or blocks is None:
             continue
         for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
-            if size % tile:
+            if size % tile and (name, axis) != ("decode", "q"):
                 raise ValueError(
                     f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
                     "Take a divisor, or create the mask with another `block_size`."

@@ -27,7 +27,27 @@ def list_position(setting: Setting, b: Any, h: Any) -> tuple[Any, Any]:
     return (b if setting.list_batch > 1 else 0), (h if setting.list_heads > 1 else 0)
 
 
-def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Callable[[Any, Any, bool], Any]) -> Any:
+class Part(NamedTuple):
+    """The share of a walk that one of several programs takes: the nth of so many of equal length."""
+
+    nth: Any
+    parts: int
+
+    def of(self, total: Any) -> tuple[Any, Any]:
+        """Where it starts and ends among `total` tiles."""
+        share = lax.div(total + (self.parts - 1), self.parts)
+        return jnp.minimum(self.nth * share, total), jnp.minimum((self.nth + 1) * share, total)
+
+
+def walk(
+    row: BlockRow,
+    block: int,
+    tile: int,
+    length: int,
+    state: Any,
+    step: Callable[[Any, Any, bool], Any],
+    part: Part | None = None,
+) -> Any:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
     Args:
@@ -37,10 +57,13 @@ def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Ca
       length: Of the axis that is walked.
       state: What is folded.
       step: One tile.
+      part: Which of the listed tiles to take; all without.
     """
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
     last = -(-length // block) - 1
-    for (counts, indices), is_partial in ((row.partial, True), (row.full, False)):
+    lengths = [counts[row.at] * per_block for counts, _ in (row.partial, row.full)]
+    start, end = (0, None) if part is None else part.of(lengths[0] + lengths[1])
+    for (_, indices), is_partial, tiles in zip((row.partial, row.full), (True, False), lengths, strict=True):
 
         def body(t, state, indices=indices, is_partial=is_partial):
             nth, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
@@ -48,14 +71,31 @@ def walk(row: BlockRow, block: int, tile: int, length: int, state: Any, step: Ca
             number = jnp.minimum(jnp.maximum(number, 0), last)  # lists of the user's own may hold anything
             return step(state, number * block + within * tile, is_partial)
 
-        state = lax.fori_loop(0, counts[row.at] * per_block, body, state)
+        if end is None:
+            state = lax.fori_loop(0, tiles, body, state)
+        else:  # the walk over both lists is one row of tiles, of which these are the first, then the rest
+            state = lax.fori_loop(jnp.minimum(start, tiles), jnp.minimum(end, tiles), body, state)
+            start, end = jnp.maximum(start - tiles, 0), jnp.maximum(end - tiles, 0)
     return state
 
 
-def walk_all(tile: int, length: int, is_partial: bool, state: Any, step: Callable[[Any, Any, bool], Any]) -> Any:
+def walk_all(
+    tile: int,
+    length: int,
+    is_partial: bool,
+    state: Any,
+    step: Callable[[Any, Any, bool], Any],
+    part: Part | None = None,
+) -> Any:
     """As `walk` over all of an axis, without lists; a last tile that is cut short counts as partial."""
     whole = 0 if is_partial else length // tile
     tiles = -(-length // tile)
+    if part is not None:
+        start, end = part.of(tiles)
+        first, last = jnp.minimum(start, whole), jnp.minimum(end, whole)
+        state = lax.fori_loop(first, last, lambda t, s: step(s, t * tile, False), state)
+        first, last = jnp.maximum(start, whole), jnp.maximum(end, whole)
+        return lax.fori_loop(first, last, lambda t, s: step(s, t * tile, True), state)
     state = lax.fori_loop(0, whole, lambda t, s: step(s, t * tile, False), state)
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 

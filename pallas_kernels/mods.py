@@ -32,12 +32,17 @@ _IDENTITIES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Over what the indices run: batch, query heads, queries, keys."""
+    """Over what the indices run: batch, query heads, queries, keys.
+
+    Attributes:
+      heads_in_rows: Whether the rows of a tile are of several heads: then a head is of kind ``"q"``, as a query is.
+    """
 
     B: int
     Hq: int
     T: int
     S: int
+    heads_in_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,10 +104,15 @@ def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], s
     Raises:
       NotOnTile: A primitive has no meaning on a tile.
     """
-    graph = Graph()
+    graph, head_kind = Graph(), "q" if sizes.heads_in_rows else ""
     arguments = [
         graph.input(name, kind, np.int32, (0, max(size - 1, 0)))
-        for name, kind, size in (("b", "", sizes.B), ("h", "", sizes.Hq), ("q", "q", sizes.T), ("k", "k", sizes.S))
+        for name, kind, size in (
+            ("b", "", sizes.B),
+            ("h", head_kind, sizes.Hq),
+            ("q", "q", sizes.T),
+            ("k", "k", sizes.S),
+        )
     ]
     opened, consts = open_jaxpr(jaxpr)
     if len(opened.invars) - len(operands) == 5:

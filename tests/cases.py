@@ -228,6 +228,34 @@ MASKED = [
 ]
 
 SHAPES = [
+    Case("decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), **BF16),
+    Case(
+        "decode_blocks", scores.alibi, masks.offset_by_batch, N(T=3, S=300, Hq=4, Hkv=2), block=64, by_batch=True, **F16
+    ),
+    Case("decode_mask_mod", captured.bias_hqk, masks.window_by_head, N(T=2, S=130, Hq=4, Hkv=2), **BF16),
+    Case(
+        "decode_lists_by_head",
+        captured.slopes,
+        masks.random_elements,
+        N(T=5, S=200, Hq=3, Hkv=3),
+        block=32,
+        by_head=True,
+    ),
+    Case(
+        "decode_lists_by_grouped_head",
+        mask=masks.random_elements,
+        sizes=N(T=5, S=200, Hq=4, Hkv=2),
+        block=32,
+        by_head=True,
+        **BF16,
+    ),
+    Case(
+        "decode_sees_nothing", captured.table, masks.strictly_causal, N(T=4, S=257, Hkv=1, D=40, Dv=80), block=64, **F16
+    ),
+    Case("decode_by_head_major", mask=masks.both_sides, sizes=N(T=4, S=99, Hq=2, Hkv=1), block=64, layout="BNTH"),
+    Case(
+        "decode_sixteen_queries", captured.bias_q, masks.odd_keys, N(T=16, S=150, Hq=4, Hkv=1), block=(16, 64), **BF16
+    ),
     Case("one_query_one_key", sizes=N(B=1, T=1, Hq=1, D=16)),
     Case("one_query", captured.bias_kv, masks.everything, N(T=1, S=257, Hq=4, Hkv=2), **BF16),
     Case("one_key", scores.times_two, sizes=N(T=37, S=1), **BF16),

@@ -11,6 +11,7 @@ from tests import evaluation
 from tests.cases import CASES, Case, Sizes
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]
+DECODING = [*KERNELS[:2], "jflex_decode"]
 CAPTURED = "jflex_backward_captured"  # only where something captured is read by element, and repeatedly
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
 KNOWN_SPILLS = {
@@ -19,6 +20,7 @@ KNOWN_SPILLS = {
     "scan": 64,
     # Tiles that fill the registers; measured beside smaller ones, they win.
     "own_lists": 32,
+    "decode_sees_nothing": 160,
     "head_size_96": 96,
     "head_size_128": 256,
     "head_sizes_192_128": 48,
@@ -63,7 +65,7 @@ def test_compiles(case):
             gpu_compile.lower(*program)
             pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
         kernels = gpu_compile.compile_kernels(*program)
-    assert [kernel.name for kernel in kernels if kernel.name != CAPTURED] == KERNELS
+    assert [kernel.name for kernel in kernels if kernel.name != CAPTURED] in (KERNELS, DECODING)
     spilled = {kernel.name: kernel.spill for kernel in kernels if kernel.spill}
     assert max(spilled.values(), default=0) <= KNOWN_SPILLS.get(case.name, 16), (
         f"bytes of registers that each thread stores away: {spilled}"

@@ -195,3 +195,29 @@ def test_named_algorithms_of_products_are_passed_on():
     with jax.default_matmul_precision("F32_F32_F32"):
         found = jflex.flex_attention(x, x, x, implementation="xla")
     assert jnp.allclose(found, jflex.flex_attention(x, x, x, implementation="reference"), atol=1e-5)
+
+
+@pytest.mark.parametrize(("T", "Hq", "Hkv", "mask_heads", "kernel"), [
+    (1, 8, 2, None, "decode 16 x "), (16, 4, 1, None, "decode 64 x "), (1, 4, 4, 4, "decode 16 x "),
+    (17, 4, 4, None, "forward "),  # many queries
+    (16, 8, 1, None, "forward "),  # more rows than a tile holds
+    (1, 4, 2, 4, "forward "),  # heads that share keys, but not the blocks that they visit
+])  # fmt: skip
+def test_few_queries_are_decoded(T, Hq, Hkv, mask_heads, kernel):
+    query = jax.ShapeDtypeStruct((2, T, Hq, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, 512, Hkv, 64), jnp.bfloat16)
+    mask = (lambda b, h, q, k: k >= 3) if mask_heads is None else (lambda b, h, q, k: k >= h)
+    block_mask = jflex.create_block_mask(mask, None, mask_heads, T, 512)
+    account = jflex.explain(
+        query, key, key, block_mask=block_mask, implementation="triton", config=jflex.Config(interpret=True)
+    )
+    assert f"tiles     {kernel}" in str(account)
+
+
+def test_a_config_for_forward_is_not_passed_over():
+    query, key = jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    config = jflex.Config(forward=jflex.Tiles(16, 32), interpret=True)
+    assert "forward 16 x 32" in str(jflex.explain(query, key, key, implementation="triton", config=config))
+    config = jflex.Config(decode=jflex.Tiles(64, 32, num_warps=8), interpret=True)
+    account = str(jflex.explain(query, key, key, implementation="triton", config=config))
+    assert "decode 16 x 32 (8 warps, 2 stages, by config)" in account

@@ -36,9 +36,12 @@ class _Refusal:
     reason: str
 
 
-def programs_of(problem: Problem) -> Programs | str:
-    """The programs of a problem, or the reason why there are none."""
-    made = _programs_of(problem)
+def programs_of(problem: Problem, *, heads_in_rows: bool = False) -> Programs | str:
+    """The programs of a problem, or the reason why there are none.
+
+    `heads_in_rows`: for tiles whose rows are of several query heads.
+    """
+    made = _programs_of(problem, heads_in_rows)
     if isinstance(made, Programs):
         return made
     mod = problem.score if made.kind == "score" else problem.mask
@@ -50,11 +53,11 @@ def programs_of(problem: Problem) -> Programs | str:
 
 
 @functools.lru_cache(maxsize=256)
-def _programs_of(problem: Problem) -> Programs | _Refusal:
+def _programs_of(problem: Problem, heads_in_rows: bool) -> Programs | _Refusal:
     from pallas_kernels.mods import Sizes, differentiate, trace_program
     from pallas_kernels.views import NotOnTile
 
-    sizes = Sizes(problem.B, problem.Hq, problem.T, problem.S)
+    sizes = Sizes(problem.B, problem.Hq, problem.T, problem.S, heads_in_rows)
     made: list[Any] = []
     for mod in (problem.score, problem.mask):
         if mod is None:

@@ -14,6 +14,8 @@ from jflex.config import Tiles
 from jflex.problem import Problem
 
 KERNELS = ("forward", "dkv", "dq")
+MOST_DECODED = 16  # queries of a sequence that are decoded
+MOST_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
 SMALLEST_TILE = 16  # of queries or keys: what a product of Triton takes
 
 
@@ -36,7 +38,9 @@ class Triton(Backend):
         programs = programs_of(problem)
         if isinstance(programs, str):
             return programs
-        smallest = min(min(tiles.block_q, tiles.block_kv) for tiles in map(functools.partial(_tiles, problem), KERNELS))
+        smallest = min(
+            min(tiles.block_q, tiles.block_kv) for tiles in map(functools.partial(_tiles, problem), _kernels(problem))
+        )
         if smallest < SMALLEST_TILE:
             where = "the blocks of the mask" if problem.blocks is not None else "what `config` sets"
             return (
@@ -50,16 +54,18 @@ class Triton(Backend):
         """The tiles of its three kernels, and whether `config`, a measured table or a rule gave them."""
         return ", ".join(
             f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages, by {source})"
-            for kernel in KERNELS
+            for kernel in _kernels(problem)
             for t, source in [_tiles_and_source(problem, kernel)]
         )
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
-        """Runs the forward kernel."""
-        from pallas_kernels.triton import forward
+        """Runs the forward kernel, or that for few queries."""
+        from pallas_kernels.triton import decode, forward
 
-        setting = _setting(problem)
-        return Saved(*forward.forward(setting, _kernel_tiles(problem, "forward"), _arrays(inputs)))
+        tiles = _kernel_tiles(problem, _kernels(problem)[0])
+        if _decodes(problem):
+            return Saved(*decode.decode(_setting(problem, heads_in_rows=True), tiles, _arrays(inputs)))
+        return Saved(*forward.forward(_setting(problem), tiles, _arrays(inputs)))
 
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
@@ -80,8 +86,21 @@ class Triton(Backend):
         return Gradients(found.query, found.key, found.value, captured)
 
 
-def _programs(problem: Problem) -> Programs:
-    programs = programs_of(problem)
+def _decodes(problem: Problem) -> bool:
+    """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
+    blocks = problem.blocks
+    one_row = blocks is None or (blocks.size[0] >= problem.T and (blocks.heads == 1 or problem.group == 1))
+    few = 0 < problem.T <= MOST_DECODED and problem.group * problem.T <= MOST_ROWS
+    return few and one_row and problem.config.forward is None
+
+
+def _kernels(problem: Problem) -> tuple[str, ...]:
+    """Names of the kernels that run."""
+    return ("decode", "dkv", "dq") if _decodes(problem) else KERNELS
+
+
+def _programs(problem: Problem, *, heads_in_rows: bool = False) -> Programs:
+    programs = programs_of(problem, heads_in_rows=heads_in_rows)
     assert isinstance(programs, Programs), programs
     return programs
 
@@ -96,12 +115,18 @@ def _tiles_and_source(problem: Problem, kernel: str) -> tuple[Tiles, str]:
     Those of jflex are cut to what divides the mask's blocks and is no larger than the problem.
     """
     given = getattr(problem.config, kernel)
+    if given is not None and kernel == "decode":
+        from pallas_kernels.tuning import rules
+
+        return dataclasses.replace(given, block_q=rules.decode_rows(problem.group * problem.T)), "config"
     if given is not None:
         return given, "config"
-    measured = _measured_tiles(problem, kernel)
+    measured = _measured_tiles(problem, kernel) if kernel in KERNELS else None
     tiles = _tiles_by_rule(problem, kernel) if measured is None else measured
     block_q, block_kv = tiles.block_q, tiles.block_kv
-    if problem.blocks is not None:
+    if kernel == "decode":  # rows of its tile are queries of several heads
+        block_kv = min(block_kv, problem.blocks.size[1] & -problem.blocks.size[1] if problem.blocks else block_kv)
+    elif problem.blocks is not None:
         block_q, block_kv = (
             min(tile, block & -block) for tile, block in zip((block_q, block_kv), problem.blocks.size, strict=True)
         )
@@ -133,6 +158,8 @@ def _tiles_by_rule(problem: Problem, kernel: str) -> Tiles:
         programs.score is not None,
         rules.has_large_memory(problem.device_kind),
     )
+    if kernel == "decode":
+        return Tiles(*rules.decode_tiles(need, problem.group * problem.T))
     return Tiles(*getattr(rules, f"{kernel}_tiles")(need))
 
 
@@ -143,10 +170,10 @@ def _kernel_tiles(problem: Problem, kernel: str):
 
 
 @functools.lru_cache(maxsize=256)
-def _setting(problem: Problem):
+def _setting(problem: Problem, *, heads_in_rows: bool = False):
     from pallas_kernels.setting import Setting
 
-    programs, p = _programs(problem), problem
+    programs, p = _programs(problem, heads_in_rows=heads_in_rows), problem
     lists = (1, 1) if p.blocks is None else (p.blocks.batch, p.blocks.heads)
     return Setting(
         p.B,

@@ -65,6 +65,7 @@ def prepare(
     *,
     q_first: Any = None,
     k_first: Any = None,
+    q: Any = None,
     programs: Mapping[str, Any] | None = None,
 ) -> Scores:
     """Evaluates what of the mods does not depend on the axis of the loop.
@@ -74,14 +75,17 @@ def prepare(
       arrays: The refs.
       tile: Queries and keys.
       b: Batch.
-      h: Query head.
+      h: Query head; where rows are of several heads, that of each, [Bq, 1].
       q_first: The first query, if the loop goes over keys.
+      q: The queries themselves, [Bq, 1], if they are not one after the other.
       k_first: The first key, if it goes over queries; then tiles are transposed.
       programs: Nodes to prepare for the score mod, if they are more than those of its program.
     """
-    transposed = q_first is None
+    transposed = k_first is not None
     fixed = {"b": b, "h": h}
-    if transposed:
+    if q is not None:
+        fixed["q"] = q
+    elif transposed:
         fixed["k"] = k_indices(k_first, tile, setting.S, transposed=True, may_end=setting.S % tile[1] != 0)
     else:
         fixed["q"] = q_indices(q_first, tile, setting.T, may_end=setting.T % tile[0] != 0)
