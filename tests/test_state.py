@@ -132,12 +132,13 @@ def test_the_worked_example_of_flashinfer():
 # --- algebra
 
 ROWS, SIZE = 5, 3
-finite = st.floats(-60, 60, width=32)
-an_lse = st.one_of(finite, st.sampled_from([-INF, -INF, 0.0, 1e30, -1e30]))
+finite = st.floats(-60, 60, width=32, allow_subnormal=False)  # XLA may round numbers below the normal ones to 0
+an_lse = st.one_of(finite, st.sampled_from([-INF, -INF, 0.0]))
+any_lse = st.one_of(an_lse, st.sampled_from([1e30, -1e30]))  # too large to be told from itself + log(2)
 
 
 @st.composite
-def states(draw):
+def states(draw, an_lse=an_lse):
     lse = np.array(draw(st.lists(an_lse, min_size=ROWS, max_size=ROWS)), np.float32)
     out = np.array(draw(st.lists(finite, min_size=ROWS * SIZE, max_size=ROWS * SIZE)), np.float32).reshape(ROWS, SIZE)
     return AttentionState(jnp.asarray(np.where(np.isneginf(lse)[:, None], 0, out)), jnp.asarray(lse))
@@ -165,7 +166,7 @@ def states_close(found, expected):
 
 
 @settings(max_examples=40)
-@given(states(), states())
+@given(states(any_lse), states(any_lse))
 def test_merging_is_exact_and_commutative(a, b):
     states_close(together(a, b), exact_merge(a, b))
     states_close(together(b, a), exact_merge(a, b))
@@ -181,7 +182,7 @@ def test_merging_is_associative(a, b, c):
 
 
 @settings(max_examples=40)
-@given(states())
+@given(states(any_lse))
 def test_the_empty_state_is_neutral(a):
     for merged in (together(a, AttentionState.empty(a.out.shape)), together(AttentionState.empty(a.out.shape), a)):
         np.testing.assert_array_equal(merged.out, a.out)
