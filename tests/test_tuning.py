@@ -166,6 +166,20 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     assert taken == pytest.approx(estimate.shared_memory(kernel, tiles, D, D, 2, bytes_by_element), rel=0.02)
 
 
+def test_mods_that_read_much_by_element_take_fewer_stages():
+    x, pair = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 256, 8), jnp.float32)
+
+    def run(q, k, v, pair, weight):
+        mod = lambda s, b, h, i, j: s + jnp.dot(pair[i, j], weight[h])
+        return jflex.flex_attention(q, k, v, mod, implementation="triton")
+
+    arrays = (x, x, x, pair, jax.ShapeDtypeStruct((2, 8), jnp.float32))
+    if gpu_compile.missing():
+        pytest.skip(gpu_compile.missing())
+    [kernel] = gpu_compile.compile_kernels(run, *arrays)
+    assert kernel.shared <= estimate.HOPPER_SHARED_MEMORY
+
+
 class TestSearch:
     def test_the_least_geometric_mean_is_best(self):
         a, b, c = Tiles(64, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(128, 128, 4, 2)

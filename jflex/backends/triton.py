@@ -134,7 +134,22 @@ def _tiles_and_source(problem: Problem, kernel: str) -> tuple[Tiles, str]:
         block_q = min(block_q, max(16, 1 << (problem.T - 1).bit_length()))
         block_kv = min(block_kv, max(16, 1 << (problem.S - 1).bit_length()))
     cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+    cut = dataclasses.replace(cut, num_stages=_stages(problem, kernel, cut))
     return cut, "rule" if measured is None else "table"
+
+
+def _stages(problem: Problem, kernel: str, tiles: Tiles) -> int:
+    """Stages of tiles, fewer where mods that read much by element would take more shared memory than there is."""
+    from pallas_kernels import setting
+    from pallas_kernels.triton import estimate
+
+    programs = _programs(problem, heads_in_rows=kernel == "decode")
+    by_element = estimate.bytes_by_element(kernel, (programs.score, programs.mask))
+    if by_element == 0:
+        return tiles.num_stages
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    sizes = setting.Tiles(*dataclasses.astuple(tiles))
+    return estimate.stages_that_fit(kernel, sizes, (problem.D, problem.Dv), itemsize, by_element, problem.device_kind)
 
 
 def _measured_tiles(problem: Problem, kernel: str) -> Tiles | None:

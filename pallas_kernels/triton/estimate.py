@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pallas_kernels.mods import Program
 from pallas_kernels.setting import Tiles
 from pallas_kernels.triton.columns import chunks
+from pallas_kernels.tuning import rules
 
-HOPPER_SHARED_MEMORY = 232448  # bytes that a block may have
+# Bytes that a block may have, by a part of the name of the device; elsewhere at least so many.
+HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, LEAST_SHARED_MEMORY = 232448, 166912, 101376
 # Of values that live through a loop. A thread has 255, and some values are rounded to 16 bits early.
 MOST_REGISTERS = 272
 
@@ -30,7 +35,7 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_
     """
     size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
     both, more = size + size_v, (tiles.num_stages - 1) * tiles.block_q * tiles.block_kv * by_element
-    if kernel == "forward":
+    if kernel in ("forward", "decode"):
         elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
     elif kernel == "dq":
         elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
@@ -60,3 +65,30 @@ def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_eleme
     """Whether a configuration has a chance on Hopper."""
     fits = shared_memory(kernel, tiles, D, Dv, itemsize, by_element) <= HOPPER_SHARED_MEMORY
     return fits and registers(kernel, tiles, D, Dv) <= MOST_REGISTERS
+
+
+def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
+    """What mods read for each score, as `shared_memory` counts it."""
+    loads = [node for program in programs if program is not None for node in program.loads if node.kind == "qk"]
+    return sum(max(node.dtype.itemsize, 4 if kernel == "dkv" else 1) for node in loads)
+
+
+def stages_that_fit(
+    kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, by_element: int, device_kind: str
+) -> int:
+    """The stages of tiles, or as many of them as a device's shared memory holds.
+
+    >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, 32, "NVIDIA H200")
+    2
+    """
+    stages, memory = tiles.num_stages, _memory_of(device_kind)
+    taken = lambda n: shared_memory(kernel, tiles._replace(num_stages=n), *head_sizes, itemsize, by_element)
+    while stages > 1 and taken(stages) > memory:
+        stages -= 1
+    return stages
+
+
+def _memory_of(device_kind: str) -> int:
+    if rules.has_large_memory(device_kind):
+        return HOPPER_SHARED_MEMORY
+    return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else LEAST_SHARED_MEMORY
