@@ -91,6 +91,17 @@ def test_a_mod_that_has_no_meaning_on_a_tile_names_function_primitive_and_way_ou
     assert run(implementation="xla").shape == x.shape
 
 
+def test_arrays_of_bytes_that_pallas_cannot_address_are_refused():
+    def account(seen):
+        return jflex.explain(X, X, X, mask_mod=lambda b, h, q, k: seen[h, q, k], config=jflex.Config(interpret=True))
+
+    found = {}
+    for heads in (8, 9, 17):
+        array = jax.ShapeDtypeStruct((heads, 1 << 14, 1 << 14), jnp.bool_)
+        jax.eval_shape(lambda seen, heads=heads: found.update({heads: account(seen).backend}), array)
+    assert found == {8: "triton", 9: "xla", 17: "triton"}
+
+
 def test_explain_of_a_cpu_call():
     mask = jflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, block_size=64)
     account = jflex.explain(X, X, X, block_mask=mask)

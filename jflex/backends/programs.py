@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from jflex.problem import Problem
@@ -82,4 +83,10 @@ def _operand_reason(mod: TracedMod) -> str | None:
             return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
         if 0 in shape:
             return f"it captures an empty array of shape {list(shape)}"
+        # Pallas counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 from there on.
+        if dtype in ("bool", "int8", "uint8") and 1 << 31 < math.prod(shape) <= 1 << 32:
+            return (
+                f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, of "
+                "which Pallas does not reach the last ones"
+            )
     return None
