@@ -86,7 +86,7 @@ def _operand_reason(mod: TracedMod) -> str | None:
         # Pallas counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 from there on.
         if dtype in ("bool", "int8", "uint8") and 1 << 31 < math.prod(shape) <= 1 << 32:
             return (
-                f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, of "
-                "which Pallas does not reach the last ones"
+                f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, "
+                "of which Pallas does not reach the last ones"
             )
     return None
