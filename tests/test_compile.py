@@ -23,10 +23,11 @@ KNOWN_SPILLS = {
     "decode_sees_nothing": 160,
     "head_size_96": 96,
     "head_size_128": 256,
-    "head_sizes_192_128": 48,
+    "head_sizes_192_128": 64,
     "head_size_256": 400,
     "head_size_256_float32": 17000,
     # Products of float32 in full precision run without tensor cores, from registers.
+    "extreme_logits": 32,
     "identity_highest": 400,
     "causal_highest": 400,
     "softcap_float32": 400,

@@ -270,8 +270,8 @@ class TestSearch:
         for mods in candidates.SCORES:
             attention = candidates.Attention(1, 64, 2, 32, mods, False)
 
-            def spy(problem, mods=mods):
-                seen[mods] = original(problem)
+            def spy(problem, mods=mods, **how):
+                seen[mods] = original(problem, **how)
                 return seen[mods]
 
             patch = pytest.MonkeyPatch()
