@@ -24,6 +24,7 @@ class Scores(NamedTuple):
       score: The score mod, evaluated so far.
       mask: The mask, evaluated so far.
       walked: ``"q"`` or ``"k"``: the axis of the loop.
+      end: Where the axis of the loop ends, a number known at run time; None for where its array ends.
     """
 
     setting: Setting
@@ -32,6 +33,7 @@ class Scores(NamedTuple):
     score: Evaluation | None
     mask: Evaluation | None
     walked: str
+    end: Any = None
 
     @property
     def unit(self) -> float:
@@ -66,6 +68,7 @@ def prepare(
     q_first: Any = None,
     k_first: Any = None,
     q: Any = None,
+    end: Any = None,
     programs: Mapping[str, Any] | None = None,
 ) -> Scores:
     """Evaluates what of the mods does not depend on the axis of the loop.
@@ -79,6 +82,8 @@ def prepare(
       q_first: The first query, if the loop goes over keys.
       q: The queries themselves, [Bq, 1], if they are not one after the other.
       k_first: The first key, if it goes over queries; then tiles are transposed.
+      end: Where the axis of the loop ends, at or before the end of its array, if a number known at run time says so:
+        what lies beyond is hidden in partial tiles.
       programs: Nodes to prepare for the score mod, if they are more than those of its program.
     """
     transposed = k_first is not None
@@ -103,7 +108,7 @@ def prepare(
 
     score = begin(setting.score, arrays.score_operands, (programs or {}).get("score"))
     mask = begin(setting.mask, arrays.mask_operands, None)
-    return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k")
+    return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k", end)
 
 
 def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> Tile:
@@ -157,7 +162,8 @@ def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
         if is_partial is not True:
             visible = visible | ~is_partial
     length, tile = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
-    if setting.walk_passes_end(scores.walked, tile):
+    if scores.end is not None or setting.walk_passes_end(scores.walked, tile):
+        length = length if scores.end is None else scores.end
         shape = scores.tile[::-1] if scores.transposed else scores.tile
         exists = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < length
         visible = exists if visible is None else visible & exists
