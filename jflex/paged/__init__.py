@@ -1,0 +1,10 @@
+"""Paged caches: keys and values of many sequences in pages, written by slot and read through page tables."""
+
+from jflex.paged.batch import PagedBatch as PagedBatch
+from jflex.paged.batch import slots_of as slots_of
+from jflex.paged.batch import token_positions as token_positions
+from jflex.paged.batch import token_requests as token_requests
+from jflex.paged.batch import token_slots as token_slots
+from jflex.paged.cache import PagedCache as PagedCache
+from jflex.paged.cache import copy_pages as copy_pages
+from jflex.paged.cache import write as write

@@ -1,0 +1,325 @@
+"""The paged cache: keys and values of many sequences in pages of one size, which any sequence may own or share.
+
+A *slot* is the place of one token, ``page * page_size + offset``. Page 0 is reserved: no pool hands it out and no
+token of a sequence lives there, so that padding of page tables can point to it.
+
+After PagedAttention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180, section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int32
+
+from jflex.paged.sizes import checked_pages, checked_positive
+from jflex.problem import DTYPES, describe_array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedCache:
+    """Keys and values in pages: a pytree that passes through ``jit``, ``scan`` and ``device_put``.
+
+    Nothing is updated in place by itself: `write` and `copy_pages` return a new cache. Donate the old one to ``jit``
+    and the new one takes its memory. Carry a stacked cache through ``scan`` over layers as part of the *carry*, and
+    pass the layer's number: as an input that is sliced by layer, XLA would hold a second one.
+
+    Attributes:
+      k: Keys, [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers that share one page table.
+      v: Values, the same with Dv.
+
+    >>> cache = PagedCache.create(64, 16, 8, 128, dtype=jnp.bfloat16, layers=4)
+    >>> cache.k.shape, cache.num_pages, cache.page_size, cache.num_kv_heads, cache.layers
+    ((4, 64, 16, 8, 128), 64, 16, 8, 4)
+    """
+
+    k: Float[Array, "*L P page_size Hkv D"]
+    v: Float[Array, "*L P page_size Hkv Dv"]
+
+    @classmethod
+    def create(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        dtype: Any,
+        layers: int | None = None,
+    ) -> PagedCache:
+        """A cache of zeros.
+
+        Args:
+          num_pages: Pages in all, page 0 included, which holds no tokens.
+          page_size: Tokens in a page, 1 to 256.
+          num_kv_heads: Hkv.
+          head_dim: D of keys.
+          v_head_dim: Dv of values; None: D.
+          dtype: Floating-point, of keys and values.
+          layers: How many layers are stacked in one cache; None: no axis for them.
+
+        Returns:
+          The cache.
+
+        Raises:
+          TypeError: A size is not an integer, or `dtype` is not floating-point.
+          ValueError: A size is not positive, a page is too large, or ``num_pages * page_size`` reaches ``2**31``.
+
+        >>> PagedCache.create(10, 1, 2, 8, v_head_dim=4, dtype="float32").v.shape
+        (10, 1, 2, 4)
+        """
+        num_pages, page_size = checked_pages(num_pages, page_size)
+        heads, key_dim = checked_positive(num_kv_heads, "num_kv_heads"), checked_positive(head_dim, "head_dim")
+        value_dim = key_dim if v_head_dim is None else checked_positive(v_head_dim, "v_head_dim")
+        if str(jnp.dtype(dtype)) not in DTYPES:
+            raise TypeError(f"`dtype` must be floating-point ({', '.join(DTYPES)}). Got {jnp.dtype(dtype)}.")
+        shape = (num_pages, page_size, heads)
+        if layers is not None:
+            shape = (checked_positive(layers, "layers"), *shape)
+        return cls(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype))
+
+    @property
+    def num_pages(self) -> int:
+        """P: pages in all, page 0 included."""
+        return self.k.shape[-4]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.k.shape[-3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+        return self.k.shape[-2]
+
+    @property
+    def layers(self) -> int | None:
+        """L, or None for a cache without an axis of layers."""
+        return self.k.shape[0] if self.k.ndim == 5 else None
+
+
+def write(
+    cache: PagedCache,
+    k: Float[Array, "N Hkv D"],
+    v: Float[Array, "N Hkv Dv"],
+    slots: Int32[Array, " N"],
+    *,
+    layer: int | Int32[Array, ""] | None = None,
+) -> PagedCache:
+    """Puts keys and values of tokens into their slots; all other slots keep what they hold.
+
+    Under ``jit`` with the cache donated, no second cache is made, whatever `layer` is.
+
+    Args:
+      cache: The cache.
+      k: Keys of N tokens, in the dtype of the cache.
+      v: Their values.
+      slots: Where each goes, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
+        compute them from page tables. A token whose slot is -1, or otherwise outside of the cache, is dropped: it
+        neither wraps nor clamps. No slot may be given twice, except in page 0: which token stays is not defined.
+      layer: Which layer of a stacked cache, a Python int or traced; a traced one outside of the cache drops all tokens.
+
+    Returns:
+      The new cache.
+
+    Raises:
+      TypeError: `cache` is none, dtypes are not those of the cache or `slots` are not int32, `layer` is no integer.
+      ValueError: Shapes do not fit; `layer` is missing, superfluous or, where known, outside of the cache; a slot is
+        given twice, where `slots` are known.
+
+    >>> cache = PagedCache.create(4, 2, 1, 1, dtype=jnp.float32)
+    >>> tokens = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1, 1)
+    >>> step = jax.jit(write, donate_argnames="cache")
+    >>> step(cache, tokens, tokens, jnp.array([6, -1, 3], jnp.int32)).k.ravel().tolist()
+    [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1.0, 0.0]
+    """
+    check_cache(cache)
+    _check_tokens(cache, k, v, slots)
+    _check_slots_differ(slots, cache.page_size)
+    slots = jnp.asarray(slots)
+    index: tuple[Any, ...] = (slots // cache.page_size, slots % cache.page_size)
+    checked = checked_layer(cache, layer)
+    if checked is not None:
+        index = (checked, *index)
+    return PagedCache(_set(cache.k, index, k), _set(cache.v, index, v))
+
+
+def copy_pages(cache: PagedCache, src: Int32[Array, " M"], dst: Int32[Array, " M"]) -> PagedCache:
+    """Copies whole pages, of all layers: what follows a `PagePool.fork` that gave another page.
+
+    All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
+
+    Args:
+      cache: The cache.
+      src: Pages to read.
+      dst: Pages to write, no page twice. One that is -1, or otherwise outside of the cache, is dropped together with
+        its source, so that a list of any length can be padded to a fixed one.
+
+    Returns:
+      The new cache.
+
+    Raises:
+      TypeError: `cache` is none, or the page ids are not int32.
+      ValueError: Shapes do not fit one another; or, where values are known, a page that is read lies outside of the
+        cache, or one is written twice.
+
+    >>> cache = PagedCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
+    >>> copy_pages(cache, jnp.array([2, 0]), jnp.array([1, -1])).k.ravel().tolist()
+    [0.0, 2.0, 2.0]
+    """
+    check_cache(cache)
+    for name, pages in (("src", src), ("dst", dst)):
+        check_int32(name, pages, "pages")
+    if src.shape != dst.shape or src.ndim != 1:
+        raise ValueError(
+            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
+            "the shorter one; a -1 in `dst` copies nothing."
+        )
+    _check_copies(src, dst, cache.num_pages)
+    src, dst = jnp.asarray(src), jnp.asarray(dst)
+    return jax.tree.map(lambda pages: _copied(pages, src, dst), cache)
+
+
+def checked_layer(cache: PagedCache, layer: Any) -> Int32[Array, ""] | None:
+    """The number of a layer as a scalar int32; None for a cache without layers.
+
+    Raises:
+      TypeError: `layer` is no integer.
+      ValueError: It is missing, superfluous or, where known, outside of the cache.
+
+    >>> int(checked_layer(PagedCache.create(4, 2, 1, 1, dtype="float32", layers=2), 1))
+    1
+    """
+    if (layer is None) != (cache.layers is None):
+        if layer is None:
+            raise ValueError(f"`layer` is missing: the cache stacks {cache.layers} layers. Pass the number of one.")
+        raise ValueError(f"`layer` is {layer!r}, but the cache has no axis of layers. Leave `layer` out.")
+    if layer is None:
+        return None
+    if isinstance(layer, jax.Array | np.ndarray) and (layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer)):
+        raise TypeError(f"`layer` must be an integer, or a scalar array of one. Got {describe_array(layer)}.")
+    if isinstance(layer, Tracer):
+        return layer.astype(jnp.int32)
+    try:
+        number = None if isinstance(layer, bool) else operator.index(layer)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"`layer` must be an integer, or a scalar array of one. Got {layer!r}.")
+    if not 0 <= number < (cache.layers or 0):
+        raise ValueError(f"`layer` must lie within 0 and {(cache.layers or 0) - 1}, the last layer. Got {number}.")
+    return jnp.int32(number)
+
+
+def check_cache(cache: Any) -> None:
+    """Raises unless `cache` is a PagedCache whose keys and values fit together.
+
+    Raises:
+      TypeError: It is none, or its dtypes differ or are not floating-point.
+      ValueError: The shapes do not fit.
+
+    >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
+    """
+    if not isinstance(cache, PagedCache):
+        raise TypeError(
+            f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create`, or of "
+            "arrays [P, page_size, Hkv, D] with `PagedCache(k, v)`."
+        )
+    for name, pages in (("cache.k", cache.k), ("cache.v", cache.v)):
+        if not (hasattr(pages, "shape") and hasattr(pages, "dtype")):
+            raise TypeError(f"`{name}` must be an array. Got {type(pages).__name__}.")
+    got = f"Got k: {describe_array(cache.k)}, v: {describe_array(cache.v)}."
+    if str(cache.k.dtype) not in DTYPES or cache.k.dtype != cache.v.dtype:
+        raise TypeError(f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}")
+    if cache.k.ndim not in (4, 5) or cache.k.shape[:-1] != cache.v.shape[:-1]:
+        raise ValueError(
+            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both behind an axis of "
+            f"layers or neither. {got} Make one with `PagedCache.create`."
+        )
+    checked_pages(cache.num_pages, cache.page_size)
+
+
+def check_int32(name: str, x: Any, of: str) -> None:
+    """Raises TypeError unless an argument is an array of int32.
+
+    >>> check_int32("slots", jnp.arange(3), "slots")
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
+        )
+    if x.dtype != jnp.int32:
+        raise TypeError(
+            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
+        )
+
+
+def _check_tokens(cache: PagedCache, k: Any, v: Any, slots: Any) -> None:
+    for name, x, pages in (("k", k, cache.k), ("v", v, cache.v)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        if x.dtype != pages.dtype:
+            raise TypeError(
+                f"`{name}` must have the dtype of the cache, {pages.dtype}. Got {describe_array(x)}. Cast it with "
+                "`.astype`."
+            )
+        if x.ndim != 3 or x.shape[1:] != pages.shape[-2:]:
+            raise ValueError(
+                f"`{name}` must be [N, Hkv, {'D' if name == 'k' else 'Dv'}], with the heads of the cache: "
+                f"[N, {pages.shape[-2]}, {pages.shape[-1]}]. Got {describe_array(x)}. Reshape batch and tokens to one "
+                "axis."
+            )
+    check_int32("slots", slots, "slots")
+    if not k.shape[:1] == v.shape[:1] == slots.shape:
+        raise ValueError(
+            "`k`, `v` and `slots` must be of the same tokens: [N, ...], [N, ...] and [N]. Got k: "
+            f"{describe_array(k)}, v: {describe_array(v)}, slots: {describe_array(slots)}. Give padding the slot -1."
+        )
+
+
+def _check_slots_differ(slots: Any, page_size: int) -> None:
+    """Where values are known: a slot that is given twice would hold either token."""
+    if isinstance(slots, Tracer):
+        return
+    used, counts = np.unique(np.asarray(slots), return_counts=True)
+    twice = used[(counts > 1) & (used >= page_size)]
+    if twice.size:
+        raise ValueError(
+            f"`slots` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
+            f"{counts[used == twice[0]][0]} tokens. Give all but one of them the slot -1."
+        )
+
+
+def _check_copies(src: Any, dst: Any, num_pages: int) -> None:
+    if isinstance(src, Tracer) or isinstance(dst, Tracer):
+        return
+    src, dst = np.asarray(src), np.asarray(dst)
+    inside = (dst >= 0) & (dst < num_pages)
+    wrong = src[inside & ((src < 0) | (src >= num_pages))]
+    if wrong.size:
+        raise ValueError(f"`src` must hold pages within 0 and {num_pages - 1}, the last page. Got {wrong[0]}.")
+    pages, counts = np.unique(dst[inside], return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Put -1 in one place."
+        )
+
+
+def _set(pages: jax.Array, index: tuple[Any, ...], tokens: Any) -> jax.Array:
+    """Scatters, in place if `pages` is donated. Without `wrap_negative_indices=False` a -1 would hit the last page."""
+    return pages.at[index].set(jnp.asarray(tokens), mode="drop", wrap_negative_indices=False)
+
+
+def _copied(pages: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
+    axis = (slice(None),) * (pages.ndim - 4)
+    read = pages.at[(*axis, src)].get(mode="clip")
+    return pages.at[(*axis, dst)].set(read, mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,61 @@
+"""Checks of the sizes that a cache and its pool must agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jflex.mask_sizes import checked_size
+
+MAX_PAGE_SIZE = 256
+_SLOT_LIMIT = 2**31
+
+
+def checked_pages(num_pages: Any, page_size: Any) -> tuple[int, int]:
+    """Number and size of pages as Python ints.
+
+    Raises:
+      TypeError: One of them is not an integer.
+      ValueError: There is no page, a page holds fewer than 1 or more than 256 tokens, or slots would not fit in int32.
+
+    >>> checked_pages(1024, 16)
+    (1024, 16)
+    """
+    num_pages, page_size = checked_positive(num_pages, "num_pages"), checked_page_size(page_size)
+    if num_pages * page_size >= _SLOT_LIMIT:
+        raise ValueError(
+            f"`num_pages` times `page_size` must be below 2**31, since slots are int32. Got {num_pages} * {page_size} "
+            f"= {num_pages * page_size}. Take at most {(_SLOT_LIMIT - 1) // page_size} pages of this size."
+        )
+    return num_pages, page_size
+
+
+def checked_page_size(page_size: Any) -> int:
+    """Tokens in a page as a Python int.
+
+    Raises:
+      TypeError: It is not an integer.
+      ValueError: It is not within 1 and 256.
+
+    >>> checked_page_size(16)
+    16
+    """
+    page_size = checked_positive(page_size, "page_size")
+    if page_size > MAX_PAGE_SIZE:
+        raise ValueError(f"`page_size` must be 1 to {MAX_PAGE_SIZE} tokens. Got {page_size}. Take smaller pages.")
+    return page_size
+
+
+def checked_positive(size: Any, name: str) -> int:
+    """A size of at least 1 as a Python int.
+
+    Raises:
+      TypeError: It is not an integer.
+      ValueError: It is not positive.
+
+    >>> checked_positive(8, "num_kv_heads")
+    8
+    """
+    number = checked_size(size, name)
+    if number == 0:
+        raise ValueError(f"`{name}` must be at least 1. Got 0.")
+    return number
