@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
@@ -13,8 +12,8 @@ from jaxtyping import Array, Float
 from jflex import autodiff, backends
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask import BlockMask
+from jflex.choice import Implementation, choose, names_of, reasons_of
 from jflex.config import Config
-from jflex.errors import UnsupportedError
 from jflex.explain import Account
 from jflex.problem import (
     Blocks,
@@ -29,7 +28,6 @@ from jflex.problem import (
 from jflex.trace import trace_mask_mod, trace_score_mod
 from jflex.varying import unify_varying
 
-Implementation = str | Sequence[str] | None
 Mod = Callable[..., Any] | None
 
 
@@ -117,8 +115,7 @@ def flex_attention(
     """
     call = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
     problem, inputs = call
-    names = _names(implementation)
-    name = _choose(problem, names, implementation is None)
+    name = choose(implementation, backends.get, problem)
     if problem.T == 0 or problem.S == 0 or problem.B == 0:
         saved = Saved(
             jnp.zeros(problem.out_shape(), problem.dtype),
@@ -173,7 +170,7 @@ def explain(
     """
     del return_lse
     problem, _ = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
-    reasons = _reasons(problem, _names(implementation))
+    reasons = reasons_of(names_of(implementation), backends.get, problem)
     return Account.of(problem, block_mask, reasons)
 
 
@@ -221,52 +218,6 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, 
         config,
     )
     return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands))
-
-
-def _names(implementation: Implementation) -> tuple[str, ...]:
-    known = ", ".join(map(repr, backends.KNOWN))
-    if implementation is None:
-        return backends.ORDER
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    if not names:
-        raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
-    for name in names:
-        if name not in backends.KNOWN:
-            raise ValueError(f"`implementation` must be one of {known}, a sequence of them, or None. Got {name!r}.")
-    return names
-
-
-def _reasons(problem: Problem, names: Sequence[str]) -> dict[str, str | None]:
-    """Why each backend cannot run the problem, in order; ends with the first that can (None)."""
-    reasons: dict[str, str | None] = {}
-    for name in names:
-        reasons[name] = backends.ABSENT[name] if name in backends.ABSENT else backends.get(name).unsupported(problem)
-        if reasons[name] is None:
-            break
-    return reasons
-
-
-def _choose(problem: Problem, names: Sequence[str], automatic: bool) -> str:
-    reasons = _reasons(problem, names)
-    name, last = list(reasons.items())[-1]
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-    if last is not None:
-        able = [
-            n
-            for n in backends.KNOWN
-            if n not in reasons and n not in backends.ABSENT and backends.get(n).unsupported(problem) is None
-        ]
-        raise UnsupportedError(
-            f"No implementation that was asked for can run this call. {told}. These can: "
-            f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
-        )
-    if automatic and name == "xla" and problem.platform == "gpu":
-        warnings.warn(
-            f"flex_attention runs on the slower implementation 'xla' on this GPU. {told}. Pass "
-            "implementation='xla' to accept that.",
-            stacklevel=3,
-        )
-    return name
 
 
 def _run(name: str, problem: Problem, inputs: Inputs) -> Saved:

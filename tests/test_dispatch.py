@@ -11,7 +11,7 @@ import pytest
 import jflex
 from benchmarks import gpu_compile
 from jflex import backends
-from jflex.attention import _choose
+from jflex.choice import choose
 from jflex.backends.base import Backend
 from jflex.problem import Problem
 
@@ -45,25 +45,25 @@ def test_a_cpu_runs_xla_without_a_warning():
     x = jnp.zeros((1, 8, 2, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _choose(problem(), backends.ORDER, automatic=True) == "xla"
+        assert choose(None, backends.get, problem()) == "xla"
         jflex.flex_attention(x, x, x)
 
 
 def test_a_gpu_runs_triton():
-    assert _choose(problem("gpu"), backends.ORDER, automatic=True) == "triton"
+    assert choose(None, backends.get, problem("gpu")) == "triton"
 
 
 def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
     with pytest.warns(UserWarning, match=r"slower implementation 'xla'.*triton: .*head sizes up to 256, not 300"):
-        assert _choose(problem("gpu", D=300), backends.ORDER, automatic=True) == "xla"
+        assert choose(None, backends.get, problem("gpu", D=300)) == "xla"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _choose(problem("gpu", D=300), ("triton", "xla"), automatic=False) == "xla"
+        assert choose(("triton", "xla"), backends.get, problem("gpu", D=300)) == "xla"
 
 
 def test_the_first_of_a_sequence_that_can_run_is_taken():
-    assert _choose(problem("gpu"), ("xla", "triton"), automatic=False) == "xla"
-    assert _choose(problem(), ("triton", "reference"), automatic=False) == "reference"
+    assert choose(("xla", "triton"), backends.get, problem("gpu")) == "xla"
+    assert choose(("triton", "reference"), backends.get, problem()) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_first_of_a_sequence_that_can_run_is_taken():
 )
 def test_reasons_of_triton(fields, reason):
     with pytest.raises(jflex.UnsupportedError, match=rf"triton: .*{reason}.*These can: 'xla', 'reference'"):
-        _choose(problem(**{"platform": "gpu", **fields}), ("triton",), automatic=False)
+        choose(("triton",), backends.get, problem(**{"platform": "gpu", **fields}))
 
 
 def test_a_mod_that_has_no_meaning_on_a_tile_names_function_primitive_and_way_out():

@@ -1,0 +1,79 @@
+"""Which backend runs a call: the first of those asked for that can."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jflex import backends
+from jflex.errors import UnsupportedError
+
+Implementation = str | Sequence[str] | None
+
+
+def names_of(implementation: Implementation) -> tuple[str, ...]:
+    """The names that an argument `implementation` stands for.
+
+    Raises:
+      ValueError: It names no backend, or one that is not known.
+    """
+    known = ", ".join(map(repr, backends.KNOWN))
+    if implementation is None:
+        return backends.ORDER
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names:
+        raise ValueError(f"`implementation` must name at least one backend; the sequence is empty. Known are {known}.")
+    for name in names:
+        if name not in backends.KNOWN:
+            raise ValueError(f"`implementation` must be one of {known}, a sequence of them, or None. Got {name!r}.")
+    return names
+
+
+def reasons_of(names: Sequence[str], get: Callable[[str], Any], problem: Any) -> dict[str, str | None]:
+    """Why each backend cannot run the problem, in order; ends with the first that can (None).
+
+    Args:
+      names: Of backends.
+      get: The backend of a name, whose ``unsupported(problem)`` is asked.
+      problem: What is to be run.
+    """
+    reasons: dict[str, str | None] = {}
+    for name in names:
+        reasons[name] = backends.ABSENT[name] if name in backends.ABSENT else get(name).unsupported(problem)
+        if reasons[name] is None:
+            break
+    return reasons
+
+
+def choose(
+    implementation: Implementation, get: Callable[[str], Any], problem: Any, caller: str = "flex_attention"
+) -> str:
+    """The name of the backend that runs a problem.
+
+    Warns where nothing was asked for, and a GPU would run what is made for CPUs.
+
+    Raises:
+      ValueError: As `names_of`.
+      UnsupportedError: None of those asked for can run it.
+    """
+    reasons = reasons_of(names_of(implementation), get, problem)
+    name, last = list(reasons.items())[-1]
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+    if last is not None:
+        able = [
+            n
+            for n in backends.KNOWN
+            if n not in reasons and n not in backends.ABSENT and get(n).unsupported(problem) is None
+        ]
+        raise UnsupportedError(
+            f"No implementation that was asked for can run this call. {told}. These can: "
+            f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
+        )
+    if implementation is None and name == "xla" and problem.platform == "gpu":
+        warnings.warn(
+            f"{caller} runs on the slower implementation 'xla' on this GPU. {told}. Pass "
+            "implementation='xla' to accept that.",
+            stacklevel=3,
+        )
+    return name
