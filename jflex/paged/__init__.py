@@ -1,6 +1,8 @@
 """Paged caches: keys and values of many sequences in pages, written by slot and read through page tables."""
 
 from jflex.paged.batch import PagedBatch as PagedBatch
+from jflex.paged.batch import check_batch as check_batch
+from jflex.paged.batch import debug_check_batch as debug_check_batch
 from jflex.paged.batch import slots_of as slots_of
 from jflex.paged.batch import token_positions as token_positions
 from jflex.paged.batch import token_requests as token_requests

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
+from jflex.mask_sizes import checked_size
+from jflex.paged.batch_rules import value_rules
+from jflex.paged.cache import PagedCache, check_cache, check_int32
 from jflex.paged.sizes import checked_page_size
+from jflex.problem import describe_array
+
+_FIELDS = ("qo_indptr", "kv_lengths", "page_table")
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +75,8 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     >>> token_requests(batch, 4).tolist()
     [0, 0, 2, -1]
     """
-    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    _check_fields(batch)
+    tokens = jnp.arange(checked_size(num_tokens, "num_tokens"), dtype=jnp.int32)
     ends = jnp.asarray(batch.qo_indptr)[1:]
     request = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
     return jnp.where(request < batch.requests, request, -1)
@@ -85,9 +96,9 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     >>> token_positions(batch, 4).tolist()
     [0, 1, 7, -1]
     """
-    if not batch.requests:
-        return jnp.full(num_tokens, -1, jnp.int32)
     request = token_requests(batch, num_tokens)
+    if not batch.requests:
+        return request
     last = jnp.asarray(batch.kv_lengths) - jnp.asarray(batch.qo_indptr)[1:]
     return jnp.where(request < 0, -1, last[request] + jnp.arange(num_tokens, dtype=jnp.int32))
 
@@ -107,8 +118,6 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
     >>> token_slots(batch, 4, page_size=4).tolist()
     [4, 5, 15, -1]
     """
-    if not batch.requests:
-        return jnp.full(num_tokens, -1, jnp.int32)
     request, positions = token_requests(batch, num_tokens), token_positions(batch, num_tokens)
     return _slots(jnp.asarray(batch.page_table), request, positions, checked_page_size(page_size))
 
@@ -145,9 +154,114 @@ def slots_of(
     return _slots(page_table, request, positions, page_size)
 
 
+def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
+    """Raises unless a batch is right for a cache and for the number of packed queries.
+
+    Dtypes and shapes are always checked. Values are, where they are known: those of numpy arrays and of JAX arrays
+    outside of ``jit``, which are waited for; of the page table only the entries that a request uses. Tracers pass: see
+    `debug_check_batch`. What cannot be seen: a page that is another request's, or free (`PagePool.check_table` knows),
+    and a page size that is not the one the table was made for, unless lengths give it away.
+
+    A request without keys or without queries is right, and so is one with more queries than keys, whose first
+    queries have negative positions; so is a batch without requests.
+
+    Args:
+      batch: The batch.
+      cache: The cache that its pages are in.
+      num_tokens: N, the number of packed rows.
+
+    Raises:
+      TypeError: `batch` or `cache` is none, or a field is no int32 array.
+      ValueError: Shapes do not fit; `qo_indptr` does not begin with 0, descends, or ends beyond N; a length is
+        negative, or beyond the table or the cache; a used page is the reserved one, or outside of the cache.
+
+    >>> cache = PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
+    >>> check_batch(PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[3, 1, 7]])), cache, 1)
+    >>> check_batch(PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[3, 1, 8]])), cache, 1)
+    Traceback (most recent call last):
+    ValueError: `page_table` must hold pages within 1 and 7, the last page of the cache; page 0 is reserved. Request 0
+    uses 3 entries, and entry 2 is 8. Take pages from the `PagePool` of this cache.
+    """
+    num_tokens = _check_shapes(batch, cache, num_tokens)
+    known = [np.asarray(x) if _is_known(x) else None for x in (batch.qo_indptr, batch.kv_lengths, batch.page_table)]
+    for rule in value_rules((known[0], known[1], known[2]), batch.max_pages, cache, num_tokens):
+        fault = np.asarray(rule.fault)
+        if fault.any():
+            first = int(fault.argmax())
+            values = {name: int(np.asarray(of).reshape(-1)[first]) for name, of in rule.values.items()}
+            raise ValueError(rule.message.format(**values))
+
+
+def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
+    """Checks the traced values of a batch inside of ``jit``, with the rules of `check_batch`: for debugging.
+
+    It stages `jax.experimental.checkify.check`, so the function that calls it must be transformed by ``checkify``,
+    outside of its ``jit``; without that, JAX refuses to compile it. The error comes back as a value; ``throw`` raises
+    it. The checks take time, and a `scan` carries their outcome along.
+
+    Args:
+      batch: The batch.
+      cache: The cache that its pages are in.
+      num_tokens: N, the number of packed rows.
+
+    Raises:
+      TypeError: As `check_batch`, at once.
+      ValueError: Shapes do not fit.
+
+    >>> cache = PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
+    >>> @jax.jit
+    ... def step(batch):
+    ...     debug_check_batch(batch, cache, num_tokens=1)
+    ...     return batch.kv_lengths + 1
+    >>> batch = PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[3, 1, 8]]))
+    >>> error, lengths = checkify.checkify(step)(batch)
+    >>> print(error.get())
+    `page_table` must hold pages within 1 and 7, the last page of the cache; ...
+    """
+    num_tokens = _check_shapes(batch, cache, num_tokens)
+    fields = (jnp.asarray(batch.qo_indptr), jnp.asarray(batch.kv_lengths), jnp.asarray(batch.page_table))
+    for rule in value_rules(fields, batch.max_pages, cache, num_tokens):
+        if rule.fault.size:
+            first = jnp.argmax(rule.fault)
+            values: dict[str, Any] = {name: jnp.ravel(of)[first] for name, of in rule.values.items()}
+            checkify.check(~jnp.any(rule.fault), rule.message, **values)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of."""
+    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
+
+
+def _check_shapes(batch: Any, cache: Any, num_tokens: Any) -> int:
+    check_cache(cache)
+    _check_fields(batch)
+    return checked_size(num_tokens, "num_tokens")
+
+
+def _check_fields(batch: Any) -> None:
+    if not isinstance(batch, PagedBatch):
+        raise TypeError(
+            f"`batch` must be a `PagedBatch`. Got {type(batch).__name__}. Make one with `PagedBatch(qo_indptr, "
+            "kv_lengths, page_table)`."
+        )
+    fields = {name: getattr(batch, name) for name in _FIELDS}
+    for name, x in fields.items():
+        check_int32(f"batch.{name}", x, "pages" if name == "page_table" else "counts")
+    qo_indptr, kv_lengths, page_table = fields.values()
+    right_ranks = (qo_indptr.ndim, kv_lengths.ndim, page_table.ndim) == (1, 1, 2)
+    if not right_ranks or not qo_indptr.shape[0] - 1 == kv_lengths.shape[0] == page_table.shape[0]:
+        got = ", ".join(f"{name}: {describe_array(x)}" for name, x in fields.items())
+        raise ValueError(
+            f"`batch` must have `qo_indptr` [R + 1], `kv_lengths` [R] and `page_table` [R, max_pages]. Got {got}. Give "
+            "a request without queries or keys its place in all three."
+        )
+
+
 def _slots(
     page_table: Int32[Array, "R max_pages"], request: Int32[Array, "*N"], positions: Int32[Array, "*N"], page_size: int
 ) -> Int32[Array, "*N"]:
+    if not page_table.size:
+        return jnp.full(positions.shape, -1, jnp.int32)
     column = jnp.where(positions < 0, page_table.shape[1], positions // page_size)
     inside = (request >= 0) & (column < page_table.shape[1])
     pages = page_table.at[request, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)

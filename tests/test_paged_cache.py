@@ -1,0 +1,369 @@
+"""The paged cache: slots, writes that neither wrap nor copy the cache, batches that are checked."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from jflex.paged import (
+    PagedBatch,
+    PagedCache,
+    check_batch,
+    copy_pages,
+    debug_check_batch,
+    slots_of,
+    token_positions,
+    token_requests,
+    token_slots,
+    write,
+)
+
+P, SIZE, HKV, D, DV, L = 6, 4, 2, 8, 5, 3
+F32 = jnp.float32
+INT = functools.partial(np.asarray, dtype=np.int32)
+donating_write = jax.jit(write, donate_argnames="cache")
+
+
+def drawn(layers=None, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shape = (P, SIZE, HKV) if layers is None else (layers, P, SIZE, HKV)
+    return PagedCache(*(jnp.asarray(rng.normal(size=(*shape, d)), dtype) for d in (D, DV)))
+
+
+def tokens(n, dtype=np.float32):
+    rng = np.random.default_rng(1)
+    return tuple(jnp.asarray(rng.normal(size=(n, HKV, d)), dtype) for d in (D, DV))
+
+
+def written(cache, k, v, slots, layer=None):
+    """What `write` must do, slot by slot."""
+    sides = []
+    for pages, new in ((cache.k, k), (cache.v, v)):
+        flat = np.array(pages if layer is None else pages[layer]).reshape(P * SIZE, *pages.shape[-2:])
+        for token, slot in enumerate(np.asarray(slots)):
+            if 0 <= slot < P * SIZE:
+                flat[slot] = new[token]
+        whole = np.array(pages)
+        whole[() if layer is None else layer] = flat.reshape(P, SIZE, *pages.shape[-2:])
+        sides.append(whole)
+    return sides
+
+
+def assert_holds(cache, sides):
+    np.testing.assert_array_equal(cache.k, sides[0])
+    np.testing.assert_array_equal(cache.v, sides[1])
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 256])
+def test_sizes_of_a_cache(page_size):
+    cache = PagedCache.create(5, page_size, 2, 8, v_head_dim=4, dtype=jnp.bfloat16)
+    assert (cache.k.shape, cache.v.shape) == ((5, page_size, 2, 8), (5, page_size, 2, 4))
+    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.layers) == (5, page_size, 2, None)
+    stacked = jax.tree.map(lambda x: x, PagedCache.create(5, page_size, 2, 8, dtype=jnp.bfloat16, layers=3))
+    assert stacked.v.shape == (3, 5, page_size, 2, 8)
+    assert (stacked.num_pages, stacked.page_size, stacked.num_kv_heads, stacked.layers) == (5, page_size, 2, 3)
+    assert not np.asarray(stacked.k, np.float32).any()
+
+
+# The first and the last slot, a boundary of pages that lie apart, and all that must be dropped.
+SLOTS = {
+    "boundary": [7, 20, 21],
+    "ends": [P * SIZE - 1, 4, 0],
+    "dropped among others": [-1, 9, P * SIZE, 10, -P * SIZE, 2**31 - 1, -(2**31)],
+    "all dropped": [-1, -1, -1, -1],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_write_is_exact_and_drops_what_is_outside(slots, dtype):
+    cache, (k, v) = drawn(dtype=dtype), tokens(len(slots), dtype)
+    expected = written(cache, k, v, slots)
+    assert_holds(write(cache, k, v, INT(slots)), expected)
+    assert_holds(donating_write(cache, k, v, jnp.asarray(INT(slots))), expected)
+
+
+@pytest.mark.parametrize("layer", [0, 2, np.int64(1), jnp.int32(2), np.int32(1)])
+def test_write_to_one_layer(layer):
+    cache, (k, v), slots = drawn(L), tokens(4), INT([-1, 23, P * SIZE, 5])
+    expected = written(cache, k, v, slots, int(layer))
+    assert_holds(write(cache, k, v, slots, layer=layer), expected)
+    assert_holds(donating_write(cache, k, v, slots, layer=layer), expected)
+
+
+@pytest.mark.parametrize("layer", [-1, L, -(2**31)])
+def test_a_traced_layer_outside_drops_all(layer):
+    cache, (k, v) = drawn(L), tokens(2)
+    assert_holds(jax.jit(write)(cache, k, v, INT([4, 5]), layer=layer), (cache.k, cache.v))
+
+
+def test_slots_given_twice_are_fine_where_no_token_lives():
+    cache, (k, v) = drawn(), tokens(4)
+    new = write(cache, k, v, INT([0, 0, -1, -1]))
+    np.testing.assert_array_equal(new.k[1:], cache.k[1:])
+
+
+def test_keys_and_values_sliced_from_one_projection():
+    fused = jnp.asarray(np.random.default_rng(2).normal(size=(3, HKV, D + DV)), F32)
+    cache, slots = drawn(), INT([5, -1, 22])
+    step = jax.jit(lambda cache, fused: write(cache, fused[..., :D], fused[..., D:], slots))
+    assert_holds(step(cache, fused), written(cache, fused[..., :D], fused[..., D:], slots))
+
+
+def test_copies_read_before_they_write():
+    cache = drawn(L)
+    new = copy_pages(cache, INT([1, 2, 5, 3]), INT([2, 1, -1, P]))
+    order = [0, 2, 1, 3, 4, 5]
+    assert_holds(new, (cache.k[:, np.array(order)], cache.v[:, np.array(order)]))
+    single = drawn()
+    order = np.array([0, 1, 2, 3, 4, 4])
+    assert_holds(jax.jit(copy_pages)(single, INT([4]), INT([5])), (single.k[order], single.v[order]))
+
+
+def by_layer(cache, k, v, slots):
+    def layer(cache, number):
+        return write(cache, k * number.astype(F32), v, slots, layer=number), None
+
+    return jax.lax.scan(layer, cache, jnp.arange(L, dtype=jnp.int32))[0]
+
+
+STEPS = {
+    "single": (None, lambda cache, k, v, slots: write(cache, k, v, slots)),
+    "one of several layers": (L, lambda cache, k, v, slots: write(cache, k, v, slots, layer=slots[0] % L)),
+    "scan over layers": (L, by_layer),
+    "copied pages": (L, lambda cache, k, v, slots: copy_pages(cache, slots[:1] % P, slots[1:2] % P)),
+    "written, then copied": (
+        None,
+        lambda cache, k, v, slots: copy_pages(write(cache, k, v, slots), slots[:1] % P, slots[1:2] % P),
+    ),
+}
+
+
+@pytest.mark.parametrize(("layers", "step"), STEPS.values(), ids=STEPS)
+def test_a_donated_cache_is_updated_in_place(layers, step):
+    """No second cache: the result has the pointers of what was given, which is gone; no room for another."""
+    cache = PagedCache.create(512, 16, 4, 32, v_head_dim=16, dtype=F32, layers=layers)
+    k, v = jnp.ones((8, 4, 32)), jnp.ones((8, 4, 16))
+    slots = INT([17, 35, -1, 100, 101, 102, 103, 8191])
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, k, v, slots).compile()
+    memory = compiled.memory_analysis()
+    held = cache.k.nbytes + cache.v.nbytes
+    assert memory.alias_size_in_bytes == held
+    assert memory.temp_size_in_bytes < held / 20
+    before = [x.unsafe_buffer_pointer() for x in (cache.k, cache.v)]
+    after = compiled(cache, k, v, jnp.asarray(slots))
+    assert [x.unsafe_buffer_pointer() for x in (after.k, after.v)] == before
+    assert cache.k.is_deleted()
+    assert cache.v.is_deleted()
+
+
+def test_scan_over_layers_writes_each():
+    cache, (k, v), slots = drawn(L), tokens(3), INT([4, -1, 23])
+    expected = [written(cache, k * number, v, slots, number) for number in range(L)]
+    new = jax.jit(by_layer, donate_argnums=0)(cache, k, v, slots)
+    for number in range(L):
+        np.testing.assert_array_equal(new.k[number], expected[number][0][number])
+        np.testing.assert_array_equal(new.v[number], expected[number][1][number])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 256])
+def test_slots_of_positions(page_size):
+    table = np.random.default_rng(0).permutation(np.arange(1, 9)).astype(np.int32)
+    positions = np.random.default_rng(1).integers(0, 8 * page_size, 40, np.int32)
+    expected = table[positions // page_size] * page_size + positions % page_size
+    np.testing.assert_array_equal(slots_of(table, positions, page_size), expected)
+    traced = jax.jit(slots_of, static_argnames="page_size")
+    both = traced(np.stack([table, table[::-1]]), np.stack([positions, positions]), page_size=page_size)
+    np.testing.assert_array_equal(both[0], expected)
+    np.testing.assert_array_equal(both[1], table[::-1][positions // page_size] * page_size + positions % page_size)
+
+
+def test_positions_without_a_page_have_no_slot():
+    table = INT([3, 0, -1, 5])
+    positions = INT([-1, -16, 0, 4, 8, 12, 15, 16, 2**31 - 1, -(2**31)])
+    assert slots_of(table, positions, 4).tolist() == [-1, -1, 12, -1, -1, 20, 23, -1, -1, -1]
+
+
+BATCH = PagedBatch(
+    INT([0, 3, 3, 4, 9]), INT([3, 0, 9, 2]), INT([[1, 0, 0], [0, 0, 0], [5, 2, 4], [3, 99, -7]])
+)  # the last has more queries than keys
+
+
+def test_tokens_of_a_batch():
+    assert token_requests(BATCH, 11).tolist() == [0, 0, 0, 2, 3, 3, 3, 3, 3, -1, -1]
+    assert token_positions(BATCH, 11).tolist() == [0, 1, 2, 8, -3, -2, -1, 0, 1, -1, -1]
+    assert token_slots(BATCH, 11, SIZE).tolist() == [4, 5, 6, 16, -1, -1, -1, 12, 13, -1, -1]
+    traced = jax.jit(lambda batch: token_slots(batch, 4, SIZE))
+    assert traced(BATCH).tolist() == [4, 5, 6, 16]
+
+
+EMPTY = {
+    "no request": PagedBatch(INT([0]), INT([]), np.zeros((0, 3), np.int32)),
+    "no page": PagedBatch(INT([0, 0]), INT([0]), np.zeros((1, 0), np.int32)),
+    "only empty requests": PagedBatch(INT([0, 0, 0]), INT([0, 0]), np.zeros((2, 1), np.int32)),
+}
+
+
+@pytest.mark.parametrize("batch", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_empty_batches_are_right(batch, num_tokens):
+    check_batch(batch, drawn(), num_tokens)
+    assert token_slots(batch, num_tokens, SIZE).tolist() == [-1] * num_tokens
+    assert token_positions(batch, num_tokens).tolist() == [-1] * num_tokens
+    error, _ = checkify.checkify(jax.jit(lambda batch: debug_check_batch(batch, drawn(), num_tokens)))(batch)
+    assert error.get() is None
+
+
+def test_right_batches_pass():
+    check_batch(BATCH, drawn(), 9)
+    check_batch(jax.tree.map(jnp.asarray, BATCH), drawn(L), 12)
+    full = PagedBatch(INT([0, 0]), INT([(P - 1) * SIZE]), INT([[5, 4, 3, 2, 1]]))
+    check_batch(full, drawn(), 0)
+
+
+def changed(**fields):
+    values = {name: getattr(BATCH, name).copy() for name in ("qo_indptr", "kv_lengths", "page_table")}
+    for name, (place, value) in fields.items():
+        values[name][place] = value
+    return PagedBatch(**values)
+
+
+WIDE = np.pad(BATCH.page_table, ((0, 0), (0, 4)), constant_values=1)
+# Name, batch, number of tokens, message. `debug_check_batch` knows these rules, too.
+WRONG_VALUES = [
+    ("begin", changed(qo_indptr=(0, 1)), 9, r"`qo_indptr` must begin with 0.*It begins with 1. Put the sums"),
+    ("descent", changed(qo_indptr=(2, 1)), 9, r"`qo_indptr` must ascend. Request 1 has .* from 3 to 1. Take the cum"),
+    ("end", BATCH, 8, r"`qo_indptr` must end at N.*It ends at 9, and there are 8 queries. Pack the queries"),
+    ("negative", changed(kv_lengths=(1, -2)), 9, r"`kv_lengths` must not be neg.* Request 1 has -2 keys. Give a"),
+    ("narrow", changed(kv_lengths=(2, 13)), 9, r"`page_table` is too narrow: its 3 entries of 4.*12 keys. Request 2 "
+     r"has 13. Make the table wider, or the cache with the page size"),
+    ("cache", PagedBatch(BATCH.qo_indptr, INT([3, 0, 9, 21]), WIDE), 9, r"`kv_lengths` must fit in the cache, whose 5 "
+     r"pages of 4 tokens .* 20 keys. Request 3 has 21. Make a cache with more"),
+    ("page", changed(kv_lengths=(3, 5)), 9,
+     r"`page_table` must hold pages within 1 and 5.*Request 3 uses 2 entries, and "
+     r"entry 1 is 99. Take pages from the `PagePool`"),
+    ("negative page", changed(page_table=((2, 1), -1)), 9, r"`page_table` must hold.*Request 2 uses 3.*entry 1 is -1"),
+    ("reserved page", changed(kv_lengths=(0, 5)), 9, r"`page_table` must.*page 0 is res.*Request 0.*entry 1 is 0"),
+]  # fmt: skip
+VALUE_ROWS = {"argvalues": [row[1:] for row in WRONG_VALUES], "ids": [row[0] for row in WRONG_VALUES]}
+
+
+@pytest.mark.parametrize(("batch", "num_tokens", "message"), **VALUE_ROWS)
+def test_wrong_values_where_they_are_known(batch, num_tokens, message):
+    for known in (batch, jax.tree.map(jnp.asarray, batch)):
+        with pytest.raises(ValueError, match=message):
+            check_batch(known, drawn(), num_tokens)
+    jax.eval_shape(lambda batch: check_batch(batch, drawn(), num_tokens), batch)  # tracers pass
+
+
+@pytest.mark.parametrize(("batch", "num_tokens", "message"), **VALUE_ROWS)
+def test_wrong_values_where_they_are_traced(batch, num_tokens, message):
+    def step(batch):
+        debug_check_batch(batch, drawn(), num_tokens)
+        return batch.kv_lengths
+
+    error, _ = checkify.checkify(jax.jit(step))(batch)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+
+
+def test_some_traced_and_some_known():
+    table = jax.jit(lambda table, batch: check_batch(PagedBatch(batch.qo_indptr, batch.kv_lengths, table), drawn(), 9))
+    table(BATCH.page_table, BATCH)
+    wrong = changed(kv_lengths=(1, -2))
+    with pytest.raises(ValueError, match="`kv_lengths` must not be negative"):
+        jax.jit(lambda table: check_batch(PagedBatch(wrong.qo_indptr, wrong.kv_lengths, table), drawn(), 9))(WIDE)
+
+
+def test_the_debug_check_passes_what_is_right_and_needs_checkify():
+    step = jax.jit(lambda batch: debug_check_batch(batch, drawn(L), 9))
+    error, _ = checkify.checkify(step)(BATCH)
+    assert error.get() is None
+    with pytest.raises(ValueError, match="not functionalized"):
+        step(BATCH)
+
+
+CACHE, STACKED = drawn(), drawn(L)
+K, V = tokens(3)
+NEW = INT([4, 5, 6])
+create = functools.partial(PagedCache.create, 8, 4, 2, 16)
+WRONG = [
+    ("no page", lambda: PagedCache.create(0, 4, 2, 8, dtype=F32), ValueError, r"`num_pages` must be at least 1. Got 0"),
+    ("no token", lambda: PagedCache.create(8, 0, 2, 8, dtype=F32), ValueError, r"`page_size` must be at least 1"),
+    ("large page", lambda: PagedCache.create(8, 257, 2, 8, dtype=F32), ValueError, r"`page_size` must be 1 to 256 tok.*"
+     r"Got 257. Take smaller pages"),
+    ("half a page", lambda: PagedCache.create(8, 4.0, 2, 8, dtype=F32), TypeError, r"`page_size` must be a Python int"),
+    ("slots", lambda: PagedCache.create(2**23, 256, 1, 1, dtype=F32),
+     ValueError, r"`num_pages` times `page_size` must be "
+     r"below 2\*\*31.*8388608 \* 256 = 2147483648. Take at most 8388607 pages"),
+    ("heads", lambda: PagedCache.create(8, 4, 0, 8, dtype=F32), ValueError, r"`num_kv_heads` must be at least 1"),
+    ("head size", lambda: PagedCache.create(8, 4, 2, -8, dtype=F32), ValueError, r"`head_dim` must not be negative"),
+    ("value size", lambda: create(v_head_dim=0, dtype=F32), ValueError, r"`v_head_dim` must be at least 1. Got 0"),
+    ("layers", lambda: create(layers=0, dtype=F32), ValueError, r"`layers` must be at least 1. Got 0"),
+    ("dtype", lambda: create(dtype=jnp.int8), TypeError, r"`dtype` must be floating-point \(.*\). Got int8"),
+    ("no cache", lambda: write(CACHE.k, K, V, NEW), TypeError, r"`cache` must be a `PagedCache`. Got ArrayImpl. Make"),
+    ("no arrays", lambda: write(PagedCache(0, 0), K, V, NEW), TypeError, r"`cache.k` must be an array. Got int"),
+    ("dtypes", lambda: write(PagedCache(CACHE.k, CACHE.v.astype(jnp.float16)), K, V, NEW), TypeError,
+     r"`cache` must hold.*one floating-point dtype.*Got k: float32\[6,4,2,8\], v: float16"),
+    ("axes", lambda: write(PagedCache(CACHE.k, STACKED.v), K, V, NEW), ValueError,
+     r"`cache` must have `k` \[P, page_size, Hkv, D\].*v: float32\[3,6,4,2,5\]. Make one"),
+    ("list of tokens", lambda: write(CACHE, [1.0], V, NEW), TypeError, r"`k` must be an array. Got list"),
+    ("precise keys", lambda: write(CACHE, K.astype(jnp.bfloat16), V, NEW), TypeError,
+     r"`k` must have the dtype of the cache, float32. Got bfloat16\[3,2,8\]. Cast it"),
+    ("four axes", lambda: write(CACHE, K[None], V, NEW), ValueError,
+     r"`k` must be \[N, Hkv, D\].*\[N, 2, 8\]. Got float32\[1,3,2,8\]. Reshape"),
+    ("other heads", lambda: write(CACHE, K, V[:, :1], NEW),
+     ValueError, r"`v` must be \[N, Hkv, Dv\].*\[N, 2, 5\]. Got"),
+    ("slot list", lambda: write(CACHE, K, V, [1, 2, 3]),
+     TypeError, r"`slots` must be an int32 array of slots. Got list. "
+     r"Wrap it in"),
+    ("long slots", lambda: write(CACHE, K, V, NEW.astype(np.int64)),
+     TypeError, r"`slots` must.*Got int64\[3\]. Cast it"),
+    ("unsigned", lambda: write(CACHE, K, V, NEW.astype(np.uint32)),
+     TypeError, r"`slots` must.*Got uint32\[3\]. Cast it"),
+    ("more tokens than slots", lambda: write(CACHE, K, V, NEW[:2]), ValueError,
+     r"`k`, `v` and `slots` must be of the same tokens.*slots: int32\[2\]. Give padding the slot -1"),
+    ("slots of one more axis", lambda: write(CACHE, K, V, NEW[None]), ValueError, r"`k`, `v` and `slots` must be"),
+    ("twice", lambda: write(CACHE, K, V, INT([9, 4, 9])), ValueError,
+     r"`slots` must not give a slot twice. Got slot 9 \(page 2\) for 2 tokens. Give all but one"),
+    ("no layer", lambda: write(STACKED, K, V, NEW), ValueError, r"`layer` is missing: .* 3 layers. Pass the number"),
+    ("a layer", lambda: write(CACHE, K, V, NEW, layer=0), ValueError, r"`layer` is 0, but the cache has no.*Leave"),
+    ("layer beyond", lambda: write(STACKED, K, V, NEW, layer=3), ValueError, r"`layer` must lie within 0 and 2.*Got 3"),
+    ("last layer", lambda: write(STACKED, K, V, NEW, layer=-1), ValueError, r"`layer` must lie within.*Got -1"),
+    ("half a layer", lambda: write(STACKED, K, V, NEW, layer=1.0), TypeError, r"`layer` must be an integer.*Got 1.0"),
+    ("layers at once", lambda: write(STACKED, K, V, NEW, layer=NEW), TypeError, r"`layer` must.*Got int32\[3\]"),
+    ("long pages", lambda: copy_pages(CACHE, np.array([1]), INT([2])),
+     TypeError, r"`src` must be an int32 array of pages"),
+    ("copies", lambda: copy_pages(CACHE, INT([1, 2]), INT([3])), ValueError,
+     r"`src` and `dst` must have one shape.*src: int32\[2\], dst: int32\[1\]. Pad the shorter one"),
+    ("copies from outside", lambda: copy_pages(CACHE, INT([6]), INT([3])),
+     ValueError, r"`src` must hold.*and 5.*Got 6"),
+    ("copies onto one", lambda: copy_pages(CACHE, INT([1, 2]), INT([3, 3])), ValueError,
+     r"`dst` must not hold a page twice. Got page 3 more than once. Put -1"),
+    ("no table", lambda: slots_of(BATCH.page_table, NEW, 4),
+     ValueError, r"`page_table` and `positions` must be.*\(4, 3\)"),
+    ("no batch", lambda: check_batch(BATCH.page_table, CACHE, 9),
+     TypeError, r"`batch` must be a `PagedBatch`. Got ndarray"),
+    ("cache of a batch", lambda: check_batch(BATCH, BATCH, 9),
+     TypeError, r"`cache` must be a `PagedCache`. Got PagedBatch"),
+    ("long lengths", lambda: check_batch(PagedBatch(BATCH.qo_indptr, np.zeros(4, np.int64), WIDE), CACHE, 9),
+     TypeError, r"`batch.kv_lengths` must be an int32 array of counts. Got int64\[4\]. Cast it"),
+    ("unsigned table", lambda: check_batch(PagedBatch(BATCH.qo_indptr, BATCH.kv_lengths, np.uint32(WIDE)), CACHE, 9),
+     TypeError, r"`batch.page_table` must be an int32 array of pages. Got uint32"),
+    ("shapes", lambda: check_batch(PagedBatch(BATCH.kv_lengths, BATCH.kv_lengths, WIDE), CACHE, 9), ValueError,
+     r"`batch` must have `qo_indptr` \[R \+ 1\].*qo_indptr: int32\[4\], kv_lengths: int32\[4\], page_table: int32\[4,7"
+     r"\]. Give a request without"),
+    ("ranks", lambda: token_slots(PagedBatch(BATCH.qo_indptr, BATCH.kv_lengths, NEW), 9, 4),
+     ValueError, r"`batch` must have"),
+    ("tokens", lambda: check_batch(BATCH, CACHE, -1), ValueError, r"`num_tokens` must not be negative. Got -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("provoke", "error", "message"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_wrong_calls(provoke, error, message):
+    with pytest.raises(error, match=message):
+        provoke()
