@@ -11,8 +11,8 @@ import pytest
 import jflex
 from benchmarks import gpu_compile
 from jflex import backends
-from jflex.choice import choose
 from jflex.backends.base import Backend
+from jflex.choice import choose
 from jflex.problem import Problem
 
 B, T, H, D = 1, 256, 2, 64
