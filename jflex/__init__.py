@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from jflex import masks as masks
+from jflex import paged as paged
 from jflex import scores as scores
 from jflex.attention import explain as explain
 from jflex.attention import flex_attention as flex_attention
@@ -23,6 +24,7 @@ from jflex.mods import noop_mask as noop_mask
 from jflex.mods import not_mask as not_mask
 from jflex.mods import or_masks as or_masks
 from jflex.offset import with_offset as with_offset
+from jflex.paged.attention import paged_attention as paged_attention
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2
 from jflex.state import lse_from_flash as lse_from_flash

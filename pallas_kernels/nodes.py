@@ -243,9 +243,9 @@ def _bounds(op: str, inputs: Sequence[Node], dtype: np.dtype) -> Bounds | None:
     known = [x.bounds for x in inputs]
     if op == "select_n":
         known = known[1:]
-    if not known or None in known or op not in _RANGES:
+    if not known or None in known or op not in RANGES:
         return None
-    low, high = _RANGES[op](*known)
+    low, high = RANGES[op](*known)
     limits = jnp.iinfo(dtype)
     return (low, high) if limits.min <= low and high <= limits.max else None
 
@@ -273,7 +273,8 @@ def _remainder(a: Bounds, b: Bounds) -> Bounds:
     return (0 if a[0] >= 0 else -size), (0 if a[1] <= 0 else min(size, a[1]) if b[0] > 0 else size)
 
 
-_RANGES: dict[str, Callable[..., Bounds]] = {
+# Bounds of an integer result from those of the inputs, as if nothing wrapped.
+RANGES: dict[str, Callable[..., Bounds]] = {
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "mul": _corners(lambda x, y: x * y),

@@ -1,9 +1,9 @@
 """Dividing the keys of uneven rows among programs, inside of the kernels.
 
 Each row (a sequence, or a tile of its queries) has its own number of tiles of keys, known only on the device. Rows get
-parts in proportion to their tiles, so that a few long ones keep the whole GPU busy (as the planner of FlashInfer does on
-the host: Ye et al. 2025, arXiv:2501.01005, section 3.3). Every program computes the plan for itself, from one load of
-the counts: a kernel for it alone would take 2 to 3 us, of the 70 to 130 that decoding takes on an H200.
+parts in proportion to their tiles, so that a few long ones keep the whole GPU busy (as the planner of FlashInfer does
+on the host: Ye et al. 2025, arXiv:2501.01005, section 3.3). Every program computes the plan for itself, from one load
+of the counts: a kernel for it alone would take 2 to 3 us, of the 70 to 130 that decoding takes on an H200.
 """
 
 from __future__ import annotations

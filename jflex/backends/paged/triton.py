@@ -1,0 +1,108 @@
+"""Adapter of the Triton kernel of paged attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends.paged.base import PagedBackend
+from jflex.backends.programs import Programs, programs_of
+from jflex.backends.triton import MOST_DECODED, MOST_ROWS, SMALLEST_TILE
+from jflex.config import Tiles
+from jflex.paged.problem import PagedInputs, PagedProblem
+
+MOST_GROUPED = 128  # query heads of a key head, all of them rows of a tile
+_ALL = 1 << 30
+
+
+class PagedTriton(PagedBackend):
+    """Fused kernels for NVIDIA GPUs from Ampere on."""
+
+    name: ClassVar[str] = "triton"
+
+    def unsupported(self, problem: PagedProblem) -> str | None:
+        """The first thing that stands in the way."""
+        if problem.platform != "gpu" and not problem.config.interpret:
+            return (
+                f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
+                "config=jflex.Config(interpret=True) interprets the kernels)"
+            )
+        if problem.dtype not in ("bfloat16", "float16", "float32"):
+            return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
+        if max(problem.D, problem.Dv) > 256:
+            return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+        if problem.group > MOST_GROUPED:
+            return f"its kernels take up to {MOST_GROUPED} query heads for each key head, not {problem.group}"
+        programs = programs_of(problem, heads_in_rows=True)
+        if isinstance(programs, str):
+            return programs
+        smallest = min(min(tiles.block_q, tiles.block_kv) for tiles, _, _ in _works(problem))
+        if smallest < SMALLEST_TILE:
+            return f"its tiles are powers of two from {SMALLEST_TILE} on, and what `config` sets asks for {smallest}"
+        return None
+
+    def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
+        """Runs the kernel, once for requests with few queries, and once for those with many if there can be any."""
+        from pallas_kernels.setting import Tiles as KernelTiles
+        from pallas_kernels.setting import as_int8
+        from pallas_kernels.triton import paged
+        from pallas_kernels.triton.paged_rows import PagedArrays, Work
+
+        captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
+        works = tuple(
+            Work(KernelTiles(*dataclasses.astuple(tiles)), least, most) for tiles, least, most in _works(problem)
+        )
+        return paged.paged(_setting(problem), works, PagedArrays(*inputs[:7], *captured))
+
+
+def _works(p: PagedProblem) -> list[tuple[Tiles, int, int]]:
+    """Tiles for requests from so many queries to so many.
+
+    With no more queries than requests, a request with many is possible only beside others with none: that is right too,
+    and not worth a launch (2 us) in every step of decoding.
+    """
+    mean = -(-p.T // p.B)
+    queries = mean if mean <= MOST_DECODED else 1
+    rows = min(p.group * queries, max(MOST_ROWS, p.group))
+    if max(p.B, MOST_DECODED) >= p.T:
+        return [(_tiles(p, "decode", rows), 0, _ALL)]
+    return [(_tiles(p, "decode", rows), 0, MOST_DECODED), (_tiles(p, "forward", p.group), MOST_DECODED + 1, _ALL)]
+
+
+def _tiles(p: PagedProblem, kernel: str, rows: int) -> Tiles:
+    """The user's, else those of the rules for dense keys; at least so many rows."""
+    from pallas_kernels.tuning import rules
+
+    given = getattr(p.config, kernel)
+    programs = programs_of(p, heads_in_rows=True)
+    assert isinstance(programs, Programs)
+    need = rules.Need(
+        max(p.D, p.Dv),
+        jnp.dtype(p.dtype).itemsize,
+        rules.is_heavy(programs.score, programs.mask),
+        programs.score is not None,
+        rules.has_large_memory(p.device_kind),
+    )
+    tiles = rules.decode_tiles(need, rows) if kernel == "decode" else rules.forward_tiles(need)
+    tiles = Tiles(*tiles) if given is None else given
+    least = rules.decode_rows(rows)
+    block_q = least if kernel == "decode" else max(tiles.block_q, least)
+    block_kv = min(tiles.block_kv, max(SMALLEST_TILE, 1 << (p.S - 1).bit_length())) if given is None else tiles.block_kv
+    return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+
+
+@functools.lru_cache(maxsize=256)
+def _setting(p: PagedProblem) -> Any:
+    from pallas_kernels.setting import Setting
+    from pallas_kernels.triton.paged_rows import PagedSetting
+
+    programs = programs_of(p, heads_in_rows=True)
+    assert isinstance(programs, Programs)
+    mods = (programs.score, programs.mask)
+    sizes = (p.B, p.T, p.S, p.Hq, p.Hkv, p.B, p.D, p.Dv)
+    attention = Setting(*sizes, "BTNH", p.scale, *mods, None, 1, 1, p.precision, p.config.interpret)
+    return PagedSetting(attention, p.page_size, p.num_pages, p.max_pages)

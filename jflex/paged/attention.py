@@ -1,0 +1,173 @@
+"""`paged_attention`: packed, ragged queries over a paged cache, with any mod."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jflex.choice import Implementation
+from jflex.config import Config
+from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.cache import PagedCache, checked_layer
+from jflex.paged.run import How, Pages, attend
+from jflex.problem import describe_array
+
+Mod = Callable[..., Any] | None
+
+
+# What is returned, by `return_lse`.
+# fmt: off
+@overload
+def paged_attention(
+    q: Array, cache: PagedCache, batch: PagedBatch, *, score_mod: Mod = None, mask_mod: Mod = None,
+    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[False] = False,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def paged_attention(
+    q: Array, cache: PagedCache, batch: PagedBatch, *, score_mod: Mod = None, mask_mod: Mod = None,
+    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[True],
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def paged_attention(
+    q: Float[Array, "N Hq D"],
+    cache: PagedCache,
+    batch: PagedBatch,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    layer: int | Int32[Array, ""] | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+    """Attention of requests whose keys lie on pages: prefill chunks and decoding steps in one call, without padding.
+
+    The queries of a request are its last tokens, and mods see logical, absolute positions: ``b`` is the request,
+    ``q_idx`` of its i-th query is ``kv_length - q_len + i``, ``kv_idx`` counts the keys of the request. So a mod for
+    training serves as it stands. No mask is implied: pass a causal one for a prefill.
+
+    What is returned depends on what the tables lead to, not on which pages that lies: it is the same to the last bit
+    wherever the pages are. Slots at or beyond a request's length never influence anything, even if they hold NaN. A
+    request without keys gives zeros and an lse of ``-inf``, and so do rows that belong to no request. How the keys are
+    divided among programs of a GPU depends on the whole batch, and with it the last bits.
+
+    Lengths, tables and `qo_indptr` are data: other values do not recompile anything. Outside of ``jit`` they are
+    checked; inside, wrong ones are not seen: pages and lengths are clamped to what exists, so that nothing is read out
+    of range (`jflex.paged.debug_check_batch` checks them). There is no derivative, except on ``"reference"``.
+
+    Args:
+      q: Packed queries, in the dtype of the cache. Query head ``h`` attends to key head ``h // (Hq // Hkv)``.
+      cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
+      batch: Which queries and keys are whose.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. What a comparison of positions hides whole (causal, a
+        window) is not read.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
+      layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
+      return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      implementation: As in `flex_attention`.
+      config: Its ``decode`` holds the tiles of requests with few queries, its ``forward`` those of the others.
+
+    Returns:
+      The output in the dtype of `q`, or a pair of it and the lse, of which `AttentionState` makes a state.
+
+    Raises:
+      TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
+      ValueError: Shapes disagree, or a value that is known is out of its range.
+      UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
+
+    References:
+      Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention,
+      arXiv:2309.06180, section 4; Dong et al. 2024, arXiv:2412.05496, section 5.1; Ye et al. 2025, FlashInfer,
+      arXiv:2501.01005, section 3.
+
+    >>> import jflex
+    >>> cache = jflex.paged.PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
+    >>> batch = jflex.paged.PagedBatch(  # a chunk of three queries of a request with 20 keys, one query of another
+    ...     jnp.array([0, 3, 4]), jnp.array([20, 33]), jnp.array([[5, 2, 0], [1, 7, 3]]))
+    >>> q = jnp.ones((4, 8, 64))
+    >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
+    (4, 8, 64)
+    """
+    q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    _check_queries(q, cache)
+    check_batch(batch, cache, q.shape[0])
+    layer = checked_layer(cache, layer)
+    score_mod = None if score_mod is None else _PositionedScore(score_mod, batch)
+    mask_mod = None if mask_mod is None else _PositionedMask(mask_mod, batch)
+    state = attend(
+        "paged_attention", q, pages_of(cache, batch, layer), How(score_mod, mask_mod, scale, implementation, config)
+    )
+    return (state.out, state.lse) if return_lse else state.out
+
+
+def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
+    """The pages of a layer, where they lie: the layers are one row of pages."""
+    rows = lambda x: x.reshape(-1, *x.shape[-3:])
+    first = jnp.zeros((1,), jnp.int32)
+    if layer is not None:
+        assert cache.layers is not None  # `checked_layer` has made sure
+        first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
+    facts = (jnp.asarray(x) for x in (batch.qo_indptr, batch.kv_lengths, batch.page_table))
+    return Pages(rows(cache.k), rows(cache.v), cache.num_pages, first, *facts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Positioned:
+    """A mod of positions, made to take the numbers of packed queries."""
+
+    mod: Callable[..., Any]
+    batch: PagedBatch
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
+
+    def position(self, b: Any, n: Any) -> Any:
+        """Where a packed query stands in its request: the last of them at the last key."""
+        lengths, indptr = jnp.asarray(self.batch.kv_lengths), jnp.asarray(self.batch.qo_indptr)
+        return n + (lengths[b] - indptr[b + 1])
+
+
+class _PositionedScore(_Positioned):
+    def __call__(self, score: Any, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
+        return self.mod(score, b, h, self.position(b, n), kv_idx)
+
+
+class _PositionedMask(_Positioned):
+    def __call__(self, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
+        return self.mod(b, h, self.position(b, n), kv_idx)
+
+
+def _check_queries(q: Any, cache: Any) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(
+            f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create(...)`."
+        )
+    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
+        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    got = f"Got q: {describe_array(q)}, cache.k: {describe_array(cache.k)}, cache.v: {describe_array(cache.v)}."
+    if len(q.shape) != 3:
+        raise ValueError(
+            f"`q` must have three axes, [N, Hq, D]: the queries of all requests, packed. {got} Reshape [B, T, Hq, D] "
+            "to [B * T, Hq, D], with `qo_indptr` in steps of T."
+        )
+    if q.dtype != cache.k.dtype or q.dtype != cache.v.dtype:
+        raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
+    heads = cache.num_kv_heads
+    if q.shape[2] != cache.k.shape[-1]:
+        raise ValueError(f"`q` must have the head size of the cache's keys, {cache.k.shape[-1]}. {got}")
+    if q.shape[1] == 0 or q.shape[1] % heads:
+        raise ValueError(
+            f"`q` must have a multiple of the cache's {heads} heads: grouped-query attention gives each key head an "
+            f"equal share of the query heads. {got}"
+        )

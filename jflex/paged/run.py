@@ -1,0 +1,128 @@
+"""From packed queries and pages to output and lse: traces the mods, chooses a backend, runs it.
+
+What `jflex.paged_attention` and `jflex.cascade_attention` have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends import paged as backends
+from jflex.choice import Implementation, choose
+from jflex.config import Config
+from jflex.errors import UnsupportedError
+from jflex.paged.problem import PagedInputs, PagedProblem
+from jflex.problem import check_config, check_scale, current_device, current_precision
+from jflex.state import AttentionState
+from jflex.trace import trace_mask_mod, trace_score_mod
+
+
+class Pages(NamedTuple):
+    """Keys and values, and which of them each group of queries has.
+
+    Attributes:
+      key: [pages of all layers, page_size, Hkv, D].
+      value: [pages of all layers, page_size, Hkv, Dv].
+      num_pages: Pages that the table may name.
+      first_page: int32 [1], the first page of the layer.
+      indptr: int32 [R + 1], where the queries of each group begin.
+      lengths: int32 [R], keys of each.
+      table: int32 [R, max_pages].
+    """
+
+    key: jax.Array
+    value: jax.Array
+    num_pages: int
+    first_page: jax.Array
+    indptr: jax.Array
+    lengths: jax.Array
+    table: jax.Array
+
+
+class How(NamedTuple):
+    """How to attend: what callers pass on.
+
+    Attributes:
+      score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
+      mask_mod: ``(r, h, n, j)``.
+      scale: As in `flex_attention`.
+      implementation: Likewise.
+      config: Likewise.
+    """
+
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    scale: float | None
+    implementation: Implementation
+    config: Config | None
+
+
+def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionState:
+    """Attention of each packed query over the keys of its group, out [N, Hq, Dv] and lse [N, Hq].
+
+    Args:
+      caller: Name of the public function, for messages.
+      query: [N, Hq, D], in the dtype of the pages.
+      pages: The keys and values.
+      how: How.
+    """
+    problem, inputs = _prepare(query, pages, how)
+    name = choose(how.implementation, backends.get, problem, caller)
+    if 0 in (problem.T, problem.B, problem.S):
+        lse = jnp.full((problem.T, problem.Hq), -jnp.inf, jnp.float32)
+        return AttentionState(jnp.zeros((problem.T, problem.Hq, problem.Dv), problem.dtype), lse)
+    backend = backends.get(name)
+    if not backend.own_derivatives:
+        guard = lambda x: _without_gradient(x, caller, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        inputs = jax.tree.map(guard, inputs)
+    return AttentionState(*backend.attend(problem, inputs))
+
+
+def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, PagedInputs]:
+    score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
+    mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
+    R, max_pages = pages.table.shape
+    page_size, Hkv, D = pages.key.shape[1:]
+    platform, device_kind = current_device(query, pages.key, pages.value)
+    problem = PagedProblem(
+        B=R,
+        T=query.shape[0],
+        S=max_pages * page_size,
+        Hq=query.shape[1],
+        Hkv=Hkv,
+        D=D,
+        Dv=pages.value.shape[3],
+        page_size=page_size,
+        num_pages=pages.num_pages,
+        dtype=str(query.dtype),
+        scale=check_scale(how.scale, D),
+        score=score,
+        mask=mask,
+        platform=platform,
+        device_kind=device_kind,
+        precision=current_precision(query.dtype),
+        config=check_config(how.config, None),
+    )
+    arrays = (pages.key, pages.value, pages.indptr, pages.lengths, pages.table, pages.first_page)
+    return problem, PagedInputs(query, *arrays, score_operands, mask_operands)
+
+
+def _without_gradient(x: jax.Array, caller: str, name: str) -> jax.Array:
+    """The array itself; raises where a derivative of it is asked for."""
+
+    @jax.custom_jvp
+    def identity(x: jax.Array) -> jax.Array:
+        return x
+
+    @identity.defjvp
+    def _refuse(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(
+            f"`{caller}` has no derivative on {name!r}: it is made for inference. implementation='reference' has one, "
+            "dense and slow; `flex_attention_varlen` and `flex_attention` train."
+        )
+
+    return identity(x)

@@ -1,0 +1,89 @@
+"""Joins what several programs found of one tile of queries, each over a part of the keys.
+
+One program a row: it reads all parts of it, some at once. The grid is (rows, key heads, tiles of queries with several
+parts).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.setting import Tiles
+from pallas_kernels.triton.columns import chunks
+from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.paged_rows import PagedArrays, PagedSetting, Work, place_to_merge
+
+RUN = 16  # parts read at once
+
+
+def merge_parts(
+    setting: PagedSetting,
+    work: Work,
+    arrays: PagedArrays,
+    found: tuple[jax.Array, ...],
+    parts: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Writes the rows that have several parts into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
+    a = setting.attention
+    rows = min(work.tiles.block_q, work.queries(setting) * a.group)
+    facts = (arrays.indptr, arrays.lengths)
+    return tuple(
+        launch(
+            functools.partial(_kernel, setting, work),
+            (facts, parts, found),
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+            name="jflex_paged_merge",
+            grid=(rows, a.Hkv, max(1, min(work.row_tiles(setting), work.shares(setting)))),
+            tiles=Tiles(RUN, RUN, 1, 1),
+            interpret=a.interpret,
+            aliases={4: 0, 5: 1},
+        )
+    )
+
+
+def _kernel(setting: PagedSetting, work: Work, facts: Any, parts: Any, before: Any, out: Any, lse: Any) -> None:
+    del before  # the memory of `out` and `lse`
+    a = setting.attention
+    row, kv_h = pl.program_id(0), pl.program_id(1)
+    lengths_only = PagedArrays(None, None, None, *facts, None, None, (), ())
+    here = place_to_merge(setting, work, lengths_only, pl.program_id(2))
+    t = lax.div(row, a.group)
+    exists = (here.parts > 1) & (t < here.queries)
+    runs = jnp.where(exists, lax.div(here.parts + (RUN - 1), RUN), 0)
+    start = (jnp.full((), -jnp.inf), jnp.zeros(()), tuple(jnp.zeros((width,)) for _, width in chunks(a.Dv)))
+    top, total, sums = lax.fori_loop(0, runs, functools.partial(_take_in, a.Dv, parts, here, (kv_h, row)), start)
+    empty = total == 0.0
+    safe = jnp.where(empty, 1.0, total)
+    n, h = jnp.minimum(here.first + t, a.T - 1), kv_h * a.group + lax.rem(row, a.group)
+    one = jnp.broadcast_to(exists, (1,))
+    whole = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+    plgpu.store(lse.at[(n, pl.ds(h, 1))], jnp.broadcast_to(whole, (1,)), mask=one)
+    for (first, width), x in zip(chunks(a.Dv), sums, strict=True):
+        column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
+        plgpu.store(out.at[(n, h, column)], (x / safe).astype(out.dtype), mask=(column < a.Dv) & exists)
+
+
+def _take_in(size: int, parts: Any, here: Any, at: tuple[Any, Any], run: Any, state: Any) -> Any:
+    """Adds a run of parts to the weighted sums of a row."""
+    top, total, sums = state
+    part_out, part_lse = parts
+    nth = run * RUN + lax.broadcasted_iota(jnp.int32, (RUN,), 0)
+    slot, there = here.slot + jnp.minimum(nth, here.parts - 1), nth < here.parts
+    lse = plgpu.load(part_lse.at[(slot, *at)], mask=there, other=-jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(lse))
+    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    share, keep = jnp.exp(lse - shift), jnp.exp(top - shift)
+    added = []
+    for (first, width), x in zip(chunks(size), sums, strict=True):
+        column = first + lax.broadcasted_iota(jnp.int32, (RUN, width), 1)
+        slots = jnp.broadcast_to(slot[:, None], column.shape)
+        values = plgpu.load(part_out.at[(slots, *at, column)], mask=(column < size) & there[:, None], other=0.0)
+        added.append(x * keep + jnp.sum(values * share[:, None], axis=0))
+    return new_top, total * keep + jnp.sum(share), tuple(added)
