@@ -11,6 +11,7 @@ from jax.experimental import checkify
 from jflex.paged import (
     PagedBatch,
     PagedCache,
+    PagePool,
     check_batch,
     copy_pages,
     debug_check_batch,
@@ -122,6 +123,18 @@ def test_copies_read_before_they_write():
     single = drawn()
     order = np.array([0, 1, 2, 3, 4, 4])
     assert_holds(jax.jit(copy_pages)(single, INT([4]), INT([5])), (single.k[order], single.v[order]))
+
+
+def test_a_fork_leaves_the_reader_what_it_reads():
+    pool, cache, (k, v) = PagePool(P, SIZE), drawn(L), tokens(1)
+    pages = pool.alloc(2)
+    pool.share(pages)
+    new = pool.fork(pages[1])
+    cache = copy_pages(cache, INT([pages[1]]), INT([new]))
+    forked = write(cache, k, v, slots_of(INT([pages[0], new]), INT([6]), SIZE), layer=1)
+    np.testing.assert_array_equal(forked.k[:, INT(pages)], drawn(L).k[:, INT(pages)])
+    np.testing.assert_array_equal(forked.k[1, new, :2], drawn(L).k[1, pages[1], :2])
+    np.testing.assert_array_equal(forked.k[1, new, 2], k[0])
 
 
 def by_layer(cache, k, v, slots):

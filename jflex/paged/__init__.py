@@ -10,3 +10,7 @@ from jflex.paged.batch import token_slots as token_slots
 from jflex.paged.cache import PagedCache as PagedCache
 from jflex.paged.cache import copy_pages as copy_pages
 from jflex.paged.cache import write as write
+from jflex.paged.errors import DoubleFree as DoubleFree
+from jflex.paged.errors import ForeignPage as ForeignPage
+from jflex.paged.errors import OutOfPages as OutOfPages
+from jflex.paged.pool import PagePool as PagePool

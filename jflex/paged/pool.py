@@ -1,0 +1,388 @@
+"""Who owns which page: the host-side book of a paged cache, in numpy alone.
+
+A page is free, or it has owners: requests and caches of prefixes, each counted once for every time that it lists the
+page. The pool knows how many owners a page has, not who they are. It never touches a device.
+
+After the block manager of vLLM (Kwon et al., 2023, https://arxiv.org/abs/2309.06180, sections 4.3 and 4.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from jflex.mask_sizes import checked_size
+from jflex.paged.errors import DoubleFree, ForeignPage, OutOfPages
+from jflex.paged.sizes import checked_pages
+
+
+class PagePool:
+    """The pages of a `PagedCache` of the same `num_pages` and `page_size`, except page 0, which is never handed out.
+
+    Every method does all that it is asked for, or raises and changes nothing. In lists of pages a page may stand more
+    than once, and counts so often. A pool is one thread's, and can be copied with ``copy.deepcopy``.
+
+    Free pages are a stack: the page that was released last is allocated first. So of a request whose pages are
+    released in their order, the tail is used again before the head; a new pool hands out 1, 2, 3 and so on.
+
+    To write to a page that others own too would change what they read. Before a request appends to a page that is
+    partly filled, `fork` it; full pages are not written again and can be shared as they are.
+
+    Args:
+      num_pages: Pages in all, page 0 included.
+      page_size: Tokens in a page, 1 to 256.
+
+    Raises:
+      TypeError: A size is not an integer.
+      ValueError: A size is not positive, a page is too large, or slots would not fit in int32.
+
+    >>> pool = PagePool(num_pages=6, page_size=16)
+    >>> prompt = pool.alloc(pool.pages_for(40))
+    >>> pool.share(prompt)  # a second request with the same prompt
+    >>> last = pool.fork(prompt[2])  # it goes on in a page of its own: `copy_pages(cache, [3], [4])` must follow
+    >>> prompt, last, pool.num_free
+    ((1, 2, 3), 4, 1)
+    >>> pool.release(prompt)
+    >>> pool.release([*prompt[:2], last])
+    >>> pool.num_free
+    5
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._num_pages, self._page_size = checked_pages(num_pages, page_size)
+        self._free = np.arange(self._num_pages - 1, 0, -1, dtype=np.int32)  # a stack: its top is at `_num_free - 1`
+        self._num_free = self._num_pages - 1
+        self._owners = np.zeros(self._num_pages, np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        """P: pages in all, page 0 included."""
+        return self._num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._page_size
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `alloc` can give now."""
+        return self._num_free
+
+    def __repr__(self) -> str:
+        return f"PagePool(num_pages={self._num_pages}, page_size={self._page_size}, num_free={self._num_free})"
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages so many tokens take.
+
+        Raises:
+          TypeError: `num_tokens` is not an integer.
+          ValueError: It is negative.
+
+        >>> [PagePool(8, 16).pages_for(tokens) for tokens in (0, 1, 16, 17)]
+        [0, 1, 1, 2]
+        """
+        return -(-checked_size(num_tokens, "num_tokens") // self._page_size)
+
+    def owners(self, page: int) -> int:
+        """How many owners a page has; 0 if it is free.
+
+        Raises:
+          TypeError: `page` is not an integer.
+          ForeignPage: The pool does not hand out this page.
+
+        >>> pool = PagePool(8, 16)
+        >>> pool.share(pool.alloc(1))
+        >>> pool.owners(1), pool.owners(2)
+        (2, 0)
+        """
+        return int(self._owners[self._checked("page", [page])][0])
+
+    def alloc(self, n: int) -> tuple[int, ...]:
+        """Takes free pages; each has one owner then.
+
+        Args:
+          n: How many; may be 0.
+
+        Returns:
+          Their ids. What the pages hold is arbitrary.
+
+        Raises:
+          TypeError: `n` is not an integer.
+          ValueError: It is negative.
+          OutOfPages: Fewer are free.
+
+        >>> PagePool(8, 16).alloc(3)
+        (1, 2, 3)
+        """
+        n = checked_size(n, "n")
+        if n > self._num_free:
+            raise OutOfPages(
+                f"`n` is {n}, but {self._num_free} pages are free of {self._num_pages - 1}. Release pages, or make the "
+                "cache and its pool with more."
+            )
+        pages = self._free[self._num_free - n : self._num_free][::-1].copy()
+        self._num_free -= n
+        self._owners[pages] = 1
+        return tuple(pages.tolist())
+
+    def share(self, ids: Iterable[int]) -> None:
+        """Gives each page one more owner.
+
+        Args:
+          ids: Pages that have owners.
+
+        Raises:
+          TypeError: An id is not an integer.
+          ForeignPage: A page is free, or none that the pool hands out.
+
+        >>> pool = PagePool(8, 16)
+        >>> pool.share(pool.alloc(2))
+        >>> pool.owners(2)
+        2
+        """
+        np.add.at(self._owners, self._owned("ids", ids), 1)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Takes one owner from each page; those without owners are free then, the last one to be allocated first.
+
+        Args:
+          ids: Pages that have owners.
+
+        Raises:
+          TypeError: An id is not an integer.
+          ForeignPage: A page is none that the pool hands out.
+          DoubleFree: A page has no owner, or fewer than the times that it is listed.
+
+        >>> pool = PagePool(8, 16)
+        >>> pool.release(pool.alloc(3))
+        >>> pool.alloc(3)
+        (3, 2, 1)
+        """
+        pages = self._checked("ids", ids)
+        distinct, times = np.unique(pages, return_counts=True)
+        short = self._owners[distinct] < times
+        if short.any():
+            page, count = int(distinct[short][0]), int(times[short][0])
+            raise DoubleFree(
+                f"`ids` releases page {page} {_times(count)}, and it has {_number(self._owners[page])}. Release a page "
+                "once for each `alloc`, `share` or `fork` that gave it."
+            )
+        self._owners[distinct] -= times.astype(np.int32)
+        freed = distinct[self._owners[distinct] == 0]
+        # In the order of the call, each at the place where its last owner left.
+        last = {int(page): place for place, page in enumerate(pages)}
+        self._push(sorted(freed.tolist(), key=last.__getitem__))
+
+    def fork(self, page: int) -> int:
+        """A page for one owner of `page` alone, to write to: copy on write.
+
+        The caller must be one of the owners. If it is the only one, `page` itself comes back and nothing changes. Else
+        the caller's ownership moves to a page that was free: `page` has one owner less, the new page has one, and the
+        caller copies the tokens, ``copy_pages(cache, src, dst)``, before anything is written to either.
+
+        Args:
+          page: A page that has owners.
+
+        Returns:
+          `page`, or the id of another one.
+
+        Raises:
+          TypeError: `page` is not an integer.
+          ForeignPage: It is free, or none that the pool hands out.
+          OutOfPages: It has several owners, and no page is free.
+
+        >>> pool = PagePool(8, 16)
+        >>> (page,) = pool.alloc(1)
+        >>> pool.fork(page)
+        1
+        >>> pool.share([page])
+        >>> pool.fork(page), pool.owners(page)
+        (2, 1)
+        """
+        page = int(self._owned("page", [page])[0])
+        if self._owners[page] == 1:
+            return page
+        if not self._num_free:
+            raise OutOfPages(
+                f"`page` {page} has {self._owners[page]} owners, and none of {self._num_pages - 1} pages is free to "
+                "copy it to. Release pages, or make the cache and its pool with more."
+            )
+        (new,) = self.alloc(1)
+        self._owners[page] -= 1
+        return new
+
+    def table(
+        self, requests: Sequence[Iterable[int]], max_pages: int | None = None
+    ) -> Int32[np.ndarray, "R max_pages"]:
+        """The page table of requests, for `PagedBatch`, padded with the reserved page 0.
+
+        Args:
+          requests: The pages of each request, in the order of its tokens.
+          max_pages: The width of the table; None: as wide as the longest request needs. A fixed width compiles once.
+
+        Returns:
+          The table.
+
+        Raises:
+          TypeError: An id or `max_pages` is not an integer.
+          ForeignPage: A page is free, or none that the pool hands out.
+          ValueError: A request has more than `max_pages` pages.
+
+        >>> pool = PagePool(8, 16)
+        >>> pool.table([pool.alloc(2), pool.alloc(1)], max_pages=3).tolist()
+        [[1, 2, 0], [3, 0, 0]]
+        """
+        rows = [self._owned(f"requests[{number}]", pages) for number, pages in enumerate(requests)]
+        longest = max((len(row) for row in rows), default=0)
+        width = longest if max_pages is None else checked_size(max_pages, "max_pages")
+        if longest > width:
+            number = next(number for number, row in enumerate(rows) if len(row) > width)
+            raise ValueError(
+                f"`max_pages` is {width}, too narrow a table: request {number} has {len(rows[number])} pages. Make the "
+                "table wider."
+            )
+        table = np.zeros((len(rows), width), np.int32)
+        for number, row in enumerate(rows):
+            table[number, : len(row)] = row
+        return table
+
+    def check_table(self, page_table: Any, kv_lengths: Any = None) -> None:
+        """Raises unless every page that a table uses has owners.
+
+        Args:
+          page_table: [R, max_pages], integers, on the host or the device.
+          kv_lengths: [R]: keys of each request, so that the entries are known which it uses; None: all but 0.
+
+        Raises:
+          TypeError: An argument holds no integers.
+          ValueError: The shapes do not fit, or a length needs more entries than the table has.
+          ForeignPage: A used page is free, or none that the pool hands out.
+
+        >>> pool = PagePool(8, 16)
+        >>> table = pool.table([pool.alloc(2)])
+        >>> pool.check_table(table)
+        >>> pool.release([2])
+        >>> pool.check_table(table, np.array([16]))  # uses the first page only
+        >>> pool.check_table(table, np.array([17]))
+        Traceback (most recent call last):
+        jflex.paged.errors.ForeignPage: `page_table` must hold pages with owners. Entry 1 of request 0 is page 2, which
+        is free. Do not use a page after its release.
+        """
+        table = _integers("page_table", page_table)
+        if table.ndim != 2:
+            raise ValueError(f"`page_table` must be [R, max_pages]. Got shape {table.shape}.")
+        used = table != 0
+        if kv_lengths is not None:
+            used = self._used(table, _integers("kv_lengths", kv_lengths))
+        wrong = used & ~self._have_owners(table)
+        if wrong.any():
+            request, entry = np.argwhere(wrong)[0].tolist()
+            page = int(table[request, entry])
+            raise ForeignPage(
+                f"`page_table` must hold pages with owners. Entry {entry} of request {request} is page {page}, which "
+                f"{self._fault(page)}"
+            )
+
+    def check(self, holders: Iterable[Iterable[int]] | None = None) -> None:
+        """Raises unless the books balance: every page but 0 is either free, once, or has owners.
+
+        Args:
+          holders: All that own pages, each as a list of them: then every page must have as many owners as it is listed.
+
+        Raises:
+          TypeError: An id is not an integer.
+          ForeignPage: A page in `holders` is none that the pool hands out.
+          RuntimeError: The books do not balance: a page leaked, or is used by more than its owners.
+
+        >>> pool = PagePool(8, 16)
+        >>> held = pool.alloc(2)
+        >>> pool.check([held])
+        >>> pool.check([held[:1]])
+        Traceback (most recent call last):
+        RuntimeError: page 2 has 1 owner in the pool, but `holders` lists it 0 times. It leaked: release it.
+        """
+        free = np.sort(self._free[: self._num_free])
+        if not np.array_equal(free, 1 + np.flatnonzero(self._owners[1:] == 0)) or self._owners.min() < 0:
+            raise RuntimeError(
+                f"the books of {self!r} do not balance: {len(free)} pages are free, {np.count_nonzero(self._owners)} "
+                "have owners. Only the methods of the pool may change it, and of one thread."
+            )
+        if holders is None:
+            return
+        listed = np.zeros(self._num_pages, np.int32)
+        for number, pages in enumerate(holders):
+            np.add.at(listed, self._checked(f"holders[{number}]", pages), 1)
+        wrong = np.flatnonzero(listed != self._owners)
+        if wrong.size:
+            page = int(wrong[0])
+            remedy = "Share it with each." if listed[page] > self._owners[page] else "It leaked: release it."
+            raise RuntimeError(
+                f"page {page} has {_number(self._owners[page])} in the pool, but `holders` lists it "
+                f"{_times(listed[page])}. {remedy}"
+            )
+
+    def _push(self, pages: list[int]) -> None:
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def _checked(self, name: str, ids: Iterable[int]) -> np.ndarray:
+        """Ids as an array; every one a page that the pool hands out."""
+        pages = _integers(name, ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1)
+        wrong = pages[(pages < 1) | (pages >= self._num_pages)]
+        if wrong.size:
+            raise ForeignPage(f"`{name}` holds page {wrong[0]}, which {self._fault(int(wrong[0]))}")
+        return pages
+
+    def _owned(self, name: str, ids: Iterable[int]) -> np.ndarray:
+        pages = self._checked(name, ids)
+        free = pages[self._owners[pages] == 0]
+        if free.size:
+            raise ForeignPage(f"`{name}` holds page {free[0]}, which {self._fault(int(free[0]))}")
+        return pages
+
+    def _used(self, table: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+        if kv_lengths.shape != table.shape[:1]:
+            raise ValueError(
+                f"`kv_lengths` must be [R], one for each row of `page_table`. Got {kv_lengths.shape} and {table.shape}."
+            )
+        needed = -(-kv_lengths.astype(np.int64) // self._page_size)
+        if (needed > table.shape[1]).any():
+            request = int((needed > table.shape[1]).argmax())
+            raise ValueError(
+                f"`page_table` is too narrow: its {table.shape[1]} entries of {self._page_size} tokens do not hold the "
+                f"{kv_lengths[request]} keys of request {request}. Make the table wider."
+            )
+        return np.arange(table.shape[1]) < needed[:, None]
+
+    def _have_owners(self, pages: np.ndarray) -> np.ndarray:
+        inside = (pages >= 1) & (pages < self._num_pages)
+        return inside & (self._owners[np.where(inside, pages, 0)] > 0)
+
+    def _fault(self, page: int) -> str:
+        """Why a page cannot be used, and what to do: the end of a sentence."""
+        if page == 0:
+            return "is reserved. It pads page tables and holds no tokens: leave it out."
+        if not 0 < page < self._num_pages:
+            return f"is not within 1 and {self._num_pages - 1}. Pass pages that `alloc` or `fork` of this pool gave."
+        return "is free. Do not use a page after its release."
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if not array.size:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
+    return array
+
+
+def _number(owners: int) -> str:
+    return "1 owner" if owners == 1 else f"{owners} owners"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
