@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
 from jflex.mask_sizes import checked_size
-from jflex.paged.batch_rules import value_rules
+from jflex.paged.batch_rules import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import PagedCache, check_cache, check_int32
 from jflex.paged.sizes import checked_page_size
 from jflex.problem import describe_array
@@ -183,13 +184,8 @@ def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
     uses 3 entries, and entry 2 is 8. Take pages from the `PagePool` of this cache.
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
-    known = [np.asarray(x) if _is_known(x) else None for x in (batch.qo_indptr, batch.kv_lengths, batch.page_table)]
-    for rule in value_rules((known[0], known[1], known[2]), batch.max_pages, cache, num_tokens):
-        fault = np.asarray(rule.fault)
-        if fault.any():
-            first = int(fault.argmax())
-            values = {name: int(np.asarray(of).reshape(-1)[first]) for name, of in rule.values.items()}
-            raise ValueError(rule.message.format(**values))
+    fields = (batch.qo_indptr, batch.kv_lengths, batch.page_table)
+    check_rules(_rules([np.asarray(x) if is_known(x) else None for x in fields], batch.max_pages, cache, num_tokens))
 
 
 def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
@@ -219,16 +215,31 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
     `page_table` must hold pages within 1 and 7, the last page of the cache; ...
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
-    fields = (jnp.asarray(batch.qo_indptr), jnp.asarray(batch.kv_lengths), jnp.asarray(batch.page_table))
-    for rule in value_rules(fields, batch.max_pages, cache, num_tokens):
+    fields = [jnp.asarray(getattr(batch, name)) for name in _FIELDS]
+    for rule in _rules(fields, batch.max_pages, cache, num_tokens):
         if rule.fault.size:
             first = jnp.argmax(rule.fault)
             values: dict[str, Any] = {name: jnp.ravel(of)[first] for name, of in rule.values.items()}
             checkify.check(~jnp.any(rule.fault), rule.message, **values)
 
 
-def _is_known(x: Any) -> bool:
-    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of."""
+def _rules(fields: Sequence[Any], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
+    """The rules on values, in numpy or in JAX; those on a field that is None are left out."""
+    qo_indptr, kv_lengths, page_table = fields
+    if qo_indptr is not None:
+        yield from indptr_rules(qo_indptr, num_tokens)
+    if kv_lengths is not None:
+        yield from length_rules(kv_lengths, max_pages, cache.num_pages, cache.page_size)
+        if page_table is not None:
+            yield table_rule(kv_lengths, page_table, cache.num_pages, cache.page_size)
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of.
+
+    >>> is_known(jnp.arange(3))
+    True
+    """
     return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
 
 

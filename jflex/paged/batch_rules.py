@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-
-from jflex.paged.cache import PagedCache
 
 _MAX_INT32 = 2**31 - 1
 
@@ -21,32 +19,28 @@ class Rule(NamedTuple):
     values: dict[str, Any]
 
 
-def value_rules(fields: tuple[Any, Any, Any], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
-    """The rules on values, in numpy or in JAX.
+def check_rules(rules: Iterable[Rule]) -> None:
+    """Raises ValueError for the first rule that known values break.
 
-    Args:
-      fields: `qo_indptr`, `kv_lengths` and `page_table`, all of one kind; rules on one that is None are left out.
-      max_pages: The width of the table.
-      cache: The cache.
-      num_tokens: N, the number of packed queries.
+    >>> check_rules(indptr_rules(np.array([0, 3, 1]), num_tokens=8))
+    Traceback (most recent call last):
+    ValueError: `qo_indptr` must ascend. Request 1 has its queries from 3 to 1. Take the cumulative sum of the query
+    counts.
+    """
+    for rule in rules:
+        fault = np.asarray(rule.fault)
+        if fault.any():
+            first = int(fault.argmax())
+            values = {name: int(np.asarray(of).reshape(-1)[first]) for name, of in rule.values.items()}
+            raise ValueError(rule.message.format(**values))
 
-    Yields:
-      Every rule, broken or not.
 
-    >>> cache = PagedCache.create(4, 16, 1, 1, dtype="float32")
-    >>> [rule.fault.tolist() for rule in value_rules((np.array([0, 3, 1]), None, None), 2, cache, num_tokens=8)]
+def indptr_rules(qo_indptr: Any, num_tokens: int) -> Iterator[Rule]:
+    """The rules on where queries begin, an array of numpy or of JAX.
+
+    >>> [rule.fault.tolist() for rule in indptr_rules(np.array([0, 3, 1]), num_tokens=8)]
     [[False], [False, True], [False]]
     """
-    qo_indptr, kv_lengths, page_table = fields
-    if qo_indptr is not None:
-        yield from _indptr_rules(qo_indptr, num_tokens)
-    if kv_lengths is not None:
-        yield from _length_rules(kv_lengths, max_pages, cache)
-        if page_table is not None:
-            yield _table_rule(kv_lengths, page_table, cache)
-
-
-def _indptr_rules(qo_indptr: Any, num_tokens: int) -> Iterator[Rule]:
     first, last, begins, ends = qo_indptr[:1], qo_indptr[-1:], qo_indptr[:-1], qo_indptr[1:]
     yield Rule(
         first != 0,
@@ -68,7 +62,12 @@ def _indptr_rules(qo_indptr: Any, num_tokens: int) -> Iterator[Rule]:
     )
 
 
-def _length_rules(kv_lengths: Any, max_pages: int, cache: PagedCache) -> Iterator[Rule]:
+def length_rules(kv_lengths: Any, max_pages: int, num_pages: int, page_size: int) -> Iterator[Rule]:
+    """The rules on lengths, for a table of `max_pages` columns and a cache of pages.
+
+    >>> [rule.fault.tolist() for rule in length_rules(np.array([48, 49]), max_pages=3, num_pages=8, page_size=16)]
+    [[False, False], [False, True], [False, False]]
+    """
     request = _iota_like(kv_lengths)
     values = {"request": request, "length": kv_lengths}
     yield Rule(
@@ -76,32 +75,36 @@ def _length_rules(kv_lengths: Any, max_pages: int, cache: PagedCache) -> Iterato
         "`kv_lengths` must not be negative. Request {request} has {length} keys. Give a request that has ended 0 keys.",
         values,
     )
-    size, usable = cache.page_size, cache.num_pages - 1
+    usable = num_pages - 1
     yield Rule(
-        kv_lengths > min(max_pages * size, _MAX_INT32),
-        f"`page_table` is too narrow: its {max_pages} entries of {size} tokens hold {max_pages * size} keys. Request "
-        "{request} has {length}. Make the table wider, or the cache with the page size that the table is for.",
+        kv_lengths > min(max_pages * page_size, _MAX_INT32),
+        f"`page_table` is too narrow: its {max_pages} entries of {page_size} tokens hold {max_pages * page_size} keys. "
+        "Request {request} has {length}. Make the table wider, or the cache with the page size that the table is for.",
         values,
     )
     yield Rule(
-        kv_lengths > usable * size,
-        f"`kv_lengths` must fit in the cache, whose {usable} pages of {size} tokens (page 0 is reserved) hold "
-        f"{usable * size} keys. Request {{request}} has {{length}}. Make a cache with more pages.",
+        kv_lengths > usable * page_size,
+        f"`kv_lengths` must fit in the cache, whose {usable} pages of {page_size} tokens (page 0 is reserved) hold "
+        f"{usable * page_size} keys. Request {{request}} has {{length}}. Make a cache with more pages.",
         values,
     )
 
 
-def _table_rule(kv_lengths: Any, page_table: Any, cache: PagedCache) -> Rule:
+def table_rule(kv_lengths: Any, page_table: Any, num_pages: int, page_size: int) -> Rule:
+    """The rule on the entries that requests of these lengths use.
+
+    >>> table_rule(np.array([17]), np.array([[3, 8, 9]]), num_pages=8, page_size=16).fault.tolist()
+    [[False, True, False]]
+    """
     numpy = np if isinstance(page_table, np.ndarray) else jnp
-    size = cache.page_size
-    used = kv_lengths // size + (kv_lengths % size > 0).astype(numpy.int32)
+    used = kv_lengths // page_size + (kv_lengths % page_size > 0).astype(numpy.int32)
     entry = numpy.arange(page_table.shape[1], dtype=numpy.int32)
     request = numpy.broadcast_to(_iota_like(kv_lengths)[:, None], page_table.shape)
     entries = numpy.broadcast_to(entry[None], page_table.shape)
-    fault = (entries < used[:, None]) & ((page_table < 1) | (page_table >= cache.num_pages))
+    fault = (entries < used[:, None]) & ((page_table < 1) | (page_table >= num_pages))
     return Rule(
         fault,
-        f"`page_table` must hold pages within 1 and {cache.num_pages - 1}, the last page of the cache; page 0 is "
+        f"`page_table` must hold pages within 1 and {num_pages - 1}, the last page of the cache; page 0 is "
         "reserved. Request {request} uses {used} entries, and entry {entry} is {page}. Take pages from the `PagePool` "
         "of this cache.",
         {
