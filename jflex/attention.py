@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jflex import autodiff, backends
 from jflex.backends.base import Inputs, Saved
@@ -15,6 +15,7 @@ from jflex.block_mask import BlockMask
 from jflex.choice import Implementation, choose, names_of, reasons_of
 from jflex.config import Config
 from jflex.explain import Account
+from jflex.kv_lengths import check_kv_lengths
 from jflex.problem import (
     Blocks,
     Problem,
@@ -36,20 +37,20 @@ Mod = Callable[..., Any] | None
 @overload
 def flex_attention(
     query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: Literal[False] = False,
-    implementation: Implementation = None, config: Config | None = None,
+    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
     query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: Literal[True],
-    implementation: Implementation = None, config: Config | None = None,
+    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
     query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, scale: float | None = None, layout: str = "BTNH", return_lse: bool,
-    implementation: Implementation = None, config: Config | None = None,
+    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    return_lse: bool, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
 def flex_attention(
@@ -60,6 +61,7 @@ def flex_attention(
     block_mask: BlockMask | None = None,
     *,
     mask_mod: Callable[..., Any] | None = None,
+    kv_lengths: Int32[Array, " B"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
@@ -85,6 +87,10 @@ def flex_attention(
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is
         skipped.
+      kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S; those at or beyond are invisible to all of
+        its queries, whatever the mask says, and are not read where that can be helped. It is data: one program serves
+        all lengths. What stands in the places beyond, be it NaN, reaches neither an output nor a gradient. Lengths
+        that are traced cannot be checked: below 0 they count as 0, above S as S.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
@@ -112,8 +118,14 @@ def flex_attention(
     >>> causal = jflex.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 256, 256)
     >>> jflex.flex_attention(q, k, v, alibi, causal).shape
     (1, 256, 4, 32)
+
+    One token for each of two sequences, against a cache of which they fill 7 and 200 places:
+
+    >>> token, cache = jax.random.normal(jax.random.key(1), (2, 1, 4, 32)), jnp.ones((2, 256, 4, 32))
+    >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
+    (2, 1, 4, 32)
     """
-    call = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
+    call = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
     problem, inputs = call
     name = choose(implementation, backends.get, problem)
     if problem.T == 0 or problem.S == 0 or problem.B == 0:
@@ -134,6 +146,7 @@ def explain(
     block_mask: BlockMask | None = None,
     *,
     mask_mod: Callable[..., Any] | None = None,
+    kv_lengths: Any = None,
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
@@ -149,6 +162,7 @@ def explain(
       score_mod: As in `flex_attention`, and so are all that follow.
       block_mask: See there.
       mask_mod: See there.
+      kv_lengths: See there; an array, or a ``jax.ShapeDtypeStruct``.
       scale: See there.
       layout: See there.
       return_lse: See there; it changes nothing here.
@@ -169,9 +183,9 @@ def explain(
     'xla'
     """
     del return_lse
-    problem, _ = _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config)
+    problem, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
     reasons = reasons_of(names_of(implementation), backends.get, problem)
-    return Account.of(problem, block_mask, reasons)
+    return Account.of(problem, block_mask, reasons, inputs.kv_lengths)
 
 
 class _Call(NamedTuple):
@@ -179,7 +193,7 @@ class _Call(NamedTuple):
     inputs: Inputs
 
 
-def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, config) -> _Call:
+def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config) -> _Call:
     """Checks every argument; nothing is computed before the last check has passed."""
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout)
@@ -188,6 +202,7 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, 
     D, Dv = query.shape[3], value.shape[3]
     scale = check_scale(scale, D)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
+    kv_lengths = check_kv_lengths(kv_lengths, B, S)
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     blocks, lists = None, None
     if block_mask is not None:
@@ -216,8 +231,9 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, scale, layout, 
         device_kind,
         current_precision(query.dtype),
         config,
+        kv_lengths is not None,
     )
-    return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands))
+    return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
 
 
 def _run(name: str, problem: Problem, inputs: Inputs) -> Saved:

@@ -47,7 +47,8 @@ def input_axes(problem: Problem, inputs: Inputs) -> list[Axes]:
         lists = [axes for _ in inputs.lists]
     keys = key_axes(problem)
     captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
-    return [row_axes(problem), keys, keys, *lists, *captured]
+    lengths = [] if inputs.kv_lengths is None else [Axes(0)]
+    return [row_axes(problem), keys, keys, *lists, *captured, *lengths]
 
 
 def saved_axes(problem: Problem, saved: Saved | SavedCotangents) -> list[Axes]:

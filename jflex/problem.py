@@ -40,7 +40,7 @@ class Problem:
     """All that is static in a call of `flex_attention`: hashable, so that it keys caches.
 
     Letters as in the documentation: B batch, T queries, S keys, Hq and Hkv heads, D and Dv head sizes; Bkv is
-    the batch of key and value, 1 or B.
+    the batch of key and value, 1 or B; `kv_lengths` says whether each batch entry has its own number of keys.
     """
 
     B: int
@@ -61,6 +61,7 @@ class Problem:
     device_kind: str
     precision: str | None
     config: Config
+    kv_lengths: bool = False
 
     @property
     def group(self) -> int:

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     """The share of a walk that one of several programs takes: the nth of so many of equal length."""
 
     nth: Any
-    parts: int
+    parts: Any
 
     def of(self, total: Any) -> tuple[Any, Any]:
         """Where it starts and ends among `total` tiles."""
@@ -47,6 +47,7 @@ def walk(
     state: Any,
     step: Callable[[Any, Any, bool], Any],
     part: Part | None = None,
+    most: Any = None,
 ) -> Any:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
@@ -58,10 +59,12 @@ def walk(
       state: What is folded.
       step: One tile.
       part: Which of the listed tiles to take; all without.
+      most: Of each list, only so many blocks are walked, the first ones.
     """
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
     last = -(-length // block) - 1
-    lengths = [counts[row.at] * per_block for counts, _ in (row.partial, row.full)]
+    bounded = lambda count: count if most is None else jnp.minimum(count, most)
+    lengths = [bounded(counts[row.at]) * per_block for counts, _ in (row.partial, row.full)]
     start, end = (0, None) if part is None else part.of(lengths[0] + lengths[1])
     for (_, indices), is_partial, tiles in zip((row.partial, row.full), (True, False), lengths, strict=True):
 

@@ -50,6 +50,7 @@ class Case:
       layout: As in the call.
       scale: As in the call.
       precision: Of float32 products, as in `jax.default_matmul_precision`.
+      kv_lengths: As in the call; what lies beyond is NaN for the backends.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
     """
@@ -66,6 +67,7 @@ class Case:
     layout: str = "BTNH"
     scale: float | None = None
     precision: str | None = None
+    kv_lengths: tuple[int, ...] | None = None
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -281,3 +283,43 @@ SHAPES = [
 ]
 
 CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES]
+
+# Each batch entry with its own number of keys: first few queries, then more than are decoded.
+LENGTHS = [
+    Case("length_one_query", scores.softcap, sizes=N(B=3, T=1, S=500, Hq=8, Hkv=2), kv_lengths=(129, 0, 500), **BF16),
+    Case("length_of_one", sizes=N(B=1, T=1, S=700, Hq=4, Hkv=1), kv_lengths=(643,), **BF16),
+    Case("length_mask_mod", captured.bias_hqk, masks.odd_keys, N(T=4, S=257, Hq=4, Hkv=2), kv_lengths=(257, 100)),
+    Case(
+        "length_blocks", scores.alibi, masks.offset_by_batch, N(B=3, T=4, S=300, Hq=4, Hkv=2), block=64, by_batch=True,
+        kv_lengths=(1, 300, 90), **F16,
+    ),
+    Case(
+        "length_shared_blocks", captured.slopes, masks.both_sides, N(B=2, T=16, S=200, Hq=4, Hkv=1), block=32,
+        kv_lengths=(33, 10), layout="BNTH", **BF16,
+    ),
+    Case(
+        "length_full_blocks", captured.bias_kv, masks.everything, N(B=2, T=2, S=256, Hq=2, Hkv=1), block=64,
+        kv_lengths=(70, 256), **BF16,
+    ),
+    Case(
+        "length_lists_by_head", captured.table, masks.random_elements, N(T=5, S=200, Hq=3), block=32, by_head=True,
+        kv_lengths=(190, 64), **BF16,
+    ),
+    Case("length_shared_keys", sizes=N(B=3, T=2, S=150, Hq=4, Hkv=2, D=40, Dv=80, Bkv=1), kv_lengths=(5, 150, 64), **BF16),
+    Case("length_sees_nothing", scores.times_two, masks.strictly_causal, N(T=3, S=130), kv_lengths=(0, 1)),
+    Case("length_many_queries", scores.softcap, sizes=N(3, 70, 300, Hq=4, Hkv=2), kv_lengths=(99, 0, 300), **BF16),
+    Case("length_many_mask_mod", captured.table, masks.window, N(T=70, S=100), kv_lengths=(40, 100)),
+    Case(
+        "length_many_blocks", scores.log_distance, masks.strictly_causal, N(T=100, Hq=4, Hkv=2), block=32,
+        kv_lengths=(33, 96), **BF16,
+    ),
+    Case(
+        "length_many_lists_by_head", captured.bias_hqk, masks.window_by_head, N(T=70, S=130, Hq=4, Hkv=2), block=32,
+        by_head=True, kv_lengths=(64, 90), layout="BNTH", **BF16,
+    ),
+    Case(
+        "length_own_lists", captured.bias_bq, sizes=N(T=130, S=96), block=32, kv_lengths=(95, 20),
+        kinds=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16,
+    ),
+    Case("length_many_shared_keys", captured.slopes, sizes=N(B=3, T=37, S=67, Bkv=1), kv_lengths=(67, 4, 0), **BF16),
+]  # fmt: skip

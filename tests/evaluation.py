@@ -88,6 +88,10 @@ def exact(case: Case) -> Exact:
 
 
 def _visible(case: Case, b, h, q, k, _) -> Any:
+    return _visible_of_all(case, b, h, q, k) & (True if case.kv_lengths is None else k < np.array(case.kv_lengths)[b])
+
+
+def _visible_of_all(case: Case, b, h, q, k) -> Any:
     visible = True if case.mask is None else case.mask.exact(b, h, q, k, draw(case).mask)
     if case.kinds is None:
         return visible
@@ -125,6 +129,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         score_mod,
         blocks,
         mask_mod=mask_mod,
+        kv_lengths=None if case.kv_lengths is None else jnp.asarray(case.kv_lengths, jnp.int32),
         scale=case.scale,
         layout=case.layout,
         return_lse=True,
@@ -138,7 +143,19 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
 def everything(case: Case, backend: str) -> Results:
     """Out, lse and all gradients by a backend."""
     attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
-    return _differentiated(case, attend, block_mask(case), in_haste=backend.endswith("interpret"))
+    drawn = poisoned(case)
+    return _differentiated(case, drawn, attend, block_mask(case), in_haste=backend.endswith("interpret"))
+
+
+def poisoned(case: Case) -> Drawn:
+    """The arrays of a case, with NaN in all keys and values that no length reaches."""
+    x, n = draw(case), case.sizes
+    if case.kv_lengths is None:
+        return x
+    lengths = np.array(case.kv_lengths if n.Bkv == n.B else [max(case.kv_lengths)])
+    inside = (np.arange(n.S) < lengths[:, None])[:, :, None, None]
+    nan = lambda a: np.where(inside, a, np.array(np.nan, a.dtype))
+    return x._replace(key=nan(x.key), value=nan(x.value))
 
 
 @functools.cache
@@ -158,7 +175,7 @@ def plain(case: Case) -> Results:
     where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
     with jax.default_device(jax.devices("cpu")[0]):
-        return _differentiated(case, attend, (visible, where), in_haste=True)
+        return _differentiated(case, draw(case), attend, (visible, where), in_haste=True)
 
 
 def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
@@ -193,8 +210,8 @@ def _rounded_back(x, dtype):
 _rounded_back.defvjp(lambda x, dtype: (x, None), lambda dtype, _, ct: (ct.astype(dtype).astype(jnp.float32),))
 
 
-def _differentiated(case: Case, attend, more, *, in_haste: bool) -> Results:
-    x = jax.tree.map(jnp.asarray, draw(case))
+def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool) -> Results:
+    x = jax.tree.map(jnp.asarray, drawn)
 
     def run(x, more, floats):
         out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)

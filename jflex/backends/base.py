@@ -20,6 +20,7 @@ class Inputs(NamedTuple):
       lists: The index lists of the BlockMask (`jflex.block_mask.Lists`), or None.
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
+      kv_lengths: How many keys each batch entry has, int32 [B]; None where all have S.
     """
 
     query: jax.Array
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
     lists: Any
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
+    kv_lengths: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

@@ -8,6 +8,7 @@ unit, so that exactly the listed blocks are computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax import lax
 
 from jflex.backends.base import Inputs
 from jflex.block_lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
+from jflex.kv_lengths import bounded_inputs, bounded_problem
 from jflex.problem import Problem
 from jflex.trace import TracedMod
 
@@ -48,30 +50,36 @@ class Walk:
     """The blocks of one problem, and in which pieces they are visited.
 
     Attributes:
-      problem: The problem.
+      problem: The problem; lengths of keys have become a part of its mask and lists.
       lists: Of the BlockMask, or of a dense mask.
+      mask_operands: The arrays that the mask captures.
       size: Queries and keys in a block.
       axes: Of a block of scores.
+      kv_lengths: How many keys each batch entry has, or None.
     """
 
     problem: Problem
     lists: BlockLists
+    mask_operands: tuple[jax.Array, ...]
     size: tuple[int, int]
     axes: str
+    kv_lengths: jax.Array | None
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, axes: str) -> Walk:
         """Takes the lists of the mask, or makes those of a dense one."""
+        size, kv_lengths = _dense_size(problem), inputs.kv_lengths
+        if problem.kv_lengths:
+            problem, inputs = bounded_problem(problem, size), bounded_inputs(problem, inputs, size)
+        lists = inputs.lists
         if problem.blocks is not None:
-            return cls(problem, inputs.lists, problem.blocks.size, axes)
-        tiles = problem.config.forward
-        size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
-        size = min(size[0], problem.T), min(size[1], problem.S)
+            return cls(problem, lists, inputs.mask_operands, problem.blocks.size, axes, kv_lengths)
         lengths = (problem.T, problem.S)
         kind = FULL if problem.mask is None else PARTIAL
         matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
         kinds = jnp.full((1, 1, *matrix), kind, jnp.int8)
-        return cls(problem, lists_from_kinds(demote_tails(kinds, lengths, size)), size, axes)
+        lists = lists_from_kinds(demote_tails(kinds, lengths, size))
+        return cls(problem, lists, inputs.mask_operands, size, axes, None)
 
     @property
     def list_batch(self) -> int:
@@ -120,7 +128,7 @@ class Walk:
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
         return b, h, jnp.minimum(q_idx, self.problem.T - 1), jnp.minimum(kv_idx, self.problem.S - 1)
 
-    def visible(self, unit: Unit, column: jax.Array, operands: Sequence[jax.Array]) -> jax.Array:
+    def visible(self, unit: Unit, column: jax.Array) -> jax.Array:
         """Which elements of a partial block count, with the axes of a block of scores or broadcast to them."""
         q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
@@ -128,24 +136,46 @@ class Walk:
         inside = along(q_idx < self.problem.T, "q") & along(kv_idx < self.problem.S, "s")
         if self.problem.mask is None:
             return inside
-        mask = self.problem.mask
-        return inside & over_block(lambda *scalars: mask(operands, *scalars), (), self.indices(unit, column), self.axes)
+        mask = functools.partial(self.problem.mask, self.mask_operands)
+        return inside & over_block(mask, (), self.indices(unit, column), self.axes)
 
     def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
         """The rows of one unit, of an array [B, Hkv, group, T, ...]."""
         start = (*unit.start, unit.row * self.size[0], *[jnp.zeros_like(unit.row)] * (x.ndim - 4))
         return lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
 
-    def keys(self, x: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
-        """A block of an array [B, Hkv, S, ...]."""
-        return lax.dynamic_slice(x, self._key_start(unit, column), (*self.together[:2], self.size[1], x.shape[3]))
+    def keys(self, x: jax.Array, unit: Unit, column: jax.Array, *, is_partial: bool) -> jax.Array:
+        """A block of key or value as [B, Hkv, S, ...], zeros past the end and, in a partial one, past the lengths.
+
+        It is taken from the array as it came, so that what no query visits costs nothing.
+        """
+        p, size = self.problem, min(self.size[1], self.problem.S)
+        batch, heads, _ = self.together
+        first = column * self.size[1]
+        start = jnp.minimum(first, p.S - size)
+        at = (unit.start[0] if p.Bkv > 1 else jnp.zeros_like(first), unit.start[1], start, jnp.zeros_like(first))
+        shape = (batch if p.Bkv > 1 else 1, heads, size, x.shape[3])
+        turn = lambda t: t if p.layout == "BNTH" else (t[0], t[2], t[1], t[3])
+        block = lax.dynamic_slice(x, turn(at), turn(shape))
+        block = block if p.layout == "BNTH" else block.swapaxes(1, 2)
+        if p.S % self.size[1]:  # the last block begins earlier than it should, and moves to where it should
+            block = jnp.pad(block, ((0, 0), (0, 0), (0, self.size[1]), (0, 0)))
+            zero = jnp.zeros_like(first)
+            block = lax.dynamic_slice(block, (zero, zero, first - start, zero), (*shape[:2], self.size[1], shape[3]))
+        block = jnp.broadcast_to(block, (batch, *block.shape[1:]))
+        return self._cleared(block, unit, first) if is_partial and self.kv_lengths is not None else block
+
+    def _cleared(self, block: jax.Array, unit: Unit, first: jax.Array) -> jax.Array:
+        """Zeros where a batch entry has no keys: NaN there would survive a weight of 0."""
+        assert self.kv_lengths is not None
+        lengths = lax.dynamic_slice(self.kv_lengths, (unit.start[0],), (block.shape[0],))[:, None, None, None]
+        kv_idx = first + lax.broadcasted_iota(jnp.int32, block.shape, 2)
+        return jnp.where(kv_idx < jnp.broadcast_to(lengths, block.shape), block, jnp.zeros_like(block))
 
     def add_keys(self, x: jax.Array, block: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
-        """Adds to a block of an array [B, Hkv, S, ...], in place under jit."""
-        return lax.dynamic_update_slice(x, self.keys(x, unit, column) + block, self._key_start(unit, column))
-
-    def _key_start(self, unit: Unit, column: jax.Array) -> tuple[jax.Array, ...]:
-        return (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
+        """Adds to a block of an array [B, Hkv, S padded to blocks, ...], in place under jit."""
+        at = (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
+        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, block.shape) + block, at)
 
     def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
@@ -168,6 +198,13 @@ class Walk:
         x = x.reshape(self.list_batch, *heads, self.rows, *self.together, self.size[0], *rest)
         order = (0, 4, 1, 5, 2, 6, 3, 7, *range(8, x.ndim))
         return x.transpose(order).reshape(p.B, p.Hkv, p.group, self.rows * self.size[0], *rest)[:, :, :, : p.T]
+
+
+def _dense_size(problem: Problem) -> tuple[int, int]:
+    """Queries and keys in a block where no BlockMask says so."""
+    tiles = problem.config.forward
+    size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
+    return min(size[0], problem.T), min(size[1], problem.S)
 
 
 def over_block(

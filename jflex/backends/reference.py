@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.block_lists import FULL, PARTIAL, BlockLists, kinds_from_lists
+from jflex.kv_lengths import without_lengths
 from jflex.problem import Blocks, Problem
 from jflex.trace import TracedMod
 
@@ -26,6 +27,8 @@ class Reference(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Follows the definition line by line."""
+        if problem.kv_lengths:
+            problem, inputs = without_lengths(problem, inputs, None)
         axes = "btnh,bsnh" if problem.layout == "BTNH" else "bnth,bnsh"
         key, value = (self._per_query_head(problem, x) for x in (inputs.key, inputs.value))
         precision = jax.lax.Precision.HIGHEST

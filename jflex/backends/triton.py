@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from jflex import kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.programs import Programs, programs_of
 from jflex.config import Tiles
@@ -17,6 +18,7 @@ KERNELS = ("forward", "dkv", "dq")
 MOST_DECODED = 16  # queries of a sequence that are decoded
 MOST_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
 SMALLEST_TILE = 16  # of queries or keys: what a product of Triton takes
+LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 
 
 class Triton(Backend):
@@ -38,9 +40,12 @@ class Triton(Backend):
         programs = programs_of(problem)
         if isinstance(programs, str):
             return programs
-        smallest = min(
-            min(tiles.block_q, tiles.block_kv) for tiles in map(functools.partial(_tiles, problem), _kernels(problem))
-        )
+        if problem.kv_lengths:  # which the mask of some kernels compares with
+            programs = programs_of(_without_lengths(problem))
+            if isinstance(programs, str):
+                return programs
+        sizes = [_tiles(_as_run(problem, kernel), kernel) for kernel in _kernels(problem)]
+        smallest = min(min(tiles.block_q, tiles.block_kv) for tiles in sizes)
         if smallest < SMALLEST_TILE:
             where = "the blocks of the mask" if problem.blocks is not None else "what `config` sets"
             return (
@@ -55,17 +60,19 @@ class Triton(Backend):
         return ", ".join(
             f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages, by {source})"
             for kernel in _kernels(problem)
-            for t, source in [_tiles_and_source(problem, kernel)]
+            for t, source in [_tiles_and_source(_as_run(problem, kernel), kernel)]
         )
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel, or that for few queries."""
         from pallas_kernels.triton import decode, forward
 
-        tiles = _kernel_tiles(problem, _kernels(problem)[0])
         if _decodes(problem):
-            return Saved(*decode.decode(_setting(problem, heads_in_rows=True), tiles, _arrays(inputs)))
-        return Saved(*forward.forward(_setting(problem), tiles, _arrays(inputs)))
+            setting, tiles = _setting(problem, heads_in_rows=True), _kernel_tiles(problem, "decode")
+            return Saved(*decode.decode(setting, tiles, _arrays(inputs), inputs.kv_lengths))
+        if problem.kv_lengths:
+            problem, inputs = kv_lengths.without_lengths(problem, inputs, _block_size(problem))
+        return Saved(*forward.forward(_setting(problem), _kernel_tiles(problem, "forward"), _arrays(inputs)))
 
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
@@ -73,6 +80,9 @@ class Triton(Backend):
         """Runs the kernel for dK and dV, and the one for dQ, as far as they are wanted."""
         from pallas_kernels.triton import backward
 
+        if problem.kv_lengths:
+            lengthless = kv_lengths.without_lengths(problem, inputs, _block_size(problem))
+            return kv_lengths.shared_again(problem, self.backward(*lengthless, saved, d_saved, wanted))
         setting, programs = _setting(problem), _programs(problem)
         derivative = None if problem.score is None else programs.derivative(wanted.score_operands)
         plan = backward.Plan(wanted.query, wanted.key or wanted.value, derivative)
@@ -92,6 +102,22 @@ def _decodes(problem: Problem) -> bool:
     one_row = blocks is None or (blocks.size[0] >= problem.T and (blocks.heads == 1 or problem.group == 1))
     few = 0 < problem.T <= MOST_DECODED and problem.group * problem.T <= MOST_ROWS
     return few and one_row and problem.config.forward is None
+
+
+def _block_size(problem: Problem) -> tuple[int, int]:
+    """Of lists that are made for lengths alone: large enough for all tiles, not much larger than the problem."""
+    given = [t for t in (problem.config.forward, problem.config.dkv, problem.config.dq) if t is not None]
+    cover = lambda length: min(LENGTHS_BLOCK, max(SMALLEST_TILE, 1 << (length - 1).bit_length()))
+    return max([cover(problem.T), *(t.block_q for t in given)]), max([cover(problem.S), *(t.block_kv for t in given)])
+
+
+def _without_lengths(problem: Problem) -> Problem:
+    return dataclasses.replace(kv_lengths.bounded_problem(problem, _block_size(problem)), Bkv=problem.B)
+
+
+def _as_run(problem: Problem, kernel: str) -> Problem:
+    """The problem that a kernel is given: the one for few queries knows lengths."""
+    return _without_lengths(problem) if problem.kv_lengths and kernel != "decode" else problem
 
 
 def _kernels(problem: Problem) -> tuple[str, ...]:

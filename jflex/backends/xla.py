@@ -12,6 +12,7 @@ from jax import lax
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.blockwise import INDEX_OF_AXIS, KEYS_FIRST, QUERIES_FIRST, Unit, Walk, evaluate, over_block
+from jflex.block_lists import block_count
 from jflex.loads import LoadedMod, split_loads
 from jflex.problem import Problem
 
@@ -35,18 +36,19 @@ class Xla(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
         walk = Walk.of(problem, inputs, QUERIES_FIRST)
-        query, key, value = _padded(walk, inputs)
+        problem, query = walk.problem, _padded_query(walk, inputs.query)
 
         def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
             unit = walk.unit(number)
             q = walk.queries(query, unit)
 
             def step(state, column, is_partial):
-                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, walk.keys(key, unit, column), problem), problem)
+                keys = lambda x: walk.keys(x, unit, column, is_partial=is_partial)
+                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), problem), problem)
                 s = _modified(walk, inputs, s, unit, column)
                 if is_partial:
-                    s = jnp.where(walk.visible(unit, column, inputs.mask_operands), s, -jnp.inf)
-                return _accumulate(state, s, walk.keys(value, unit, column), problem)
+                    s = jnp.where(walk.visible(unit, column), s, -jnp.inf)
+                return _accumulate(state, s, keys(inputs.value), problem)
 
             shape, exact = q.shape[:-1], _exact(problem)
             start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
@@ -89,9 +91,9 @@ class _Backward:
     def __init__(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
     ) -> None:
-        self.problem, self.inputs, self.wanted = problem, inputs, wanted
-        self.walk = Walk.of(problem, inputs, KEYS_FIRST)
-        self.query, self.key, self.value = _padded(self.walk, inputs)
+        self.walk, self.inputs, self.wanted = Walk.of(problem, inputs, KEYS_FIRST), inputs, wanted
+        self.problem = self.walk.problem
+        self.query = _padded_query(self.walk, inputs.query)
         exact = _exact(problem)
         out, d_out = (_split_heads(x, problem) for x in (saved.out, d_saved.out))
         delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
@@ -110,9 +112,10 @@ class _Backward:
         """All wanted gradients."""
         problem, walk, wanted = self.problem, self.walk, self.wanted
         exact = _exact(problem)
+        keys = (problem.B, problem.Hkv, block_count(problem.S, walk.size[1]) * walk.size[1])
         grads = {
-            "key": jnp.zeros(self.key.shape, exact) if wanted.key else None,
-            "value": jnp.zeros(self.value.shape, exact) if wanted.value else None,
+            "key": jnp.zeros((*keys, problem.D), exact) if wanted.key else None,
+            "value": jnp.zeros((*keys, problem.Dv), exact) if wanted.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
                 for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
@@ -128,18 +131,18 @@ class _Backward:
 
         grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
         d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
-        keys = lambda x: None if x is None else _join_key_heads(x, problem)
+        joined = lambda x: None if x is None else _join_key_heads(x, problem)
         operands = tuple(
             None if g is None else g.reshape(x.shape)
             for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
         )
-        return Gradients(d_query, keys(grads["key"]), keys(grads["value"]), operands)
+        return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
 
     def _block(self, rows: _Rows, carry: Any, column: jax.Array, is_partial: bool) -> Any:
         problem, walk, unit = self.problem, self.walk, rows.unit
         d_q, grads = carry
-        k, v = walk.keys(self.key, unit, column), walk.keys(self.value, unit, column)
-        visible = walk.visible(unit, column, self.inputs.mask_operands) if is_partial else None
+        k, v = (walk.keys(x, unit, column, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
+        visible = walk.visible(unit, column) if is_partial else None
         clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
         raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, problem), problem)
         s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
@@ -273,17 +276,10 @@ def _finish(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array
     return out / safe[..., None], jnp.where(empty, -jnp.inf, top + jnp.log(safe))
 
 
-def _padded(walk: Walk, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query as [B, Hkv, group, T, D], key and value as [B, Hkv, S, D], padded to whole blocks with zeros."""
-    p = walk.problem
-    rows = walk.rows * walk.size[0] - p.T
-    columns = -(-p.S // walk.size[1]) * walk.size[1] - p.S
-    heads_first = lambda x: x if p.layout == "BNTH" else x.swapaxes(1, 2)
-    keys = lambda x: jnp.pad(
-        jnp.broadcast_to(heads_first(x), (p.B, p.Hkv, p.S, x.shape[3])), ((0, 0), (0, 0), (0, columns), (0, 0))
-    )
-    query = jnp.pad(_split_heads(inputs.query, p), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
-    return query, keys(inputs.key), keys(inputs.value)
+def _padded_query(walk: Walk, query: jax.Array) -> jax.Array:
+    """[B, Hkv, group, T, D], padded to whole blocks with zeros."""
+    rows = walk.rows * walk.size[0] - walk.problem.T
+    return jnp.pad(_split_heads(query, walk.problem), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
 
 
 def _split_heads(x: jax.Array, p: Problem) -> jax.Array:

@@ -2,13 +2,17 @@
 
 The queries of all query heads that share a key head are the rows of one tile, so that keys and values are read once;
 and the keys that are visited are divided among programs, so that one sequence keeps a GPU busy (Dao et al. 2023,
-Flash-Decoding; Dong et al. 2024, arXiv:2412.05496, section 5). A second, small step merges what the programs found. The
-grid is (parts, key heads, batch).
+Flash-Decoding; Dong et al. 2024, arXiv:2412.05496, section 5). A second, small step merges what the programs found.
+
+Where all rows are alike, each is divided into as many parts, which are known ahead; the grid is (parts, key heads,
+batch). Where lengths or lists make them differ, the programs divide them: the grid is (parts, key heads), and
+`pallas_kernels.triton.decode_uneven` says which part of which row one takes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,27 +23,35 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import blocks, softmax
 from pallas_kernels.setting import Arrays, Setting, Tiles
-from pallas_kernels.triton import scores
+from pallas_kernels.triton import decode_uneven, plan, scores
 from pallas_kernels.triton.columns import Columns, chunks, load_rows, times, zero_rows
+from pallas_kernels.triton.decode_uneven import Division, Facts
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
-ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200; with 528 and 1056, 2 to 8 % and 5 to 15 % slower
-LEAST_TILES = 2  # of a program: with fewer, starting and merging would take longer than they do
 
-
-def decode(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def decode(
+    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     Args:
       setting: Its programs are traced with heads in rows.
       tiles: `block_q` holds the queries of a key head: ``group * T`` of them.
       arrays: The inputs.
+      lengths: Keys of each batch entry, int32 [B]; what lies beyond is not read.
     """
+    by_row = setting.blocks is not None and max(setting.list_batch, setting.list_heads) > 1
+    if lengths is not None or by_row:
+        return _decode_uneven(setting, tiles, arrays, lengths)
+    return _decode_even(setting, tiles, arrays)
+
+
+def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     parts = parts_of(setting, tiles)
     shape = (setting.B, setting.Hkv, parts, tiles.block_q)
     out, lse = launch(
-        functools.partial(_kernel, setting, tiles, parts),
+        functools.partial(_even_kernel, setting, tiles, parts),
         (arrays,),
         [jax.ShapeDtypeStruct((*shape, setting.Dv), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
         name="jflex_decode",
@@ -54,14 +66,35 @@ def decode(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, j
     return (merged.swapaxes(1, 2) if setting.layout == "BTNH" else merged), lse.reshape(by_head)
 
 
+def _decode_uneven(
+    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
+    division, facts = Division(setting, tiles), Facts(lengths, *lists)
+    slots = (division.slots, division.heads, tiles.block_q)
+    out, lse, *parts = launch(
+        functools.partial(_uneven_kernel, setting, tiles, division),
+        (arrays, lengths),
+        [
+            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+            jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
+            jax.ShapeDtypeStruct((*slots, setting.Dv), jnp.float32),
+            jax.ShapeDtypeStruct(slots, jnp.float32),
+        ],
+        name="jflex_decode",
+        grid=(division.items, division.heads),
+        tiles=tiles,
+        interpret=setting.interpret,
+    )
+    if division.most_parts == 1:
+        return out, lse
+    return decode_uneven.merge(division, facts, (parts[0], parts[1]), (out, lse))
+
+
 def parts_of(setting: Setting, tiles: Tiles) -> int:
-    """Among how many programs the keys of a head are divided."""
-    if setting.blocks is None:
-        walked = pl.cdiv(setting.S, tiles.block_kv)
-    else:
-        walked = pl.cdiv(setting.S, setting.blocks[1]) * (setting.blocks[1] // tiles.block_kv)
-    wanted = pl.cdiv(ENOUGH_PROGRAMS, max(1, setting.B * setting.Hkv))
-    return max(1, min(wanted, walked // LEAST_TILES))
+    """Among how many programs the keys of a head are divided, where all rows are alike."""
+    wanted = plan.shares_for(max(1, setting.B * setting.Hkv))
+    return max(1, min(wanted, decode_uneven.all_tiles(setting, tiles) // plan.LEAST_TILES))
 
 
 def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -73,17 +106,53 @@ def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return merged, jnp.where(total == 0.0, -jnp.inf, top[:, :, 0] + jnp.log(jnp.where(total == 0.0, 1.0, total)))
 
 
-def _kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
+def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
     part, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    step, unit = _step(setting, tiles, arrays, (b, kv_h), None)
+    listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and setting.walk_passes_end("k", tiles[1]))
+    state = _over_keys(setting, tiles, arrays, (b, kv_h), blocks.Part(part, parts), _start(setting, tiles), listed)
+    rows, row_lse = softmax.finish(state, unit)
+    for (first, width), x in zip(chunks(setting.Dv), rows, strict=True):
+        column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
+        line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
+        plgpu.store(out.at[(b, kv_h, part, line, column)], x, mask=column < setting.Dv)
+    plgpu.store(lse.at[(b, kv_h, part, pl.ds(0, tiles.block_q))], row_lse)
+
+
+def _uneven_kernel(
+    setting: Setting, tiles: Tiles, division: Division, arrays: Arrays, lengths: Any, out: Any, lse: Any, *parts: Any
+) -> None:
+    item, head = pl.program_id(0), pl.program_id(1)
+    facts = Facts(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
+    row = division.row_of(facts, item, head)
+    step, unit = _step(setting, tiles, arrays, (row.b, row.kv_h), row.end)
+    state = decode_uneven.over_keys(setting, tiles, arrays.lists, row, _start(setting, tiles), step)
+    rows, row_lse = softmax.finish(state, unit)
+    decode_uneven.store_part(row, head, rows, row_lse, (parts[0], parts[1]))
+    decode_uneven.store_whole(setting, row, rows, row_lse, out, lse)
+
+
+def _start(setting: Setting, tiles: Tiles) -> softmax.SoftmaxState:
+    return softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv))
+
+
+def _step(
+    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any
+) -> tuple[Callable[[Any, Any, bool, bool], softmax.SoftmaxState], float]:
+    """One step of the walk over keys, for a batch entry and a key head, and the unit of its scores.
+
+    It is ``(state, first key, is_partial, may_end) -> state``; `may_end` says that a tile may reach past `end`, or past
+    the last key if that is None.
+    """
+    b, kv_h = here
     row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     row = jnp.minimum(row, setting.group * setting.T - 1)  # rows beyond repeat the last one, and are dropped
     h, t = kv_h * setting.group + lax.div(row, setting.T), lax.rem(row, setting.T)
     q = _load_queries(setting, arrays.query, b, h, t)
-    known = scores.prepare(setting, arrays, tiles[:2], b, h, q=t)
-    keys_end = setting.walk_passes_end("k", tiles.block_kv)
+    known = scores.prepare(setting, arrays, tiles[:2], b, h, q=t, end=end)
     kv_b = b if setting.Bkv > 1 else 0
 
-    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
+    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool, may_end: bool) -> softmax.SoftmaxState:
         keys = functools.partial(
             load_rows,
             setting,
@@ -91,10 +160,11 @@ def _kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any
             h=kv_h,
             first=key,
             rows=tiles.block_kv,
-            length=setting.S,
-            may_end=is_partial and keys_end,
+            length=setting.S if end is None else end,
+            may_end=may_end,
         )
-        tile = scores.compute(known, q, keys(arrays.key), key, is_partial)
+        seen = known._replace(mask=known.mask if is_partial else None, end=end if may_end else None)
+        tile = scores.compute(seen, q, keys(arrays.key), key, is_partial or may_end)
         v = keys(arrays.value)
         return softmax.update(
             state,
@@ -105,14 +175,7 @@ def _kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any
             may_hide=True,
         )
 
-    start = softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv))
-    state = _over_keys(setting, tiles, arrays, (b, kv_h), blocks.Part(part, parts), start, step)
-    rows, row_lse = softmax.finish(state, known.unit)
-    for (first, width), x in zip(chunks(setting.Dv), rows, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
-        line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        plgpu.store(out.at[(b, kv_h, part, line, column)], x, mask=column < setting.Dv)
-    plgpu.store(lse.at[(b, kv_h, part, pl.ds(0, tiles.block_q))], row_lse)
+    return step, known.unit
 
 
 def _load_queries(setting: Setting, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
