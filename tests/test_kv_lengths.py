@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from tests import evaluation
 from tests.cases import LENGTHS
+from tests.test_transforms import shapes_made
 
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
 BACKENDS = {
@@ -99,6 +100,17 @@ def test_eager_calls_are_traced_once_for_all_lengths(backend, monkeypatch):
     for length in (3, 40, S):
         jflex.flex_attention(*drawn(), kv_lengths=within(length, length), scale=0.371, **BACKENDS[backend])
     assert len(traced) == 1
+
+
+@backends
+def test_decoding_copies_no_keys(backend):
+    """So that its time follows the visited keys, not the capacity of a cache."""
+    q, k, v = drawn()
+    attend = lambda *args: jflex.flex_attention(*args[:3], kv_lengths=args[3], **BACKENDS[backend])
+    made = list(shapes_made(jax.make_jaxpr(attend)(q, k, v, within(3, S))))
+    interpreted = 2 if backend == "triton-interpret" else 0  # copies key and value, as the memory of a kernel
+    assert made
+    assert sum(np.prod(shape) >= k.size for shape in made if shape[-1:] == (D,)) <= interpreted
 
 
 # --- transformations

@@ -73,7 +73,8 @@ class Walk:
             problem, inputs = bounded_problem(problem, size), bounded_inputs(problem, inputs, size)
         lists = inputs.lists
         if problem.blocks is not None:
-            return cls(problem, lists, inputs.mask_operands, problem.blocks.size, axes, kv_lengths)
+            size = min(problem.blocks.size[0], problem.T), problem.blocks.size[1]  # of few queries, only these
+            return cls(problem, lists, inputs.mask_operands, size, axes, kv_lengths)
         lengths = (problem.T, problem.S)
         kind = FULL if problem.mask is None else PARTIAL
         matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
