@@ -10,6 +10,10 @@ from jflex.paged.batch import token_slots as token_slots
 from jflex.paged.cache import PagedCache as PagedCache
 from jflex.paged.cache import copy_pages as copy_pages
 from jflex.paged.cache import write as write
+from jflex.paged.convert import clear_unused as clear_unused
+from jflex.paged.convert import convert_block_mask as convert_block_mask
+from jflex.paged.convert import convert_mask_mod as convert_mask_mod
+from jflex.paged.convert import convert_score_mod as convert_score_mod
 from jflex.paged.errors import DoubleFree as DoubleFree
 from jflex.paged.errors import ForeignPage as ForeignPage
 from jflex.paged.errors import OutOfPages as OutOfPages

@@ -1,0 +1,309 @@
+"""The paper's route to a paged cache: a BlockMask and mods for logical positions become ones for slots.
+
+All pages, taken as one long sequence of slots, are keys and values that the requests share, [1, P * page_size, Hkv, D].
+Plain `flex_attention` runs on them: the converted BlockMask visits the pages of each request only, and the converted
+mods turn the slot that they are given into the position that it holds for the request.
+
+As under any mask of `flex_attention`, what is hidden counts as 0 times itself, so pages that are visited must hold
+finite numbers in all of their slots. They do from `PagedCache.create` on, as long as nothing else is written to them;
+`clear_unused` sees to it where that is not known. `jflex.paged_attention` has no such condition.
+
+After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 5.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int8, Int32
+
+from jflex.block_lists import EMPTY, FULL, PARTIAL, lists_from_kinds
+from jflex.block_mask import BlockMask
+from jflex.mask_fit import uses_index
+from jflex.mods import MaskMod, noop_mask
+from jflex.paged.cache import PagedCache, check_cache
+from jflex.paged.inverse import SlotMap, slot_map
+from jflex.paged.sizes import checked_pages
+from jflex.trace import trace_mask_mod
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotMask:
+    """A mask_mod whose ``kv_idx`` is a slot. Made by `convert_mask_mod`."""
+
+    mod: MaskMod
+    slots: SlotMap
+
+    def __post_init__(self) -> None:
+        _name_after(self, self.mod)
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        position, holds = self.slots.locate(b, kv_idx)
+        return holds & self.mod(b, h, q_idx, position)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotScore:
+    """A score_mod whose ``kv_idx`` is a slot. Made by `convert_score_mod`."""
+
+    mod: Callable[..., Any]
+    slots: SlotMap
+
+    def __post_init__(self) -> None:
+        _name_after(self, self.mod)
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
+        """Changes one score."""
+        position, holds = self.slots.locate(b, kv_idx)
+        return jnp.where(holds, self.mod(score, b, h, q_idx, position), -jnp.inf)
+
+
+def convert_block_mask(
+    block_mask: BlockMask,
+    page_table: Int32[Array, "B max_pages"],
+    *,
+    page_size: int,
+    num_pages: int,
+    kv_lengths: Int32[Array, " B"] | None = None,
+) -> BlockMask:
+    """The BlockMask over all slots of a paged cache that shows each request the keys which `block_mask` shows it.
+
+    A block of keys must be a page; so a backend takes the page sizes that it takes as block sizes: ``"xla"`` and
+    ``"reference"`` all, ``"triton"`` multiples of 16. With `convert_mask_mod` in place of a BlockMask any page size
+    will do, but all slots are visited. Blocks without a page are left out, as are those beyond `kv_lengths`; so the
+    counts are those of `block_mask` where every block that it lists has a page and keys.
+
+    Pure, and made to run under ``jit``, where new tables and lengths compile nothing. It takes time and memory in
+    proportion to B times the query blocks times P: where that is too much, and for page sizes that are no multiples of
+    16, `jflex.paged_attention` looks pages up as it walks. Lists ascend by page, so sums are formed in the order of
+    pages: results depend on where pages lie, in the last bits.
+
+    Args:
+      block_mask: For logical positions, of block size ``(any, page_size)`` and batch 1 or B.
+      page_table: The pages of each request. Pages may be shared between requests. Entries that are no pages of tokens
+        (0 or negative) hold nothing. A request must not have one page at two places, which no inverse of the table can
+        express: of a traced table that has, the first place counts.
+      page_size: That of the cache.
+      num_pages: P of the cache.
+      kv_lengths: Keys of each request. Those beyond are hidden, and entries of the table for them are ignored, so that
+        these may hold anything. None: as many as `block_mask` has and the table has pages for. Not to be given to
+        `flex_attention` as well, where lengths would count slots.
+
+    Returns:
+      A BlockMask for B requests (1 for none) and ``P * page_size`` keys, with a mask_mod that hides all slots
+      which a request does not have. The numbers of its queries are unchanged.
+
+    Raises:
+      TypeError: `block_mask` is none; `page_table` or `kv_lengths` are no int32 arrays; a size is not an integer.
+      ValueError: The shapes do not fit; the key blocks are not pages; the table is too narrow for the keys of
+        `block_mask`; a mask for one batch entry uses ``b``; or, where values are known, a page is outside of the
+        cache, stands twice in a row, or a length is negative or beyond the table.
+
+    References:
+      Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
+      arXiv:2412.05496, section 5.1 and figure 5.
+
+    >>> import jflex
+    >>> causal = jflex.create_block_mask(lambda b, h, q, kv: q + 32 >= kv, None, None, 16, 48, block_size=16)
+    >>> table = jnp.array([[5, 2, 7], [5, 3, 1]])  # the first page is shared
+    >>> paged = convert_block_mask(causal, table, page_size=16, num_pages=8)
+    >>> paged.shape, paged.to_dense()[:, 0, 0].tolist()
+    ((2, 1, 16, 128), [[0, 0, 1, 0, 0, 1, 0, 1], [0, 1, 0, 1, 0, 1, 0, 0]])
+    >>> query, pages = jnp.ones((2, 16, 4, 32)), jnp.ones((8, 16, 2, 32))
+    >>> slots = pages.reshape(1, 8 * 16, 2, 32)
+    >>> jflex.flex_attention(query, slots, slots, block_mask=paged).shape
+    (2, 16, 4, 32)
+    """
+    num_pages, page_size = checked_pages(num_pages, page_size)
+    slots = slot_map(page_table, kv_lengths, num_pages, page_size)
+    _check_block_mask(block_mask, page_table.shape, page_size)
+    lengths = jnp.minimum(slots.lengths, block_mask.seq_lengths[1])
+    slots = dataclasses.replace(slots, lengths=lengths)
+    mask_mod = SlotMask(noop_mask if block_mask.mask_mod is None else block_mask.mask_mod, slots)
+    traced, operands = trace_mask_mod(mask_mod)
+    if block_mask.traced is not None:
+        traced = dataclasses.replace(traced, source=block_mask.traced.source)
+    kinds = block_mask.kinds() if page_table.shape[0] else jnp.zeros((1, *block_mask.kinds().shape[1:]), jnp.int8)
+    kinds = _page_kinds(_kinds_within(kinds, lengths, page_size), slots)
+    return BlockMask(
+        **lists_from_kinds(kinds)._asdict(),
+        mask_operands=operands,
+        traced=traced,
+        seq_lengths=(block_mask.seq_lengths[0], num_pages * page_size),
+        block_size=block_mask.block_size,
+        lists_follow_mod=block_mask.lists_follow_mod,
+    )
+
+
+def convert_mask_mod(
+    mask_mod: MaskMod,
+    page_table: Int32[Array, "B max_pages"],
+    *,
+    page_size: int,
+    num_pages: int,
+    kv_lengths: Int32[Array, " B"] | None = None,
+) -> SlotMask:
+    """The mask_mod over all slots of a paged cache that shows each request the keys which `mask_mod` shows it.
+
+    It is for `flex_attention` without a BlockMask, of any page size, and for `create_block_mask` over slots. A slot
+    that is not among the request's own is hidden, and `mask_mod` sees the logical position of one that is.
+
+    Args:
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, ``b`` being the row of the table; `jflex.noop_mask` for none.
+      page_table: The pages of each request; see `convert_block_mask`.
+      page_size: That of the cache; 1 to 256.
+      num_pages: P of the cache.
+      kv_lengths: Keys of each request; None: all that the table has pages for. Without it the slots of a page that is
+        partly filled are visible unless `mask_mod` hides the positions.
+
+    Returns:
+      A mask_mod whose ``kv_idx`` is a slot.
+
+    Raises:
+      TypeError: `mask_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
+        integer.
+      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
+        row, or a length is negative or beyond the table.
+
+    >>> import jflex
+    >>> table, lengths = jnp.array([[3, 1]]), jnp.array([3])
+    >>> mod = convert_mask_mod(jflex.noop_mask, table, page_size=2, num_pages=4, kv_lengths=lengths)
+    >>> jflex.create_mask(mod, 1, None, 1, 8)[0, 0, 0].astype(int).tolist()  # slots 6, 7, 2 hold the positions 0, 1, 2
+    [0, 0, 1, 0, 0, 0, 1, 1]
+    """
+    _check_mod("mask_mod", mask_mod, "(b, h, q_idx, kv_idx) -> bool")
+    return SlotMask(mask_mod, slot_map(page_table, kv_lengths, num_pages, page_size))
+
+
+def convert_score_mod(
+    score_mod: Callable[..., Any],
+    page_table: Int32[Array, "B max_pages"],
+    *,
+    page_size: int,
+    num_pages: int,
+    kv_lengths: Int32[Array, " B"] | None = None,
+) -> SlotScore:
+    """The score_mod over all slots of a paged cache that does to each request's keys what `score_mod` does.
+
+    Use it together with a converted BlockMask or mask_mod: it turns the scores of slots that the request does not have
+    into ``-inf``, but only a mask keeps their keys and values from being used, NaN among them.
+
+    Args:
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, ``b`` being the row of the table. Arrays that it reads by
+        ``kv_idx`` are read by logical position, and receive gradients.
+      page_table: The pages of each request; see `convert_block_mask`.
+      page_size: That of the cache; 1 to 256.
+      num_pages: P of the cache.
+      kv_lengths: Keys of each request; None: all that the table has pages for.
+
+    Returns:
+      A score_mod whose ``kv_idx`` is a slot.
+
+    Raises:
+      TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
+        integer.
+      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
+        row, or a length is negative or beyond the table.
+
+    >>> distance = lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).astype(jnp.float32)
+    >>> mod = convert_score_mod(distance, jnp.array([[3, 1]]), page_size=2, num_pages=4)
+    >>> [float(mod(jnp.float32(0), 0, 0, jnp.int32(3), jnp.int32(slot))) for slot in (6, 2, 4)]
+    [-3.0, -1.0, -inf]
+    """
+    _check_mod("score_mod", score_mod, "(score, b, h, q_idx, kv_idx) -> score")
+    return SlotScore(score_mod, slot_map(page_table, kv_lengths, num_pages, page_size))
+
+
+def clear_unused(
+    cache: PagedCache, page_table: Int32[Array, "B max_pages"], kv_lengths: Int32[Array, " B"] | None = None
+) -> PagedCache:
+    """The cache with zeros in every slot that holds no token of these requests, so that NaN there cannot spread.
+
+    It reads and writes all of the cache. The result is for attention of these requests alone: others lose their tokens.
+
+    Args:
+      cache: The cache.
+      page_table: The pages of each request; see `convert_block_mask`.
+      kv_lengths: Keys of each request; None: all that the table has pages for.
+
+    Returns:
+      Another cache.
+
+    Raises:
+      TypeError: `cache` is none; `page_table` or `kv_lengths` are no int32 arrays.
+      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
+        row, or a length is negative or beyond the table.
+
+    >>> cache = PagedCache(*jnp.full((2, 4, 2, 1, 1), jnp.nan).at[:, 3].set(1))
+    >>> clear_unused(cache, jnp.array([[3, 0]]), jnp.array([1])).k.ravel().tolist()
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    """
+    check_cache(cache)
+    slots = slot_map(page_table, kv_lengths, cache.num_pages, cache.page_size)
+    tokens = slots.lengths[:, None] - slots.starts  # how many of a page's slots hold a token of the request
+    tokens = jnp.max(jnp.where(slots.starts < 0, 0, tokens), axis=0, initial=0)
+    used = jnp.arange(cache.page_size, dtype=jnp.int32)[None] < tokens[:, None]
+    cleared = lambda pages: jnp.where(jnp.broadcast_to(used[..., None, None], pages.shape), pages, 0)
+    return jax.tree.map(cleared, cache)
+
+
+def _kinds_within(kinds: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int) -> Int8[Array, "B H R C"]:
+    """Without the blocks beyond a length; a full one that reaches past it becomes partial, to hide what is beyond."""
+    starts = jnp.arange(kinds.shape[-1], dtype=jnp.int32) * page_size
+    starts, lengths = starts[None, None, None], lengths[:, None, None, None]
+    kinds = jnp.where(starts < lengths, kinds, jnp.int8(EMPTY))
+    return jnp.where((kinds == FULL) & (starts + page_size > lengths), jnp.int8(PARTIAL), kinds)
+
+
+def _page_kinds(kinds: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:
+    """Puts every block of keys in the place of its page."""
+    block = jnp.where(slots.starts < 0, kinds.shape[-1], slots.starts // slots.page_size)
+    # A table can have more entries than the mask has blocks. One more, empty, stands for all that are beyond.
+    kinds = jnp.pad(kinds, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
+    return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(kinds, block)
+
+
+def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: int) -> None:
+    if not isinstance(block_mask, BlockMask):
+        hint = " A mask_mod is converted by `convert_mask_mod`." if callable(block_mask) else ""
+        raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
+    if block_mask.block_size[1] != page_size:
+        raise ValueError(
+            f"`block_mask` must have blocks of `page_size` keys, {page_size}. It has {block_mask.block_size[1]}. Make "
+            f"it with `create_block_mask(..., block_size=({block_mask.block_size[0]}, {page_size}))`."
+        )
+    requests, max_pages = table_shape
+    batch, _, _, kv_length = block_mask.shape
+    if batch not in (1, requests):
+        raise ValueError(
+            f"`block_mask` must have batch 1 or that of `page_table`, {requests}. It has {batch}. Make it with "
+            f"`create_block_mask(mask_mod, B={requests}, ...)`."
+        )
+    if batch == 1 != requests and block_mask.traced is not None and uses_index(block_mask.traced, "b"):
+        raise ValueError(
+            f"`block_mask` has batch 1 and `page_table` {requests} requests, but its mask_mod "
+            f"{block_mask.traced.source} uses `b`. Make it with `create_block_mask(mask_mod, B={requests}, ...)`."
+        )
+    if kv_length > max_pages * page_size:
+        raise ValueError(
+            f"`page_table` is too narrow: its {max_pages} entries of {page_size} tokens do not hold the {kv_length} "
+            "keys of `block_mask`. Make the table wider, with 0 where there is no page, or crop the mask with "
+            "`with_lengths`."
+        )
+
+
+def _check_mod(name: str, mod: Any, signature: str) -> None:
+    if not callable(mod):
+        hint = " A BlockMask is converted by `convert_block_mask`." if isinstance(mod, BlockMask) else ""
+        raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
+
+
+def _name_after(wrapper: SlotMask | SlotScore, mod: Callable[..., Any]) -> None:
+    """Lets messages name the user's function, and the signature be its signature."""
+    object.__setattr__(wrapper, "__wrapped__", mod)
