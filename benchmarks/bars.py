@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks import records, results
 from benchmarks.peers import FIRST, PEERS
-from benchmarks.problems import Problem, suite
+from benchmarks.problems import Problem, parts_of_mixed, suite
 from benchmarks.records import SuiteResult
 from benchmarks.results import Figure
 from benchmarks.side import DIRECTIONS
@@ -59,13 +59,15 @@ def _of_suite(result: SuiteResult, read: Callable[[SuiteResult], Iterable[Figure
             for x in read(result) if x]  # fmt: skip
 
 
-def _figure(name: str, values: Iterable[float | None], reduce: Callable[..., float], **bar: float) -> Figure | str:
+def _figure(
+    name: str, values: Iterable[float | None], reduce: Callable[..., float], unit: str = "x", **bar: float
+) -> Figure | str:
     """A ratio over several problems; in words if one is missing, which matters only to a bar."""
     every = list(values)
     known = [x for x in every if x is not None]
     if not known or (bar and len(known) < len(every)):
         return f"{name}: {len(every) - len(known)} of {len(every)} are missing" if bar else ""
-    return Figure(name, float(f"{reduce(known):.4g}"), "x", **bar)
+    return Figure(name, float(f"{reduce(known):.4g}"), unit, **bar)
 
 
 def _main(result: SuiteResult) -> Iterable[Figure | str]:
@@ -143,5 +145,59 @@ def _over_best(result: SuiteResult, problem: Problem, direction: str) -> float |
     return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
+def _decode(result: SuiteResult) -> Iterable[Figure | str]:
+    problems = suite(result.suite)
+    plain = [x for x in problems if x.variant == "noop" and not x.lengths]
+    for name in (_CUDNN, "sdpa-cudnn", "sdpa-flash", "torch-decode-mask", "torch-decode"):
+        ratios = [result.ratio(problem, "forward", FIRST, name) for problem in plain]
+        bar = {"at_least": 0.95} if name == _CUDNN else {}
+        yield _figure(f"decode over {PEERS[name].title}, the least of {len(plain)}", ratios, min, **bar)
+    for problem in problems:
+        if problem.variant != "noop":
+            own = _times(result, "forward", slow=dataclasses.replace(problem, variant="noop"), fast=problem)
+            yield _figure(f"decode with {problem.variant} over without", [own], min, at_least=0.9)
+    for problem in problems:
+        if problem.lengths in ("uniform", "skewed"):
+            even = dataclasses.replace(problem, lengths="even")
+            rates = [_bytes_per_second(result, x) for x in (problem, even)]
+            share = None if None in rates else rates[0] / rates[1]
+            yield _figure(f"decode, bytes/s of {problem.lengths} lengths over even ones", [share], min, at_least=0.85)
+
+
+def _bytes_per_second(result: SuiteResult, problem: Problem) -> float | None:
+    record = result.find(problem, FIRST, "forward")
+    return None if record is None else record.moved / record.seconds.median
+
+
+_PAGES = {256: 1.03, 128: 1.03, 64: 1.03, 16: 1.08}  # at most so many times what contiguous keys take; 1 is stated
+
+
+def _paged(result: SuiteResult) -> Iterable[Figure | str]:
+    for problem in sorted(suite(result.suite), key=lambda x: -x.page):
+        if problem.page == 64:
+            record = result.find(problem, FIRST, "forward")
+            microseconds = None if record is None else record.seconds.median * 1e6
+            yield _figure("pages of 64", [microseconds], min, unit="µs", at_most=140.0)
+        cost = result.ratio(problem, "forward", "jflex-contiguous", FIRST)
+        bar = {"at_most": _PAGES[problem.page]} if problem.page in _PAGES else {}
+        yield _figure(f"pages of {problem.page} over contiguous keys, time", [cost], min, **bar)
+
+
+def _mixed(result: SuiteResult) -> Iterable[Figure | str]:
+    mixed = suite(result.suite)[0]
+    found = [result.find(x, FIRST, "forward") for x in (mixed, *parts_of_mixed(mixed))]
+    seconds = [None if x is None else x.seconds.median for x in found]
+    share = None if None in seconds else seconds[0] / sum(seconds[1:])
+    yield _figure("a prefill chunk and decoding steps in one call over the sum of the two", [share], min, at_most=1.1)
+
+
+def _cascade(result: SuiteResult) -> Iterable[Figure | str]:
+    for problem, least in zip(suite(result.suite), (15.0, 1.5), strict=True):
+        name = f"cascade, prefix {problem.prefix} and suffix {problem.S - problem.prefix}, over"
+        flat, copies = (result.ratio(problem, "forward", FIRST, peer) for peer in ("jflex-flat", "jflex-copies"))
+        yield _figure(f"{name} flat", [flat], min, at_least=least)
+        yield _figure(f"{name} flat with pages of its own for each", [copies], min)
+
+
 _SUITES = {"main": _main, "blocks": _blocks, "heads": _heads, "captured": _captured, "pair_bias": _pair_bias,
-           "short": _short}  # fmt: skip
+           "short": _short, "decode": _decode, "paged": _paged, "cascade": _cascade, "mixed": _mixed}  # fmt: skip

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from benchmarks import roofline, timing
+from benchmarks import jax_serving, roofline, timing
 from benchmarks.problems import Problem
 from benchmarks.side import Call, Side
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
@@ -45,6 +45,9 @@ class JaxSide(Side):
         captured = {name: jnp.asarray(array, problem.dtype if name in LARGE else jnp.float32)
                     for name, array in variant.captured(problem).items()}  # fmt: skip
         self._mods = lambda captured: variant.make(problem, {**indices, **captured}, OPERATIONS)
+        self._captured = captured
+        if problem.served:
+            return {"work": dataclasses.asdict(roofline.served_work(problem))}
         block_mask, visited = _block_mask(problem, self._mods(captured))
         self._inputs = _draw(problem, captured, block_mask)
         done = roofline.work(problem, visited, [x.shape for x in captured.values()])
@@ -52,6 +55,9 @@ class JaxSide(Side):
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The forward is one program; so is the backward, from the residuals that `jax.vjp` keeps."""
+        if self._problem.served:
+            function, inputs = jax_serving.program(peer, self._problem, self._mods, self._captured)
+            return {"forward": functools.partial(jax.jit(function), *inputs)}
         attend = _ATTEND[peer](self._problem, self._mods)
         calls: dict[str, Call] = {}
         if "forward" in directions:
@@ -64,6 +70,10 @@ class JaxSide(Side):
 
     def compile_only(self, peer: str, directions: Sequence[str]) -> None:
         """Lowers and compiles the same programs without running them."""
+        if self._problem.served:
+            function, inputs = jax_serving.program(peer, self._problem, self._mods, self._captured)
+            jax.jit(function).lower(*inputs).compile()
+            return
         attend = _ATTEND[peer](self._problem, self._mods)
         if "forward" in directions:
             jax.jit(attend).lower(*self._inputs).compile()
@@ -97,7 +107,7 @@ class JaxSide(Side):
 
     def forget(self) -> None:
         """Drops the arrays and the programs."""
-        self._inputs = self._mods = self._problem = None
+        self._inputs = self._mods = self._captured = self._problem = None
         gc.collect()
 
     def check(self) -> dict[str, Any]:

@@ -33,11 +33,34 @@ def _anything(problem: Problem) -> str | None:
 
 def _only(*variants: str) -> Callable[[Problem], str | None]:
     def refuses(problem: Problem) -> str | None:
+        if problem.page:
+            return "has no pages"
         if problem.form != "split":
             return "has no BlockMask"
         return None if problem.variant in variants else f"has no {problem.variant}"
 
     return refuses
+
+
+def _trained(problem: Problem) -> str | None:
+    return "is asked for as many queries as keys" if problem.served else None
+
+
+def _even(problem: Problem) -> str | None:
+    return "is not asked for lengths" if problem.lengths else None
+
+
+def _decoding(problem: Problem) -> str | None:
+    plain = problem.T == 1 and problem.variant == "noop" and not (problem.page or problem.lengths)
+    return None if plain else "is asked for one token against contiguous keys of one length"
+
+
+def _paged(problem: Problem) -> str | None:
+    return None if problem.page and problem.T == 1 and not problem.prefix else "is asked for one token and pages"
+
+
+def _shared(problem: Problem) -> str | None:
+    return None if problem.prefix else "is asked for shared prefixes"
 
 
 def _dense(problem: Problem) -> str | None:
@@ -61,13 +84,19 @@ _MASKS = ("sliding_window", "prefix_lm", "document_mask")
 _ITEMISED = ("noop", "causal", "alibi", "pair_bias", *_MASKS)
 PEERS = {peer.name: peer for peer in (
     Peer("jflex", "jflex", "jax", _anything),
-    Peer("torch-flex", "torch FlexAttention", "torch", _anything),
+    Peer("torch-flex", "torch FlexAttention", "torch", _trained),
     Peer("jax-cudnn", "jax.nn cuDNN", "jax", _only("noop", "causal", "sliding_window", "pair_bias")),
     Peer("jax-xla", "jax.nn XLA", "jax", _both(_only("noop", "causal", "sliding_window", "pair_bias"), _dense)),
-    Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _only("noop", "causal")),
-    Peer("sdpa-flash", "torch SDPA flash", "torch", _only("noop", "causal")),
-    Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _both(_only(*_ITEMISED), _itemised)),
-    Peer("tokamax", "tokamax", "jax", _only("noop", "causal")),
+    Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _both(_only("noop", "causal"), _even)),
+    Peer("sdpa-flash", "torch SDPA flash", "torch", _both(_only("noop", "causal"), _even)),
+    Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _both(_only(*_ITEMISED), _itemised, _trained)),
+    Peer("tokamax", "tokamax", "jax", _both(_only("noop", "causal"), _trained)),
+    Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
+    Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
+    Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
+    Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
+    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),
+    Peer("flashinfer", "FlashInfer", "torch", _paged),
 )}  # fmt: skip
 FIRST = "jflex"  # the one that the others are compared with
 OF_SUITE = {
@@ -78,6 +107,10 @@ OF_SUITE = {
     "heads": ("jflex", "torch-flex", "jax-cudnn"),
     "captured": ("jflex", "torch-flex", "jax-cudnn"),
     "pair_bias": ("jflex", "torch-flex", "jax-cudnn", "jax-xla", "sdpa-efficient"),
+    "decode": ("jflex", "jax-cudnn", "sdpa-cudnn", "sdpa-flash", "torch-decode-mask", "torch-decode"),
+    "paged": ("jflex", "jflex-contiguous", "flashinfer"),
+    "mixed": ("jflex",),
+    "cascade": ("jflex", "jflex-flat", "jflex-copies"),
     "quick": ("jflex", "torch-flex", "jax-cudnn"),
     "tiny": ("jflex", "torch-flex", "jax-xla"),
 }  # all, where it says nothing

@@ -28,6 +28,10 @@ class Problem:
       block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
         blocks of 128 in any case.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
+      lengths: How far the keys of each sequence go, by a name of `benchmarks.requests.LENGTHS`; "" for S each. With
+        fewer queries than keys, the queries are the last positions of the keys, as in decoding.
+      page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
+      prefix: Keys at the front that all sequences share.
       dtype: Of the arrays.
       source: Where the problem comes from.
     """
@@ -42,6 +46,9 @@ class Problem:
     form: str = "split"
     block: int = 128
     differentiated: bool = False
+    lengths: str = ""
+    page: int = 0
+    prefix: int = 0
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -50,7 +57,18 @@ class Problem:
         """In words, without the variant."""
         heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
         lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
-        return f"B {self.B}, {heads}, {lengths}, D {self.D}"
+        return f"B {self.B}, {heads}, {lengths}, D {self.D}{self._cache}"
+
+    @property
+    def served(self) -> bool:
+        """Whether the queries continue sequences whose keys are there, as in decoding."""
+        return self.T < self.S
+
+    @property
+    def _cache(self) -> str:
+        parts = [f"{self.lengths} lengths" * bool(self.lengths), f"prefix {self.prefix}" * bool(self.prefix),
+                 f"pages of {self.page}" * bool(self.page)]  # fmt: skip
+        return "".join(f", {part}" for part in parts if part)
 
     @property
     def label(self) -> str:
@@ -143,6 +161,44 @@ def _pair_bias() -> list[Problem]:
     return problems
 
 
+_HEADS = {"Hq": 32, "Hkv": 8, "D": 128}  # of Llama 3 8B
+
+
+def _decode() -> list[Problem]:
+    """One token each; the ragged ones have as many keys in all as the first problem, in a cache that is half empty.
+
+    A mask would hide nothing from the last position, so ALiBi and the soft cap are here without theirs.
+    """
+    shapes = ((8, 16384, 32, 8, 128), (32, 4096, 32, 8, 128), (1, 65536, 32, 8, 128), (4, 16384, 16, 16, 64),
+              (16, 4096, 16, 16, 64))  # fmt: skip
+    plain = [Problem(B, 1, S, Hq, Hkv, D, "noop") for B, S, Hq, Hkv, D in shapes]
+    ragged = [Problem(32, 1, 16384, **_HEADS, variant="noop", lengths=lengths)
+              for lengths in ("even", "uniform", "skewed")]  # fmt: skip
+    scored = [dataclasses.replace(plain[0], variant=variant) for variant in ("alibi", "softcap")]
+    return plain + ragged + scored
+
+
+def _paged() -> list[Problem]:
+    return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page) for page in (64, 16, 1, 256, 128)]  # fmt: skip
+
+
+def _mixed() -> list[Problem]:
+    """A chunk of 2048 tokens at the end of 8192, with 63 decoding steps after 4096 keys each; and each alone."""
+    mixed = Problem(64, 2048, 8192, **_HEADS, variant="causal", lengths="mixed", page=64)
+    return [mixed, *parts_of_mixed(mixed)]
+
+
+def parts_of_mixed(mixed: Problem) -> tuple[Problem, Problem]:
+    """The chunk and the decoding steps of a mixed batch, alone."""
+    chunk = dataclasses.replace(mixed, B=1, lengths="")
+    return chunk, dataclasses.replace(mixed, B=mixed.B - 1, T=1, S=mixed.S // 2, lengths="")
+
+
+def _cascade() -> list[Problem]:
+    return [Problem(64, 1, prefix + suffix, **_HEADS, variant="noop", prefix=prefix, page=64)
+            for prefix, suffix in ((8192, 128), (1024, 1024))]  # fmt: skip
+
+
 def _quick() -> list[Problem]:
     return [square(1, 4096, 16, 64, variant, source="a glance") for variant in ("causal", "softcap", "document_mask")]
 
@@ -155,8 +211,10 @@ def _tiny() -> list[Problem]:
 
 
 _SUITES = {"main": _main, "paper": _paper, "grid": _grid, "heads": _heads, "short": _short, "blocks": _blocks,
-           "captured": _captured, "pair_bias": _pair_bias, "quick": _quick, "tiny": _tiny}  # fmt: skip
+           "captured": _captured, "pair_bias": _pair_bias, "decode": _decode, "paged": _paged, "mixed": _mixed,
+           "cascade": _cascade, "quick": _quick, "tiny": _tiny}  # fmt: skip
 SUITES = tuple(_SUITES)
+SERVED = ("decode", "paged", "cascade", "mixed")  # Suites of `Problem.served`, which have no backward.
 TITLES = {
     "main": "long sequences, and the heads of Llama 3 8B",
     "paper": "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighbourhoods",
@@ -166,6 +224,10 @@ TITLES = {
     "blocks": "what the BlockMask and its full blocks are worth, causal",
     "captured": "captured arrays with and without their gradient",
     "pair_bias": "a pair bias that the batch shares, with its gradient, at AlphaFold 2's sizes",
+    "decode": "one token against long keys, and keys of uneven lengths",
+    "paged": "one token against pages that lie at random, beside the same keys contiguous",
+    "mixed": "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
+    "cascade": "64 sequences that share a prefix: it is read once by a cascade, and by each sequence without",
     "quick": "a glance",
     "tiny": "for tests",
 }

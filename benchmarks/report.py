@@ -12,23 +12,28 @@ from typing import Any
 
 from benchmarks import bars, records, tables
 from benchmarks.environment import ROOT
-from benchmarks.problems import TITLES
+from benchmarks.problems import SERVED, TITLES
 from benchmarks.records import SuiteResult
 from benchmarks.results import FOLDER, Figure, read
 
 README = ROOT / "README.md"
 ALL = FOLDER / "README.md"
 START, END = "<!-- figures -->", "<!-- /figures -->"
-CPU = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call")
+CPU = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call", "paged_scaling",
+       "demo_decode")  # fmt: skip
 GPU = ("memory", "block_mask", "first_call", "numerics")
-SUITES = ("main", "paper", "blocks", "heads", "short", "captured", "pair_bias")
-_FIRST = ("main", "paper")  # Suites that the README shows.
+SUITES = ("main", "paper", "blocks", "heads", "short", "captured", "pair_bias", *SERVED)
+_FIRST = ("main", "paper", "decode", "paged")  # Suites that the README shows.
 _DRAWN = ("paper", "grid")  # Suites of which it shows the plots and the means, and not every figure.
 _METHOD = (
     "Times of suites are those of the kernels alone, as the profilers see them, with a cold L2; torch and JAX take "
     "turns. The backward is measured without the forward. FLOPs are counted for every peer over the blocks of "
     "128 x 128 that the BlockMask visits, and as 2.5 forwards for the backward. The roof is what the same run reached "
     "in a product of matrices of side 8192, or in a copy if that limits."
+)
+_SERVED_METHOD = (
+    " Where queries continue sequences, as in decoding, the work is that of visible keys, and keys that sequences "
+    "share count once."
 )
 
 
@@ -74,7 +79,7 @@ def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResu
         shown = [_suite(device, x, ROOT) for x in suites if x.suite in _FIRST]
     else:
         shown = [*(_suite(device, x, FOLDER) for x in suites), *(_table(x) for x in contents)]
-    method = [_METHOD] if suites else []
+    method = [_METHOD + _SERVED_METHOD * any(x.suite in SERVED for x in suites)] if suites else []
     return "\n\n".join([head, *method, *filter(None, [_bars_table(device, contents)]), *shown])
 
 
@@ -102,6 +107,8 @@ def _bars_table(device: str, contents: list[dict[str, Any]]) -> str:
 def _suite(device: str, result: SuiteResult, root: pathlib.Path) -> str:
     """A suite's table; `root` is the folder of the document, from which plots are linked."""
     title = TITLES[result.suite]
+    if result.suite in SERVED:
+        return _served(result)
     lines = [f"*`{result.suite}`: {title}; {result.problems[0].dtype}, "
              "TFLOP/s over visited blocks, forward / backward*"]  # fmt: skip
     if result.suite not in _DRAWN or root == FOLDER:
@@ -113,6 +120,13 @@ def _suite(device: str, result: SuiteResult, root: pathlib.Path) -> str:
                   for path in sorted((FOLDER / device).glob(f"{result.suite}_by_*.png"))]  # fmt: skip
     lines.append("\n".join(f"* {sentence}" for sentence in tables.sentences(result)))
     return "\n\n".join(lines)
+
+
+def _served(result: SuiteResult) -> str:
+    head = (f"*`{result.suite}`: {TITLES[result.suite]}; {result.problems[0].dtype}, device time, bytes that must move "
+            "over it, and the share of the roof*")  # fmt: skip
+    sentences = "\n".join(f"* {sentence}" for sentence in tables.sentences(result))
+    return "\n\n".join([head, tables.markdown([tables.served_header(result), *tables.served_rows(result)]), sentences])
 
 
 def _table(content: dict[str, Any]) -> str:
@@ -158,8 +172,12 @@ def readme_with_block(readme: str) -> str:
 
 def bar_lines() -> tuple[list[str], bool]:
     """A line for each figure that has a bar, on the CPU and on the H200, and whether all are there and reached."""
-    found = [bars.Reading(name, figure) for name in CPU for figure in (read("cpu", name) or {"figures": []})["figures"]
-             if figure.holds is not None]  # fmt: skip
+    found = []
+    for name in CPU:
+        content = read("cpu", name)
+        figures = [figure for figure in (content or {"figures": []})["figures"] if figure.holds is not None]
+        missing = [bars.Reading(name, None, f"{name}.json is missing")] if content is None else []
+        found += missing + [bars.Reading(name, figure) for figure in figures]
     lines = [f"cpu/{_line(reading)}" for reading in found]
     asked = bars.readings()
     lines += [f"{bars.DEVICE}/{_line(reading)}" for reading in asked]

@@ -2,7 +2,7 @@
 
 FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two products,
 with two FLOPs for each of D elements, per visible or partially visible element; the backward as 2.5 forwards, for its
-five products. Bytes are the least that must move: every array once.
+five products. Bytes are the least that must move: every array once, and of keys those that are visible.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.problems import Problem
+from benchmarks.requests import requests_of
 
 _BACKWARD = 2.5
 _ITEM = 2  # bytes of bfloat16 and float16
@@ -67,6 +68,21 @@ def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = (
     forward = _ITEM * (2 * queries + 2 * keys) + lse + extra
     gradients = _ITEM * (queries + 2 * keys) + extra * problem.differentiated
     return Work(visited, 4.0 * problem.D * heads * visited, forward, forward + _ITEM * queries + gradients)
+
+
+def served_work(problem: Problem) -> Work:
+    """The work of a problem whose queries continue sequences: over the visible elements, and not over blocks.
+
+    Keys and values that sequences share count once, whether or not a peer reads them once.
+    """
+    requests = requests_of(problem)
+    queries, keys = requests.queries.astype(np.int64), requests.keys.astype(np.int64)
+    hidden = queries * (queries - 1) // 2 if problem.variant == "causal" else 0 * queries
+    visited = int((queries * keys - hidden).sum())
+    rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
+    item = 4 if problem.dtype == "float32" else _ITEM
+    moved = item * problem.D * (2 * rows * problem.Hq + 2 * distinct * problem.Hkv)
+    return Work(visited, 4.0 * problem.D * problem.Hq * visited, float(moved), 0.0)
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

@@ -101,6 +101,8 @@ class Side(abc.ABC):
 
     def measure(self, peer: str, direction: str, runs: int, queue: bool = False) -> dict[str, Any]:
         """Seconds of so many repetitions, fewer of a slow call; of a queue also, if asked for."""
+        if peer not in self._prepared:
+            return {"failed": "It was prepared by a process that is gone."}
         prepared = self._prepared[peer]
         call, once = prepared.calls[direction], prepared.seconds[direction]
         runs = max(min(runs, 3), min(runs, int(_LONGEST / max(once, 1e-6))))

@@ -12,6 +12,8 @@ from benchmarks.roofline import share
 from benchmarks.side import DIRECTIONS
 from benchmarks.summary import geometric_mean
 
+_ABSENT = "not installed there"
+
 
 def directions_of(result: SuiteResult) -> tuple[str, ...]:
     """Those that were measured."""
@@ -79,6 +81,44 @@ def pair_rows(result: SuiteResult) -> list[list[str]]:
         roofs = " / ".join(_roof(result, problem, direction) for direction in DIRECTIONS)
         found.append([problem.name, *cells, roofs])
     return found
+
+
+def served_header(result: SuiteResult) -> list[str]:
+    """Of the columns of `served_rows`."""
+    return ["", *(PEERS[name].title for name in _all_or_absent(result))]
+
+
+def served_rows(result: SuiteResult) -> list[list[str]]:
+    """A row for each problem: microseconds of every peer, TB/s, and the share of the roof."""
+    found = []
+    for problem in result.problems:
+        every = [result.find(problem, name, "forward") for name in _all_or_absent(result)]
+        absent = [_ABSENT if _is_absent(result, name) else "" for name in _all_or_absent(result)]
+        cells = [gap if record is None else _served_cell(result, record)
+                 for record, gap in zip(every, absent, strict=True)]  # fmt: skip
+        found.append([problem.name, *cells])
+    return found
+
+
+def _served_cell(result: SuiteResult, record: Record) -> str:
+    rates = result.about.get("rates", {}).values()
+    reached = share(record.flops, record.moved, record.seconds.median, rates)
+    text = f"{_microseconds_of(record.seconds.median)} µs, {record.moved / record.seconds.median / 1e12:.2f} TB/s"
+    return text if reached is None else f"{text}, {reached:.0%}"
+
+
+def _microseconds_of(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 99.5e-6 else f"{seconds * 1e6:.0f}"
+
+
+def _all_or_absent(result: SuiteResult) -> tuple[str, ...]:
+    seen = _all_peers(result)
+    return tuple(name for name in PEERS if name in seen or _is_absent(result, name))
+
+
+def _is_absent(result: SuiteResult, peer: str) -> bool:
+    """Whether a peer was asked, and is not installed."""
+    return any(remark.startswith(f"{peer}: ModuleNotFoundError") for remark in result.about["remarks"])
 
 
 def queue_rows(result: SuiteResult) -> list[list[str]]:

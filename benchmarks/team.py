@@ -6,9 +6,12 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.deadline import Deadline
 from benchmarks.workers import START_SECONDS, Worker, WorkerError
 
 _LOSSES = 5  # of one library, after which it is not started again
+# After these nothing works in a process any more, although it answers.
+_FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "CUDA error:")
 
 
 def variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
@@ -32,13 +35,16 @@ def variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
 class Team:
     """Asks the workers; what goes wrong is an answer with ``"failed"``, and never ends the run.
 
+    If the process was lost with it, so that it has forgotten what was prepared, the answer has ``"lost"``, too.
+
     Args:
       libraries: Which to start.
       cache: A folder for the caches and logs.
+      deadline: No answer is waited for beyond it.
     """
 
-    def __init__(self, libraries: Sequence[str], cache: pathlib.Path) -> None:
-        self._libraries, self._cache = tuple(libraries), cache
+    def __init__(self, libraries: Sequence[str], cache: pathlib.Path, deadline: Deadline | None = None) -> None:
+        self._libraries, self._cache, self._deadline = tuple(libraries), cache, deadline or Deadline()
         self._workers: dict[str, Worker] = {}
         self._losses = dict.fromkeys(libraries, 0)
 
@@ -73,9 +79,11 @@ class Team:
                 waits[library] = (worker, seconds + START_SECONDS * new)
         for library, (worker, patience) in waits.items():
             try:
-                answers[library] = worker.receive(patience)
+                answers[library] = worker.receive(self._deadline.patience(patience))
             except WorkerError as error:
                 answers[library] = self._lost(library, error)
+            else:
+                self._end_if_broken(library, answers[library])
         return answers
 
     def _worker(self, library: str) -> tuple[Worker, bool]:
@@ -89,4 +97,10 @@ class Team:
     def _lost(self, library: str, error: WorkerError) -> dict[str, Any]:
         if self._workers.pop(library, None) is not None:
             self._losses[library] += 1
-        return {"failed": str(error)}
+        return {"failed": str(error), "lost": True}
+
+    def _end_if_broken(self, library: str, answer: dict[str, Any]) -> None:
+        if any(word in str(answer) for word in _FATAL):
+            answer["lost"] = True
+            self._workers.pop(library).close()
+            self._losses[library] += 1

@@ -14,6 +14,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
+from benchmarks import torch_serving
 from benchmarks.problems import Problem
 from benchmarks.side import PEER_ERRORS, Call, Side, first_line
 from benchmarks.spans import Span, busy_per_call
@@ -26,7 +27,7 @@ _COLD_BYTES = 256 * 2**20
 _EVICT = "bitwise_not"  # the kernel that empties the cache; no attention has it
 _QUEUED = 10
 _WARM_SECONDS = 0.03
-_MOST_EAGER = 16384  # queries and keys up to which `create_block_mask` may hold all elements
+_MOST_EAGER = 2**28  # elements that `create_block_mask` may hold
 OPERATIONS = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp)
 _BACKENDS = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
              "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
@@ -46,6 +47,9 @@ class TorchSide(Side):
         self._problem = problem
         torch.manual_seed(0)
         dtype = getattr(torch, problem.dtype)
+        if problem.page:  # who reads pages draws them
+            self._arrays, self._leaves = [], []
+            return {}
         heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
         self._arrays = [torch.randn(problem.B, H, length, problem.D, device=self._device, dtype=dtype)
                         for H, length in zip(heads, lengths, strict=True)]  # fmt: skip
@@ -65,7 +69,7 @@ class TorchSide(Side):
         """The backward is `torch.autograd.grad` on the graph of one forward."""
         for leaf in self._leaves:
             leaf.requires_grad_("backward" in directions)
-        attend = self._flex() if peer == "torch-flex" else self._sdpa(_BACKENDS[peer])
+        attend = self._attend(peer)
         calls: dict[str, Call] = {}
         if "forward" in directions:
             calls["forward"] = functools.partial(_without_gradients, attend, self._arrays)
@@ -75,6 +79,15 @@ class TorchSide(Side):
                 torch.autograd.grad, out, self._leaves, torch.randn_like(out), retain_graph=True
             )
         return calls
+
+    def _attend(self, peer: str) -> Callable[..., Any]:
+        if peer in _BACKENDS:
+            return self._sdpa(_BACKENDS[peer])
+        if peer == "flashinfer":
+            return torch_serving.flashinfer_decode(self._problem, self._device)
+        if peer.startswith("torch-decode"):
+            return torch_serving.flex_decode(self._problem, self._device, blocks=peer == "torch-decode-mask")
+        return self._flex()
 
     def compile_only(self, peer: str, directions: Sequence[str]) -> None:
         """There is no other way than to run it."""
@@ -178,7 +191,7 @@ def _without_gradients(attend: Callable[..., Any], arrays: Sequence[Any]) -> Any
 
 def _block_mask(mask: Callable[..., Any], problem: Problem, device: str) -> Any:
     create = flex_attention.create_block_mask
-    if device == "cuda" and max(problem.T, problem.S) > _MOST_EAGER:
+    if device == "cuda" and problem.T * problem.S > _MOST_EAGER:
         create = torch.compile(create)
     block_mask = create(mask, None, None, problem.T, problem.S, device=device)
     if problem.form == "split":

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import attention, bars, jax_side, records, report, roofline, tables, timing
 from benchmarks.peers import FIRST, PEERS, asked, peers_of
-from benchmarks.problems import SUITES, TITLES, Problem, square, suite
+from benchmarks.problems import SERVED, SUITES, TITLES, Problem, square, suite
 from benchmarks.records import Record
 from benchmarks.side import DIRECTIONS, as_message
 from benchmarks.spans import Span, busy_per_call
@@ -214,7 +214,8 @@ def test_bars_are_read_from_the_files(tmp_path: pathlib.Path):
         write(tmp_path, name, made(name))
     found = bars.readings(tmp_path)
     assert [reading.file for reading in found if reading.missing] == list(bars.QUESTIONS)
-    short = {reading.figure.name: reading.figure.value for reading in found if reading.figure and not reading.holds}
+    short = {reading.figure.name: reading.figure.value for reading in found
+             if reading.figure and not reading.holds and reading.file not in SERVED}  # fmt: skip
     assert set(short.values()) == {0.625, 0.75}  # head sizes 80 and 96 at the same time as 128
     assert sum(reading.holds for reading in found) > 15
 

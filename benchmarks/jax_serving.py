@@ -1,0 +1,143 @@
+"""What the JAX peers run where queries continue sequences: decoding, uneven lengths, pages, shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflex
+from benchmarks.problems import Problem
+from benchmarks.requests import Requests, requests_of
+from benchmarks.variants import Mods
+
+Captured = Mapping[str, jax.Array]
+Bound = Callable[[Captured], Mods]
+# A function, and its arguments; all arrays are among them, so that none is a constant of the program.
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def program(peer: str, problem: Problem, mods: Bound, captured: Captured) -> Program:
+    """What a peer runs for a problem.
+
+    Args:
+      peer: A name in `benchmarks.peers.PEERS`.
+      problem: One that is `served`.
+      mods: The problem's mods, from its captured arrays.
+      captured: These.
+    """
+    function, inputs = _MAKE[peer](problem, mods)
+    return function, (captured, *inputs)
+
+
+def _implementation() -> str:
+    return "triton" if jax.default_backend() == "gpu" else "xla"
+
+
+def _mods(problem: Problem, mods: Mods) -> Mods:
+    """A mask would hide nothing from a last position, so one token has none, unless the mask is all that is asked."""
+    return mods if problem.T > 1 or problem.variant == "causal" else mods._replace(mask=None)
+
+
+def _offset(problem: Problem, mods: Mods, lengths: jax.Array | None) -> Mods:
+    """Where `q_idx` begins with 0 for the call, it continues the sequence."""
+    begins = problem.S - problem.T if lengths is None else lengths - problem.T
+    return Mods(*(None if mod is None else jflex.with_offset(mod, begins) for mod in mods))
+
+
+def _normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
+    return jax.random.normal(jax.random.key(number), shape, problem.dtype)
+
+
+def _contiguous(problem: Problem) -> tuple[Any, ...]:
+    """Query, key, value and the lengths, or None."""
+    query = _normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
+    key, value = (_normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
+    return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
+
+
+def _flex(problem: Problem, mods: Bound) -> Program:
+    def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        mask, score = _offset(problem, _mods(problem, mods(captured)), lengths)
+        known = {} if lengths is None else {"kv_lengths": lengths}
+        return jflex.flex_attention(query, key, value, score, mask_mod=mask, implementation=_implementation(), **known)
+
+    return attend, _contiguous(problem)
+
+
+def _jax_nn(implementation: str) -> Callable[[Problem, Bound], Program]:
+    def make(problem: Problem, mods: Bound) -> Program:
+        def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+            )
+
+        return attend, _contiguous(problem)
+
+    return make
+
+
+def _tables(problem: Problem, requests: Requests, prefix: int) -> tuple[np.ndarray, int]:
+    """Pages at random places, of which those of the first `prefix` keys are shared; and how many there are in all."""
+    pages = -(-requests.keys // problem.page)
+    shared = prefix // problem.page
+    count = 1 + shared + int((pages - shared).sum())  # page 0 is reserved
+    places = np.random.default_rng(0).permutation(np.arange(1, count))
+    table = np.zeros((problem.B, pages.max()), np.int32)
+    table[:, :shared] = places[:shared]
+    used = shared
+    for row, own in zip(table, pages - shared, strict=True):
+        row[shared : shared + own] = places[used : used + own]
+        used += own
+    return table, count
+
+
+def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
+    """Packed queries, the cache and the batch."""
+    requests = requests_of(problem)
+    table, count = _tables(problem, requests, prefix)
+    shape = (count, problem.page, problem.Hkv, problem.D)
+    cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
+    batch = jflex.paged.PagedBatch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
+    return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
+
+
+def _attend_paged(problem: Problem, mods: Bound) -> Callable[..., Any]:
+    def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
+        mask, score = _mods(problem, mods(captured))
+        return jflex.paged_attention(
+            query, cache, batch, score_mod=score, mask_mod=mask, implementation=_implementation()
+        )
+
+    return attend
+
+
+def _paged(problem: Problem, mods: Bound) -> Program:
+    return _attend_paged(problem, mods), _paged_inputs(problem)
+
+
+def _flat(problem: Problem, mods: Bound) -> Program:
+    """Every sequence reads the shared pages by itself."""
+    return _attend_paged(problem, mods), _paged_inputs(problem, problem.prefix)
+
+
+def _cascade(problem: Problem, mods: Bound) -> Program:
+    """The shared pages are read once."""
+    raise AttributeError("jflex has no cascade_attention")
+
+
+def _jflex(problem: Problem, mods: Bound) -> Program:
+    return (_cascade if problem.prefix else _paged if problem.page else _flex)(problem, mods)
+
+
+_MAKE: dict[str, Callable[[Problem, Bound], Program]] = {
+    "jflex": _jflex,
+    "jflex-contiguous": _flex,
+    "jflex-flat": _flat,
+    "jflex-copies": _paged,  # every sequence has pages of its own
+    "jax-cudnn": _jax_nn("cudnn"),
+    "jax-xla": _jax_nn("xla"),
+}
