@@ -104,7 +104,7 @@ def _tile(
         if p.score is not None:
             score = functools.partial(p.score, inputs.score_operands)
             s = over_block(score, (s.astype(jnp.float32),), at, _AXES).astype(exact)
-        visible = exists
+        visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
         if p.mask is not None:
             visible = visible & over_block(functools.partial(p.mask, inputs.mask_operands), (), at, _AXES)
         return _accumulate(state, jnp.where(visible, s, -jnp.inf), v, p)
