@@ -52,6 +52,36 @@ def test_lengths(case, backend):
     evaluation.check_gradients(case, backend, ("query", "key", "value", *evaluation.draw(case).floats()))
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+def test_rows_that_share_few_programs(by_head):
+    """With 32 key heads a GPU has 9 programs for each: some rows of several tiles stay whole, some are divided."""
+    rng = np.random.default_rng(0)
+    lengths = within(512, 40, 0, 300, 33, 64)
+    q, k, v = (jnp.asarray(rng.normal(size=(6, n, 32, 16)), jnp.float32) for n in (2, 512, 512))
+    mask_mod = lambda b, h, q_idx, kv_idx: (kv_idx // 64 + h) % 3 != 1
+    block_mask = jflex.create_block_mask(mask_mod, None, 32, 2, 512, block_size=64) if by_head else None
+    attend = functools.partial(jflex.flex_attention, q, k, v, None, block_mask, kv_lengths=lengths, return_lse=True)
+    jax.tree.map(assert_close, attend(**BACKENDS["triton-interpret"]), attend(implementation="reference"))
+
+
+@backends
+def test_a_step_of_decoding_equals_the_last_rows_of_training(backend):
+    """Queries that continue each sequence see what they saw when all of it was computed at once."""
+    steps, lengths = 3, (96, 40)
+    q, k, v = drawn(queries=S)
+    slopes = jnp.array([0.1, 0.2, 0.3, 0.4])
+    alibi = lambda s, b, h, q_idx, kv_idx: s - slopes[h] * (q_idx - kv_idx).astype(jnp.float32)
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    whole = jflex.flex_attention(q, k, v, alibi, mask_mod=causal, implementation="reference")
+    last = lambda x: jnp.stack([x[b, n - steps : n] for b, n in enumerate(lengths)])
+    offset = within(*lengths) - steps
+    found = jflex.flex_attention(
+        last(q), k, v, jflex.with_offset(alibi, offset), mask_mod=jflex.with_offset(causal, offset),
+        kv_lengths=within(*lengths), **BACKENDS[backend],
+    )  # fmt: skip
+    assert_close(found, last(whole))
+
+
 @backends
 @pytest.mark.parametrize("queries", [T, 40])
 def test_a_length_of_0_gives_nothing_and_of_s_changes_nothing(backend, queries):
@@ -159,6 +189,19 @@ def test_sharded_over_batch_and_heads(backend, queries):
     right = run({"implementation": "reference"})(bias, lengths, *args)
     jax.tree.map(functools.partial(assert_close, rtol=1e-4), found, right)
     assert not [line for line in compiled.as_text().splitlines() if " all-gather" in line and f",{D}]" in line]
+
+
+@backends
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+def test_inside_of_shard_map(backend):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, (q, k, v), lengths = P("data", None, "model"), drawn(batch=4), within(0, S, 50, 7)
+    attend = functools.partial(jflex.flex_attention, **BACKENDS[backend])
+    local = lambda q, k, v, n: attend(q, k, v, kv_lengths=n)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, P("data")), out_specs=rows)
+    loss = lambda attend, *args: jnp.sum(jnp.sin(attend(*args)))
+    grad = lambda attend: jax.jit(jax.grad(functools.partial(loss, attend), (0, 1, 2)))(q, k, v, lengths)
+    jax.tree.map(assert_close, grad(sharded), grad(local))
 
 
 def test_captures_of_the_mask_that_are_traced():
