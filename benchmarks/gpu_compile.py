@@ -93,13 +93,26 @@ def _sharding() -> jax.sharding.SingleDeviceSharding:
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
+def memory_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+    """Compiles a function and says what memory it needs, as `jax.stages.Compiled.memory_analysis` does.
+
+    Raises what XLA raises when it refuses the function. Needs `missing()` to be None.
+    """
+    with absent_gpu():
+        traced = jax.jit(function, donate_argnums=donate_argnums).trace(*jax.tree.map(_on_gpu, arrays))
+        return traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+
+
+def _on_gpu(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding())
+
+
 def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
     """Compiles a function and reports its Triton kernels, sorted by name.
 
     Raises whatever Pallas, Triton, XLA or ptxas raise when they refuse it. Needs `missing()` to be None.
     """
-    on_gpu = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding())
-    lowered = lower(function, *jax.tree.map(on_gpu, arrays))
+    lowered = lower(function, *jax.tree.map(_on_gpu, arrays))
     with tempfile.TemporaryDirectory() as folder:
         # The emitter writes PTX for every kernel, also for those that XLA fuses itself.
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+from benchmarks import gpu_compile
 from jflex.paged import (
     PagedBatch,
     PagedCache,
@@ -139,7 +140,7 @@ def test_a_fork_leaves_the_reader_what_it_reads():
 
 def by_layer(cache, k, v, slots):
     def layer(cache, number):
-        return write(cache, k * number.astype(F32), v, slots, layer=number), None
+        return write(cache, k * number.astype(k.dtype), v, slots, layer=number), None
 
     return jax.lax.scan(layer, cache, jnp.arange(L, dtype=jnp.int32))[0]
 
@@ -172,6 +173,20 @@ def test_a_donated_cache_is_updated_in_place(layers, step):
     assert [x.unsafe_buffer_pointer() for x in (after.k, after.v)] == before
     assert cache.k.is_deleted()
     assert cache.v.is_deleted()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, F32])
+@pytest.mark.parametrize(("layers", "step"), STEPS.values(), ids=STEPS)
+def test_the_gpu_holds_no_second_cache(layers, step, dtype):
+    if gpu_compile.missing():
+        pytest.skip(gpu_compile.missing())
+    make = lambda: PagedCache.create(4096, 16, 8, 128, dtype=dtype, layers=layers)
+    tokens = jax.ShapeDtypeStruct((64, 8, 128), dtype)
+    cache, slots = jax.eval_shape(make), jax.ShapeDtypeStruct((64,), jnp.int32)
+    memory = gpu_compile.memory_of(step, cache, tokens, tokens, slots, donate_argnums=(0,))
+    held = 2 * cache.k.size * cache.k.dtype.itemsize
+    assert memory.alias_size_in_bytes == held
+    assert memory.temp_size_in_bytes < held / 100
 
 
 def test_scan_over_layers_writes_each():
