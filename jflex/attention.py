@@ -90,7 +90,8 @@ def flex_attention(
       kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S; those at or beyond are invisible to all of
         its queries, whatever the mask says, and are not read where that can be helped. It is data: one program serves
         all lengths. What stands in the places beyond, be it NaN, reaches neither an output nor a gradient. Lengths
-        that are traced cannot be checked: below 0 they count as 0, above S as S.
+        that are traced cannot be checked: below 0 they count as 0, above S as S. To check others, the call waits
+        for them.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
