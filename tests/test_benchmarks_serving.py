@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import attention, bars, jax_side, problems, records, roofline, tables
+from benchmarks import attention, bars, jax_side, problems, records, report, roofline, tables
+from benchmarks.cpu import paged_scaling
 from benchmarks.deadline import Deadline
 from benchmarks.peers import FIRST, asked, peers_of
 from benchmarks.problems import SERVED, Problem, parts_of_mixed, suite
@@ -83,6 +84,7 @@ def test_the_jax_side_runs_what_serves(name: str):
     side.release()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["decode", "paged"])
 def test_the_torch_side_runs_what_serves(name: str):
     torch_side = pytest.importorskip("benchmarks.torch_side")
@@ -191,3 +193,16 @@ def test_tables_say_who_is_not_installed():
     row = tables.served_rows(result)[0]
     assert row[1] == "100 µs, 5.37 TB/s, 134%"
     assert row[3] == "not installed there"
+
+
+def test_scaling_on_the_cpu():
+    figures = paged_scaling.measure(paged_scaling.Sizes((16, 32), (32, 64), 0.1))
+    assert len({figure.name for figure in figures}) == len(figures) == 6
+    assert [figure.at_most for figure in figures] == [None, None, 1.3] * 2
+
+
+def test_a_question_to_the_cpu_without_an_answer_falls_short(monkeypatch):
+    monkeypatch.setattr(report, "read", lambda device, name: None)
+    lines, reached = report.bar_lines()
+    assert "cpu/paged_scaling: **missing**: paged_scaling.json is missing" in lines
+    assert not reached

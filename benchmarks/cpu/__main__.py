@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from benchmarks.results import write
 
-QUESTIONS = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call")
+QUESTIONS = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call", "paged_scaling")
 
 
 def main() -> None:
