@@ -14,6 +14,7 @@ from benchmarks.problems import Problem
 from benchmarks.requests import Requests, requests_of
 from benchmarks.variants import Mods
 
+_ALIKE = 0.02  # of the norm; rounding to bfloat16 makes outputs differ by a fifth of this
 Captured = Mapping[str, jax.Array]
 Bound = Callable[[Captured], Mods]
 # A function, and its arguments; all arrays are among them, so that none is a constant of the program.
@@ -31,6 +32,22 @@ def program(peer: str, problem: Problem, mods: Bound, captured: Captured) -> Pro
     """
     function, inputs = _MAKE[peer](problem, mods)
     return function, (captured, *inputs)
+
+
+def doubts(outputs: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Why the output of a peer cannot be right: it is not finite, or not that of a peer of the same arrays.
+
+    Args:
+      outputs: By peer, of one problem.
+    """
+    arrays = {name: np.asarray(x, np.float32).reshape(-1) for name, x in outputs.items()}
+    found = {name: "its output is not finite" for name, x in arrays.items() if not np.isfinite(x).all()}
+    for name in ("jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat"):
+        if "jflex" in arrays and name in arrays and not {"jflex", name} & found.keys():
+            error = np.linalg.norm(arrays["jflex"] - arrays[name]) / np.linalg.norm(arrays[name])
+            if error > _ALIKE:
+                found["jflex"] = f"its output differs from that of {name}, by {error:.2g} of its norm"
+    return found
 
 
 def _implementation() -> str:
@@ -53,7 +70,12 @@ def _normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
 
 
 def _contiguous(problem: Problem) -> tuple[Any, ...]:
-    """Query, key, value and the lengths, or None."""
+    """Query, key, value and the lengths, or None; where there are pages, what stands on them."""
+    if problem.page:
+        query, cache, batch = _paged_inputs(problem)
+        shape = (problem.B, -1, problem.Hkv, problem.D)
+        key, value = (x[batch.page_table].reshape(shape)[:, : problem.S] for x in (cache.k, cache.v))
+        return query[:, None], key, value, None
     query = _normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
     key, value = (_normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None

@@ -53,6 +53,18 @@ class JaxSide(Side):
         done = roofline.work(problem, visited, [x.shape for x in captured.values()])
         return {"work": dataclasses.asdict(done)}
 
+    def prepare(
+        self, problem: dict[str, Any], peers: Sequence[str], directions: Sequence[str], ahead: bool = False
+    ) -> dict[str, Any]:
+        """Where queries continue sequences, also compares what the peers compute: a wrong result has no time."""
+        answer = super().prepare(problem, peers, directions, ahead)
+        if self._problem.served:
+            outputs = {name: prepared.calls["forward"]() for name, prepared in self._prepared.items()}
+            for name, reason in jax_serving.doubts(outputs).items():
+                answer["unable"][name] = reason
+                del answer["ready"][name], self._prepared[name]
+        return answer
+
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The forward is one program; so is the backward, from the residuals that `jax.vjp` keeps."""
         if self._problem.served:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import attention, bars, jax_side, problems, records, report, roofline, tables
+from benchmarks import attention, bars, jax_serving, jax_side, problems, records, report, roofline, tables
 from benchmarks.cpu import paged_scaling
 from benchmarks.deadline import Deadline
 from benchmarks.peers import FIRST, asked, peers_of
@@ -76,12 +76,18 @@ def test_the_jax_side_runs_what_serves(name: str):
         peers = [x for x in asked(problem, peers_of(name))["jax"] if x not in absent]
         answer = side.prepare(as_message(problem), peers, ["forward"])
         assert not answer["unable"]
-        outputs = {peer: np.asarray(side._prepared[peer].calls["forward"]()) for peer in peers}
+        outputs = {peer: side._prepared[peer].calls["forward"]() for peer in peers}
         rows = int(requests_of(problem).queries.sum())
         assert {x.size for x in outputs.values()} == {rows * problem.Hq * problem.D}
-        if problem.prefix and FIRST in peers:
-            np.testing.assert_allclose(outputs[FIRST], outputs["jflex-flat"], atol=1e-5)
     side.release()
+
+
+def test_a_wrong_output_is_doubted():
+    right = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    assert not jax_serving.doubts({"jflex": right[:, None], "jflex-flat": right * 1.001, "jflex-copies": 2 * right})
+    wrong = jax_serving.doubts({"jflex": right, "jax-cudnn": 1.1 * right})
+    assert wrong == {"jflex": "its output differs from that of jax-cudnn, by 0.091 of its norm"}
+    assert list(jax_serving.doubts({"jflex": right, "jflex-flat": right * np.nan})) == ["jflex-flat"]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
