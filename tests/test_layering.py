@@ -67,8 +67,9 @@ def test_only_backends_import_kernels_and_only_inside_functions():
     assert not found
 
 
-def test_only_the_triton_room_and_its_adapter_know_triton():
-    rooms = (ROOT / "pallas_kernels" / "triton", ROOT / "jflex" / "backends" / "triton.py")
+def test_only_the_triton_room_and_its_adapters_know_triton():
+    adapters = (ROOT / "jflex" / "backends" / "triton.py", ROOT / "jflex" / "backends" / "paged" / "triton.py")
+    rooms = (ROOT / "pallas_kernels" / "triton", *adapters)
     found = [
         f"{path.relative_to(ROOT)} imports {name}"
         for package in ABOVE

@@ -104,7 +104,9 @@ def _kernel(
     start = softmax.start(tiles.block_q, zero_rows(tiles.block_q, a.Dv))
     state = _over_keys(setting, work, known, here, start, step)
     columns, row_lse = softmax.finish(state, known.unit)
-    whole = row.exists & (here.parts == 1)
+    # Rows that do not exist repeat others, and are stored like them: what is masked off must not share their place,
+    # for Pallas' interpreter writes there what it had read before.
+    whole = jnp.broadcast_to((here.queries > 0) & (here.parts == 1), row_lse.shape)
     plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
     _store(out, (row.n[:, None], row.h[:, None]), columns, whole)
     nth = lax.broadcasted_iota(jnp.int32, (tiles.block_q,), 0)
