@@ -147,8 +147,19 @@ def _flat(problem: Problem, mods: Bound) -> Program:
 
 
 def _cascade(problem: Problem, mods: Bound) -> Program:
-    """The shared pages are read once."""
-    raise AttributeError("jflex has no cascade_attention")
+    """The shared pages are read once: the arrays are those of `_flat`, as two levels."""
+    query, cache, batch = _paged_inputs(problem, problem.prefix)
+    pages = problem.prefix // problem.page
+    shared = jflex.paged.PagedBatch(jnp.array([0, query.shape[0]], jnp.int32),
+                                    jnp.array([problem.prefix], jnp.int32), batch.page_table[:1, :pages])  # fmt: skip
+    own = jflex.paged.PagedBatch(batch.qo_indptr, batch.kv_lengths - problem.prefix, batch.page_table[:, pages:])
+
+    def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
+        level = jflex.CascadeLevel.paged
+        levels = [level(cache, shared), level(cache, own, start=problem.prefix)]
+        return jflex.cascade_attention(query, levels, implementation=_implementation())
+
+    return attend, (query, cache, shared, own)
 
 
 def _jflex(problem: Problem, mods: Bound) -> Program:
