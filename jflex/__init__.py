@@ -15,6 +15,8 @@ from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.block_mask import BlockMask as BlockMask
 from jflex.block_mask import create_block_mask as create_block_mask
+from jflex.cascade import CascadeLevel as CascadeLevel
+from jflex.cascade import cascade_attention as cascade_attention
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.dense_mask import create_mask as create_mask

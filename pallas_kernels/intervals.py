@@ -103,7 +103,8 @@ class _Judge:
         made = None if bounds is None else _RULES[node.op](*intervals)
         if made is None or bounds is None:
             return self._undecided() if is_boolean else None
-        return Interval(*made, bounds)
+        low, high = made
+        return Interval(low, high, bounds)
 
     def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
         """Static bounds of an integer; None if it might wrap."""

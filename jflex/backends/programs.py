@@ -7,6 +7,7 @@ import functools
 import math
 from typing import Any
 
+from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
 from jflex.trace import TracedMod
 
@@ -37,7 +38,7 @@ class _Refusal:
     reason: str
 
 
-def programs_of(problem: Problem, *, heads_in_rows: bool = False) -> Programs | str:
+def programs_of(problem: Problem | PagedProblem, *, heads_in_rows: bool = False) -> Programs | str:
     """The programs of a problem, or the reason why there are none.
 
     `heads_in_rows`: for tiles whose rows are of several query heads.
@@ -54,7 +55,7 @@ def programs_of(problem: Problem, *, heads_in_rows: bool = False) -> Programs | 
 
 
 @functools.lru_cache(maxsize=256)
-def _programs_of(problem: Problem, heads_in_rows: bool) -> Programs | _Refusal:
+def _programs_of(problem: Problem | PagedProblem, heads_in_rows: bool) -> Programs | _Refusal:
     from pallas_kernels.mods import Sizes, differentiate, trace_program
     from pallas_kernels.views import NotOnTile
 
@@ -69,7 +70,7 @@ def _programs_of(problem: Problem, heads_in_rows: bool) -> Programs | _Refusal:
             return _Refusal(mod.kind, reason)
         try:
             program = trace_program(mod.jaxpr, mod.operands, sizes)
-            if mod.kind == "score":
+            if mod.kind == "score" and isinstance(problem, Problem):  # paged attention has no derivative
                 differentiate(program, [True] * len(mod.operands))
         except NotOnTile as error:
             return _Refusal(mod.kind, str(error))

@@ -100,7 +100,7 @@ def paged_attention(
     (4, 8, 64)
     """
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    _check_queries(q, cache)
+    check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     layer = checked_layer(cache, layer)
     score_mod = None if score_mod is None else _PositionedScore(score_mod, batch)
@@ -148,7 +148,13 @@ class _PositionedMask(_Positioned):
         return self.mod(b, h, self.position(b, n), kv_idx)
 
 
-def _check_queries(q: Any, cache: Any) -> None:
+def check_queries(q: Any, cache: Any) -> None:
+    """Raises unless packed queries fit a cache.
+
+    Raises:
+      TypeError: `cache` is none, `q` is no array, or their dtypes differ.
+      ValueError: Axes, head sizes or heads do not fit.
+    """
     if not isinstance(cache, PagedCache):
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create(...)`."

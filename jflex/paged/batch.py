@@ -76,7 +76,7 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     >>> token_requests(batch, 4).tolist()
     [0, 0, 2, -1]
     """
-    _check_fields(batch)
+    check_fields(batch)
     tokens = jnp.arange(checked_size(num_tokens, "num_tokens"), dtype=jnp.int32)
     ends = jnp.asarray(batch.qo_indptr)[1:]
     request = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
@@ -245,11 +245,15 @@ def is_known(x: Any) -> bool:
 
 def _check_shapes(batch: Any, cache: Any, num_tokens: Any) -> int:
     check_cache(cache)
-    _check_fields(batch)
+    check_fields(batch)
     return checked_size(num_tokens, "num_tokens")
 
 
-def _check_fields(batch: Any) -> None:
+def check_fields(batch: Any) -> None:
+    """Raises unless the fields of a batch are int32 arrays whose shapes fit.
+
+    >>> check_fields(PagedBatch(jnp.arange(3), jnp.arange(2), jnp.ones((2, 1), jnp.int32)))
+    """
     if not isinstance(batch, PagedBatch):
         raise TypeError(
             f"`batch` must be a `PagedBatch`. Got {type(batch).__name__}. Make one with `PagedBatch(qo_indptr, "

@@ -28,7 +28,8 @@ class PagedProblem:
       Dv: Head size of value.
       page_size: Keys in a page.
       num_pages: Pages that a table may name.
-      dtype: Of query, key, value and output.
+      dtype: Of query, key and value.
+      out_dtype: Of the output: `dtype`, or float32 where it is to be merged.
       scale: Of the scores.
       score: The score mod.
       mask: The mask.
@@ -48,6 +49,7 @@ class PagedProblem:
     page_size: int
     num_pages: int
     dtype: str
+    out_dtype: str
     scale: float
     score: TracedMod | None
     mask: TracedMod | None

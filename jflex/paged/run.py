@@ -52,6 +52,7 @@ class How(NamedTuple):
       scale: As in `flex_attention`.
       implementation: Likewise.
       config: Likewise.
+      exact_out: Whether the output keeps the precision of sums, to be merged; else it has the dtype of the query.
     """
 
     score_mod: Callable[..., Any] | None
@@ -59,6 +60,7 @@ class How(NamedTuple):
     scale: float | None
     implementation: Implementation
     config: Config | None
+    exact_out: bool = False
 
 
 def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionState:
@@ -74,7 +76,7 @@ def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionSt
     name = choose(how.implementation, backends.get, problem, caller)
     if 0 in (problem.T, problem.B, problem.S):
         lse = jnp.full((problem.T, problem.Hq), -jnp.inf, jnp.float32)
-        return AttentionState(jnp.zeros((problem.T, problem.Hq, problem.Dv), problem.dtype), lse)
+        return AttentionState(jnp.zeros((problem.T, problem.Hq, problem.Dv), problem.out_dtype), lse)
     backend = backends.get(name)
     if not backend.own_derivatives:
         guard = lambda x: _without_gradient(x, caller, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -99,6 +101,7 @@ def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, Pa
         page_size=page_size,
         num_pages=pages.num_pages,
         dtype=str(query.dtype),
+        out_dtype=str(jnp.promote_types(query.dtype, jnp.float32) if how.exact_out else query.dtype),
         scale=check_scale(how.scale, D),
         score=score,
         mask=mask,

@@ -3,8 +3,8 @@
 The rows of a tile are queries of one request, of all query heads that share a key head, so that keys are read once for
 them (Ye et al. 2025, arXiv:2501.01005, section 3.1). A program takes a part of the keys of one such tile, looks their
 pages up as it walks, and writes the output, or, where a tile has several parts, what `merge_parts` joins. Requests
-with few queries and with many are taken by launches with tiles of their own. The grid is (items, key heads); paged_rows
-says what an item is.
+with few queries and with many are taken by launches with tiles of their own. The grid is one axis of (items, key
+heads), the heads of an item side by side, so that programs without work come last; paged_rows says what an item is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import intervals, softmax
-from pallas_kernels.setting import Setting
+from pallas_kernels.setting import Arrays, Setting
 from pallas_kernels.triton import plan, scores
 from pallas_kernels.triton.columns import Columns, chunks, times, zero_rows
 from pallas_kernels.triton.launch import launch
@@ -31,26 +31,26 @@ MOST_JUDGED = 1024  # runs of tiles of keys that a mask is asked about at once, 
 
 
 def paged(setting: PagedSetting, works: tuple[Work, ...], arrays: PagedArrays) -> tuple[jax.Array, jax.Array]:
-    """Computes out [N, Hq, Dv], in the dtype of the query, and lse, float32 [N, Hq].
+    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq].
 
     Args:
       setting: Its programs are traced with heads in rows.
       works: Which requests are taken with which tiles; each request by one of them.
       arrays: The inputs.
     """
-    found: tuple[jax.Array, ...] = ()
+    found: list[jax.Array] = []
     for work in works:
-        *found, part_out, part_lse = _attend(setting, work, arrays, tuple(found))
-        found = merge_parts(setting, work, arrays, tuple(found), (part_out, part_lse))
+        out, lse, *parts = _attend(setting, work, arrays, found)
+        found = merge_parts(setting, work, arrays, (out, lse), parts)
     out, lse = found
     return out, lse
 
 
-def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: list[jax.Array]) -> list[jax.Array]:
     a, rows = setting.attention, work.tiles.block_q
     slots = (work.slots(setting), a.Hkv, rows)
     outputs = [
-        jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), arrays.query.dtype),
+        jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), setting.out_dtype),
         jax.ShapeDtypeStruct((a.T, a.Hq), jnp.float32),
         jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32),
         jax.ShapeDtypeStruct(slots, jnp.float32),
@@ -62,7 +62,7 @@ def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: tupl
         inputs,
         outputs,
         name="jflex_paged",
-        grid=(work.items(setting), a.Hkv),
+        grid=(a.Hkv * work.items(setting),),
         tiles=work.tiles,
         interpret=a.interpret,
         aliases={count + n: n for n in range(len(before))},
@@ -81,12 +81,15 @@ def _kernel(
 ) -> None:
     del before  # the memory of `out` and `lse`
     a, tiles = setting.attention, work.tiles
-    here = place_of(setting, work, arrays, pl.program_id(0))
-    kv_h = pl.program_id(1)
+    kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
+    here = place_of(setting, work, arrays, item)
+    if setting.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
+        here = here._replace(page=arrays.table[(here.request, 0)])
     row = here.rows(setting, work, kv_h)
     q = _load_queries(setting, arrays.query, row.n, row.h)
     tile = (tiles.block_q, tiles.block_kv)
-    known = scores.prepare(a, arrays, tile, here.request, row.h[:, None], q=row.n[:, None], end=here.length)
+    captured = Arrays(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
+    known = scores.prepare(a, captured, tile, here.request, row.h[:, None], q=row.n[:, None], end=here.length)
 
     def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
         load = functools.partial(_load_keys, setting, arrays, here, kv_h, key, tiles.block_kv, may_end=is_partial)
@@ -143,7 +146,9 @@ def _load_keys(
     position = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
     exists = position < here.length
     one_page = setting.max_pages == 1 or page_size % count == 0
-    if one_page:
+    if setting.max_pages == 1:
+        page, row = here.page, first
+    elif one_page:
         page, row = arrays.table[(here.request, lax.div(first, page_size))], lax.rem(first, page_size)
     else:
         at = arrays.table.at[(here.request, lax.div(position, page_size))]

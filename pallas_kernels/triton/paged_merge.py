@@ -7,6 +7,7 @@ parts).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.setting import Tiles
 from pallas_kernels.triton.columns import chunks
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.paged_rows import PagedArrays, PagedSetting, Work, place_to_merge
+from pallas_kernels.triton.paged_rows import Facts, PagedArrays, PagedSetting, Work, place_to_merge
 
-RUN = 16  # parts read at once
+RUN = 32  # parts read at once
 
 
 def merge_parts(
@@ -28,32 +29,29 @@ def merge_parts(
     work: Work,
     arrays: PagedArrays,
     found: tuple[jax.Array, ...],
-    parts: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, ...]:
+    parts: Sequence[jax.Array],
+) -> list[jax.Array]:
     """Writes the rows that have several parts into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
     a = setting.attention
     rows = min(work.tiles.block_q, work.queries(setting) * a.group)
-    facts = (arrays.indptr, arrays.lengths)
-    return tuple(
-        launch(
-            functools.partial(_kernel, setting, work),
-            (facts, parts, found),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
-            name="jflex_paged_merge",
-            grid=(rows, a.Hkv, max(1, min(work.row_tiles(setting), work.shares(setting)))),
-            tiles=Tiles(RUN, RUN, 1, 1),
-            interpret=a.interpret,
-            aliases={4: 0, 5: 1},
-        )
+    facts = Facts(arrays.indptr, arrays.lengths)
+    return launch(
+        functools.partial(_kernel, setting, work),
+        (facts, tuple(parts), found),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        name="jflex_paged_merge",
+        grid=(rows, a.Hkv, max(1, min(work.row_tiles(setting), work.shares(setting)))),
+        tiles=Tiles(RUN, RUN, 4, 1),
+        interpret=a.interpret,
+        aliases={4: 0, 5: 1},
     )
 
 
-def _kernel(setting: PagedSetting, work: Work, facts: Any, parts: Any, before: Any, out: Any, lse: Any) -> None:
+def _kernel(setting: PagedSetting, work: Work, facts: Facts, parts: Any, before: Any, out: Any, lse: Any) -> None:
     del before  # the memory of `out` and `lse`
     a = setting.attention
     row, kv_h = pl.program_id(0), pl.program_id(1)
-    lengths_only = PagedArrays(None, None, None, *facts, None, None, (), ())
-    here = place_to_merge(setting, work, lengths_only, pl.program_id(2))
+    here = place_to_merge(setting, work, facts, pl.program_id(2))
     t = lax.div(row, a.group)
     exists = (here.parts > 1) & (t < here.queries)
     runs = jnp.where(exists, lax.div(here.parts + (RUN - 1), RUN), 0)

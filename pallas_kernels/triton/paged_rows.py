@@ -25,17 +25,26 @@ class PagedSetting:
       page_size: Keys in a page.
       num_pages: Pages that a table may name (of one layer).
       max_pages: Pages that a request may have.
+      out_dtype: Of the output.
     """
 
     attention: Setting
     page_size: int
     num_pages: int
     max_pages: int
+    out_dtype: str
 
     @property
     def capacity(self) -> int:
         """Keys that a request may have."""
         return self.page_size * self.max_pages
+
+
+class Facts(NamedTuple):
+    """What the plan depends on, of `PagedArrays`."""
+
+    indptr: Any
+    lengths: Any
 
 
 class PagedArrays(NamedTuple):
@@ -125,7 +134,7 @@ class Requests(NamedTuple):
         return jnp.where(self.parts > 1, self.tiles * self.parts, 0)
 
 
-def requests(setting: PagedSetting, work: Work, arrays: PagedArrays) -> Requests:
+def requests(setting: PagedSetting, work: Work, arrays: PagedArrays | Facts) -> Requests:
     """Reads how much there is to do, and divides it."""
     R, N = setting.attention.B, setting.attention.T
     nth = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
@@ -161,6 +170,7 @@ class Place(NamedTuple):
       part: Which part of the keys.
       parts: Of how many.
       slot: Where the part is written, if there are several.
+      page: That of all keys, where a request may have but one.
     """
 
     request: Any
@@ -170,6 +180,7 @@ class Place(NamedTuple):
     part: Any
     parts: Any
     slot: Any
+    page: Any = None
 
     def rows(self, setting: PagedSetting, work: Work, kv_h: Any) -> QueryRows:
         """The rows for a key head: the query heads of the first query, then of the next."""
@@ -193,7 +204,7 @@ def place_of(setting: PagedSetting, work: Work, arrays: PagedArrays, item: Any) 
     return _place(setting, work, of, number, tile)._replace(part=part, parts=parts, slot=slot)
 
 
-def place_to_merge(setting: PagedSetting, work: Work, arrays: PagedArrays, nth: Any) -> Place:
+def place_to_merge(setting: PagedSetting, work: Work, arrays: Facts, nth: Any) -> Place:
     """The nth tile of queries whose keys are divided; `slot` is that of its first part, `parts` is 0 past the last."""
     of = requests(setting, work, arrays)
     number, tile = plan.locate(jnp.where(of.parts > 1, of.tiles, 0), nth)

@@ -137,3 +137,25 @@ def decode_tiles(need: Need, rows: int) -> Tiles:
 def decode_rows(rows: int) -> int:
     """Rows of the tile that holds so many queries."""
     return max(16, 1 << (rows - 1).bit_length())
+
+
+def paged_decode_tiles(need: Need, rows: int, looked_up: bool) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with few queries.
+
+    Those of `decode_tiles`. Where pages are `looked_up` in the loop, a load of keys waits for one of the table, and the
+    compiler spends two stages of the pipeline on each that it gives to keys elsewhere.
+    """
+    tiles = decode_tiles(need, rows)
+    return tiles._replace(num_stages=2 * tiles.num_stages - 1) if looked_up else tiles
+
+
+def paged_prefill_tiles(need: Need) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with many queries.
+
+    64 rows: its rows need indices of their own, for which tiles of 128 rows have no registers (compiled for sm_90a,
+    head size 128, 128 x 64, 4 warps: 988 bytes spilled; 64 x 64: none).
+    """
+    tiles = forward_tiles(need)
+    if need.itemsize == 4 or need.head_size > 128 or not need.large_memory:
+        return tiles
+    return Tiles(64, 64, 4, 3)

@@ -29,4 +29,4 @@ class PagedBackend(abc.ABC):
 
     @abc.abstractmethod
     def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-        """Computes out [N, Hq, Dv] in the dtype of the query, and lse, float32 [N, Hq]."""
+        """Computes out [N, Hq, Dv] in `problem.out_dtype`, and lse, float32 [N, Hq]."""

@@ -32,7 +32,7 @@ class PagedReference(PagedBackend):
         exists = real[:, None] & (j[None] < inputs.lengths[request][:, None])  # [N, S]
 
         def keys(pages: jax.Array) -> jax.Array:
-            pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page
+            pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
             rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
             own = jnp.where(exists[:, :, None, None], rows[request].astype(exact), 0)
             return jnp.repeat(own, p.group, axis=2)  # [N, S, Hq, D]
@@ -52,7 +52,7 @@ class PagedReference(PagedBackend):
         safe = jnp.where(empty, 1, total)
         out = jnp.einsum("nhs,nshd->nhd", weights / safe, keys(inputs.value), precision="highest")
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
-        return out.astype(p.dtype), lse.astype(jnp.float32)
+        return out.astype(p.out_dtype), lse.astype(jnp.float32)
 
 
 def _on_all(mod: TracedMod, operands, scores, request, h, n, j) -> jax.Array:

@@ -68,6 +68,8 @@ def _works(p: PagedProblem) -> list[tuple[Tiles, int, int]]:
     mean = -(-p.T // p.B)
     queries = mean if mean <= MOST_DECODED else 1
     rows = min(p.group * queries, max(MOST_ROWS, p.group))
+    if p.B == 1 and p.T > MOST_DECODED:  # most likely one request with all of them, or with most
+        return [(_tiles(p, "forward", p.group), 0, _ALL)]
     if max(p.B, MOST_DECODED) >= p.T:
         return [(_tiles(p, "decode", rows), 0, _ALL)]
     return [(_tiles(p, "decode", rows), 0, MOST_DECODED), (_tiles(p, "forward", p.group), MOST_DECODED + 1, _ALL)]
@@ -87,10 +89,13 @@ def _tiles(p: PagedProblem, kernel: str, rows: int) -> Tiles:
         programs.score is not None,
         rules.has_large_memory(p.device_kind),
     )
-    tiles = rules.decode_tiles(need, rows) if kernel == "decode" else rules.forward_tiles(need)
-    tiles = Tiles(*tiles) if given is None else given
+    looked_up = p.max_pages > 1
+    made = rules.paged_decode_tiles(need, rows, looked_up) if kernel == "decode" else rules.paged_prefill_tiles(need)
+    tiles = Tiles(*made) if given is None else given
     least = rules.decode_rows(rows)
     block_q = least if kernel == "decode" else max(tiles.block_q, least)
+    if given is None and block_q > 64:
+        tiles = dataclasses.replace(tiles, num_warps=8)
     block_kv = min(tiles.block_kv, max(SMALLEST_TILE, 1 << (p.S - 1).bit_length())) if given is None else tiles.block_kv
     return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
 
@@ -105,4 +110,4 @@ def _setting(p: PagedProblem) -> Any:
     mods = (programs.score, programs.mask)
     sizes = (p.B, p.T, p.S, p.Hq, p.Hkv, p.B, p.D, p.Dv)
     attention = Setting(*sizes, "BTNH", p.scale, *mods, None, 1, 1, p.precision, p.config.interpret)
-    return PagedSetting(attention, p.page_size, p.num_pages, p.max_pages)
+    return PagedSetting(attention, p.page_size, p.num_pages, p.max_pages, p.out_dtype)

@@ -50,7 +50,7 @@ class PagedXla(PagedBackend):
         if p.T > FEW:
             works.append(_Work(FEW + 1, p.T, spare))
         padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
-        out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.dtype)
+        out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
         lse = jnp.full((p.T + spare, p.Hq), -jnp.inf, jnp.float32)
         for work in works:
             out, lse = _run(problem, inputs._replace(query=padded), work, out, lse)

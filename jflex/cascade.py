@@ -1,0 +1,313 @@
+"""Cascade attention: keys that several sequences share are read once for all of them.
+
+Queries attend to each level of keys by themselves, a shared prefix, say, and then what is their own; the states are
+merged. That is exact for any mod, because positions stay absolute: the same key has the same position on every level.
+
+After Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2 (composable formats), and Juravsky et al. 2024,
+Hydragen, arXiv:2402.05099.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jflex.choice import Implementation
+from jflex.config import Config
+from jflex.kv_lengths import check_kv_lengths
+from jflex.paged.attention import check_queries, pages_of
+from jflex.paged.batch import PagedBatch, check_batch, check_fields, is_known
+from jflex.paged.batch_rules import check_rules, indptr_rules
+from jflex.paged.cache import PagedCache, check_int32, checked_layer
+from jflex.paged.run import How, Pages, attend
+from jflex.problem import describe_array
+from jflex.state import merge_all
+
+Mod = Callable[..., Any] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class CascadeLevel:
+    """Keys that groups of packed queries share: a pytree, made by `dense` or `paged`.
+
+    Group ``g`` has the query rows ``groups.qo_indptr[g]`` up to ``groups.qo_indptr[g + 1]``, which see
+    ``groups.kv_lengths[g]`` keys of the absolute positions ``start[g]``, ``start[g] + 1`` and so on. A row that belongs
+    to no group sees nothing of this level.
+
+    Attributes:
+      cache: Where keys and values lie; those of `dense` are pages of S keys each, one for each group.
+      groups: Which rows, how many keys, on which pages.
+      start: Absolute position of the first key of each group, int32 [G].
+      layer: Which layer of a stacked cache, or None.
+      is_dense: Whether `dense` made it.
+    """
+
+    cache: PagedCache
+    groups: PagedBatch
+    start: Int32[Array, " G"]
+    layer: Any = None
+    is_dense: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def dense(
+        cls,
+        key: Float[Array, "G S Hkv D"],
+        value: Float[Array, "G S Hkv Dv"],
+        *,
+        qo_indptr: Int32[Array, " G_and_1"],
+        lengths: Int32[Array, " G"] | None = None,
+        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
+    ) -> CascadeLevel:
+        """A level of plain arrays.
+
+        Args:
+          key: Keys of each group.
+          value: Their values.
+          qo_indptr: Where the queries of each group begin, ascending from 0, and where the last ones end.
+          lengths: Keys of each group, int32; S for None. What stands at or beyond is never seen.
+          start: Absolute position of the first key, of all groups or of each.
+
+        Returns:
+          The level.
+
+        Raises:
+          TypeError: An argument is no array of its dtype.
+          ValueError: Shapes do not fit one another.
+
+        >>> k = v = jnp.ones((1, 8192, 8, 128), jnp.bfloat16)  # one prefix for 64 sequences of one query each
+        >>> CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 64])).groups.kv_lengths.tolist()
+        [8192]
+        """
+        shapes = [getattr(x, "shape", ()) for x in (key, value)]
+        if not all(len(shape) == 4 for shape in shapes) or shapes[0][:3] != shapes[1][:3]:
+            raise ValueError(
+                "`key` and `value` must be arrays [G, S, Hkv, D] and [G, S, Hkv, Dv], one entry for each group. Got "
+                f"shapes {shapes[0]} and {shapes[1]}. A prefix that all share is one group: add its axis with "
+                "`key[None]`."
+            )
+        groups, length = key.shape[:2]
+        filled = np.full((groups,), length, np.int32) if lengths is None else lengths
+        table = np.arange(groups, dtype=np.int32)[:, None]
+        made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length), jnp.asarray(table))
+        check_fields(made)
+        return cls(PagedCache(jnp.asarray(key), jnp.asarray(value)), made, _starts(start, groups), is_dense=True)
+
+    @classmethod
+    def paged(
+        cls,
+        cache: PagedCache,
+        groups: PagedBatch,
+        *,
+        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
+        layer: int | Int32[Array, ""] | None = None,
+    ) -> CascadeLevel:
+        """A level of pages.
+
+        Args:
+          cache: The cache; levels may share it.
+          groups: Of each group: its query rows, how many keys, and the pages of these keys alone. (So a suffix starts
+            on a page of its own.)
+          start: Absolute position of the first key, of all groups or of each.
+          layer: Which layer of a stacked cache.
+
+        Returns:
+          The level.
+
+        Raises:
+          TypeError: An argument is of a wrong kind.
+          ValueError: `start` has another shape.
+
+        >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
+        >>> prefix = PagedBatch(jnp.array([0, 4]), jnp.array([128]), jnp.array([[3, 9]]))  # four queries share it
+        >>> CascadeLevel.paged(cache, prefix).start.tolist()
+        [0]
+        """
+        if not isinstance(groups, PagedBatch):
+            raise TypeError(
+                f"`groups` must be a `PagedBatch`, of groups instead of requests. Got {type(groups).__name__}."
+            )
+        return cls(cache, groups, _starts(start, groups.requests), layer)
+
+
+# What is returned, by `return_lse`.
+# fmt: off
+@overload
+def cascade_attention(
+    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
+    score_mod: Mod = None, mask_mod: Mod = None, scale: float | None = None, return_lse: Literal[False] = False,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def cascade_attention(
+    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
+    score_mod: Mod = None, mask_mod: Mod = None, scale: float | None = None, return_lse: Literal[True],
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def cascade_attention(
+    q: Float[Array, "N Hq D"],
+    levels: Sequence[CascadeLevel],
+    *,
+    positions: Int32[Array, " N"] | None = None,
+    requests: Int32[Array, " N"] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+    """Attention over levels of keys, each shared by groups of queries, merged exactly.
+
+    It gives what attention over all keys at once would, for every mod: they see absolute positions. Where queries lie
+    within a shared level (seven tokens of two sequences over the pages of both, say) a causal mask hides what comes
+    after each. It pays where many queries share long keys, which are then read once for all instead of once for each.
+
+    Every key must stand on one level only, for each query: what stands on two counts twice. Levels are read one after
+    the other, each by its own kernels; the partial outputs are kept in float32. There is no derivative, except on
+    ``"reference"``.
+
+    Args:
+      q: Packed queries. Those of a group must be neighbours.
+      levels: The keys, in any order; none at all gives zeros and an lse of ``-inf``.
+      positions: Absolute position of each query, which mods see as ``q_idx``; `jflex.paged.token_positions` has them.
+        Needed where there is a mod.
+      requests: What mods see as ``b``, for each query; `jflex.paged.token_requests` has them. 0 for None.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
+      return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
+      implementation: As in `flex_attention`.
+      config: As in `paged_attention`.
+
+    Returns:
+      The output in the dtype of `q`, or a pair of it and the lse.
+
+    Raises:
+      TypeError: An argument is of a wrong kind.
+      ValueError: Shapes disagree, `positions` are missing, or a value that is known is out of its range.
+      UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
+
+    References:
+      Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2.
+
+    >>> import jflex
+    >>> q, prefix = jnp.ones((3, 4, 16)), jnp.ones((1, 32, 2, 16))  # three sequences, one query each, one prefix
+    >>> suffix = jnp.ones((3, 8, 2, 16))
+    >>> shared = CascadeLevel.dense(prefix, prefix, qo_indptr=jnp.array([0, 3]))
+    >>> own = CascadeLevel.dense(
+    ...     suffix, suffix, qo_indptr=jnp.arange(4), lengths=jnp.array([8, 1, 5]), start=32)
+    >>> cascade_attention(q, [shared, own]).shape
+    (3, 4, 16)
+    """
+    q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    levels = _checked_levels(levels)
+    for level in levels:
+        check_queries(q, level.cache)
+        _check_level(level, q.shape[0])
+    positions, requests = _checked_rows(q, positions, requests, score_mod, mask_mod)
+    if not levels:
+        return _nothing(q, return_lse)
+    states = []
+    for level in levels:
+        score = None if score_mod is None else _PlacedScore(score_mod, level.start, positions, requests)
+        mask = None if mask_mod is None else _PlacedMask(mask_mod, level.start, positions, requests)
+        how = How(score, mask, scale, implementation, config, exact_out=len(levels) > 1)
+        states.append(attend("cascade_attention", q, _pages_of(level), how))
+    merged = merge_all(states)
+    out = merged.out.astype(q.dtype)
+    return (out, merged.lse) if return_lse else out
+
+
+def _pages_of(level: CascadeLevel) -> Pages:
+    return pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
+
+
+def _nothing(q: jax.Array, return_lse: bool) -> Any:
+    out = jnp.zeros(q.shape, q.dtype)
+    return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Placed:
+    """A mod of absolute positions, made to take the numbers of packed queries and of the keys of a group."""
+
+    mod: Callable[..., Any]
+    start: jax.Array
+    positions: jax.Array
+    requests: jax.Array | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
+
+    def place(self, h: Any, g: Any, n: Any, j: Any) -> tuple[Any, ...]:
+        """b, h, q_idx, kv_idx."""
+        b = jnp.zeros_like(n) if self.requests is None else self.requests[n]
+        return b, h, self.positions[n], self.start[g] + j
+
+
+class _PlacedScore(_Placed):
+    def __call__(self, score: Any, g: Any, h: Any, n: Any, j: Any) -> Any:
+        return self.mod(score, *self.place(h, g, n, j))
+
+
+class _PlacedMask(_Placed):
+    def __call__(self, g: Any, h: Any, n: Any, j: Any) -> Any:
+        return self.mod(*self.place(h, g, n, j))
+
+
+def _starts(start: Any, groups: int) -> jax.Array:
+    start = np.asarray(start, np.int32) if type(start) is int else start
+    check_int32("start", start, "positions")
+    if start.shape not in ((), (groups,)):
+        raise ValueError(
+            f"`start` must be one position, or one for each of the {groups} groups. Got {describe_array(start)}."
+        )
+    return jnp.broadcast_to(jnp.asarray(start), (groups,))
+
+
+def _checked_levels(levels: Any) -> tuple[CascadeLevel, ...]:
+    if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
+        raise TypeError(f"`levels` must be a sequence of `CascadeLevel`. Got {type(levels).__name__}.")
+    for number, level in enumerate(levels):
+        if not isinstance(level, CascadeLevel):
+            raise TypeError(
+                f"`levels` must be a sequence of `CascadeLevel`. Element {number} is of type {type(level).__name__}. "
+                "Make one with `CascadeLevel.dense` or `CascadeLevel.paged`."
+            )
+    sizes = {level.cache.v.shape[-1] for level in levels}
+    if len(sizes) > 1:
+        raise ValueError(f"`levels` must have values of one head size, to be merged. Got {sorted(sizes)}.")
+    return tuple(levels)
+
+
+def _check_level(level: CascadeLevel, num_tokens: int) -> None:
+    if not level.is_dense:
+        check_batch(level.groups, level.cache, num_tokens)
+    elif is_known(level.groups.qo_indptr):
+        check_rules(indptr_rules(np.asarray(level.groups.qo_indptr), num_tokens))
+
+
+def _checked_rows(
+    q: jax.Array, positions: Any, requests: Any, score_mod: Any, mask_mod: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    if positions is None and (score_mod is not None or mask_mod is not None):
+        raise ValueError(
+            "`positions` must be given where there is a `score_mod` or a `mask_mod`: the absolute position of each "
+            "query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."
+        )
+    for name, x in (("positions", positions), ("requests", requests)):
+        if x is not None:
+            check_int32(name, x, "positions" if name == "positions" else "counts")
+            if x.shape != q.shape[:1]:
+                raise ValueError(f"`{name}` must have one number for each of the {q.shape[0]} queries. Got "
+                                 f"{describe_array(x)}.")  # fmt: skip
+    positions = jnp.zeros(q.shape[:1], jnp.int32) if positions is None else jnp.asarray(positions)
+    return positions, None if requests is None else jnp.asarray(requests)
