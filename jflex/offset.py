@@ -152,4 +152,6 @@ def _checked_offset(offset: Any) -> Offset:
         raise ValueError(f"{rule}. {got} Index or `jax.vmap` over the other axes.")
     if isinstance(offset, np.ndarray) and offset.size and not _INT32.min <= offset.min() <= offset.max() <= _INT32.max:
         raise ValueError(f"{rule}, within int32, like all positions. Got {offset.tolist()}.")
+    if not offset.size:  # of no sequences: there is no place to read, but a mod is traced all the same
+        return jnp.zeros((), jnp.int32)
     return jnp.asarray(offset, jnp.int32)

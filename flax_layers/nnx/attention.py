@@ -1,26 +1,19 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
-import dataclasses
-import functools
-import inspect
 import math
-import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 import jflex
-from flax_layers import functional
+from flax_layers.dense_cache import DenseCache
+from flax_layers.nnx.hidden_state import Mod, check_no_hidden_state
+from flax_layers.nnx.projections import Projections
 
-Mod = Callable[..., Any]
-"""A `score_mod` or a `mask_mod`, as `jflex.flex_attention` takes them."""
 
-
-class FlexAttention(nnx.Module):
+class FlexAttention(Projections):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
     Mods and the mask may be given here, once for all calls, or to the call, which then replaces what was given here
@@ -90,14 +83,15 @@ class FlexAttention(nnx.Module):
         implementation: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(in_features, num_heads, num_kv_heads, head_dim)
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-            _check_no_hidden_state(name, mod)
-        head_dim = in_features // num_heads if head_dim is None else head_dim
-
-        linear = functools.partial(
-            nnx.Linear,
+            check_no_hidden_state(name, mod)
+        super().__init__(
+            in_features,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rotary_base=rotary_base,
+            qk_norm=qk_norm,
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -105,20 +99,10 @@ class FlexAttention(nnx.Module):
             bias_init=bias_init,
             rngs=rngs,
         )
-        norm = functools.partial(nnx.RMSNorm, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.query = linear(in_features, num_heads * head_dim)
-        self.key = linear(in_features, num_kv_heads * head_dim)
-        self.value = linear(in_features, num_kv_heads * head_dim)
-        self.out = linear(num_heads * head_dim, in_features)
-        self.query_norm = nnx.data(norm() if qk_norm else None)
-        self.key_norm = nnx.data(norm() if qk_norm else None)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self.block_mask = nnx.data(block_mask)
         self.scale = scale
-        self.rotary_base = rotary_base
         self.implementation = implementation
 
     def __call__(
@@ -165,72 +149,210 @@ class FlexAttention(nnx.Module):
             scale=self.scale,
             implementation=self.implementation,
         )
-        attended = functional.merge_heads(attended)
-        return self.out(attended.reshape(*batch, length, self.out.in_features))
+        return self._join(attended.reshape(*batch, *attended.shape[1:]))
 
-    def _project(self, inputs: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, split into heads, normalised and rotated."""
-        query = functional.split_heads(self.query(inputs), self.num_heads)
-        key = functional.split_heads(self.key(inputs), self.num_kv_heads)
-        value = functional.split_heads(self.value(inputs), self.num_kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary_base is not None:
-            query = functional.rotate(query, positions, self.rotary_base)
-            key = functional.rotate(key, positions, self.rotary_base)
-        return query, key, value
+    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
+        """A dense cache of empty sequences for `decode`.
+
+        Args:
+            batch_size: B, the number of sequences: the product of the leading axes of the inputs to `decode`.
+            max_length: Tokens that each sequence has room for, prompt included.
+            dtype: Of keys and values, and of the attention over them. Default: the dtype of the layer's computation,
+                or of its parameters where the layer has none of its own.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is no integer, or the dtype is not floating-point.
+            ValueError: A size is negative, or `max_length` is 0.
+        """
+        return DenseCache.create(
+            batch_size, max_length, self.num_kv_heads, self.head_dim, dtype=self._cache_dtype(dtype)
+        )
+
+    def init_paged_cache(
+        self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
+    ) -> jflex.paged.PagedCache:
+        """A paged cache for `decode_paged`.
+
+        Args:
+            num_pages: Pages in all, page 0 included, which holds no tokens.
+            page_size: Tokens in a page, 1 to 256.
+            layers: How many layers like this one share the cache and its page tables. Default: it is this layer's own,
+                without an axis of layers.
+            dtype: As for `init_cache`.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is no integer, or the dtype is not floating-point.
+            ValueError: A size is out of its range.
+        """
+        return jflex.paged.PagedCache.create(
+            num_pages, page_size, self.num_kv_heads, self.head_dim, dtype=self._cache_dtype(dtype), layers=layers
+        )
+
+    def decode(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        cache: DenseCache,
+        *,
+        score_mod: Mod | None = None,
+        mask_mod: Mod | None = None,
+    ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
+        """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
+
+        Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
+        embedding, count from the beginning of each sequence. Mods are given as for `__call__`, not in their inference
+        form; a BlockMask that the constructor was given counts by its mask_mod. No mask is implied: for a decoder, one
+        of them must be causal. Arrays that mods capture must cover `max_length` positions, not one call's.
+
+        The lengths are data: one program serves all of them. Donate the cache to `jit`, and it is updated in place.
+
+        Args:
+            inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
+            cache: Of `init_cache`, or what the last call returned.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+
+        Returns:
+            One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
+            sequence. Where traced lengths leave no room for them, they are dropped, and the outputs of what was
+            dropped mean nothing.
+
+        Raises:
+            TypeError: `cache` is no DenseCache.
+            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
+                the constructor's BlockMask hides what no mask_mod tells.
+
+        Example:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> from flax_layers.nnx import FlexAttention
+            >>> layer = FlexAttention(32, 4, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, rngs=nnx.Rngs(0))
+            >>> inputs = jax.random.normal(jax.random.key(0), (2, 10, 32))
+            >>> prompt, cache = layer.decode(inputs[:, :9], layer.init_cache(batch_size=2, max_length=64))
+            >>> token, cache = layer.decode(inputs[:, 9:], cache)
+            >>> print(jnp.allclose(token, layer(inputs)[:, 9:], atol=1e-5), cache.lengths)
+            True [10 10]
+        """
+        if not isinstance(cache, DenseCache):
+            raise TypeError(
+                f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
+                "cache goes to `layer.decode_paged`."
+            )
+        batch, length = inputs.shape[:-2], inputs.shape[-2]
+        if math.prod(batch) != cache.batch_size:
+            raise ValueError(
+                f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
+                f"inputs of shape {inputs.shape}: all axes but the last two count."
+            )
+        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
+        before = cache.lengths
+        positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
+        query, key, value = self._project(inputs, positions)
+        cache = cache.append(_fold_batch(key), _fold_batch(value))
+        attended = jflex.flex_attention(
+            _fold_batch(query).astype(cache.k.dtype),
+            cache.k,
+            cache.v,
+            None if score_mod is None else jflex.with_offset(score_mod, before),
+            mask_mod=None if mask_mod is None else jflex.with_offset(mask_mod, before),
+            kv_lengths=cache.lengths,
+            scale=self.scale,
+            implementation=self.implementation,
+        )
+        return self._join(attended.reshape(query.shape).astype(query.dtype)), cache
+
+    def decode_paged(
+        self,
+        inputs: Float[Array, "N features"],
+        cache: jflex.paged.PagedCache,
+        batch: jflex.paged.PagedBatch,
+        *,
+        layer: int | Int32[Array, ""] | None = None,
+        score_mod: Mod | None = None,
+        mask_mod: Mod | None = None,
+    ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
+        """Continues requests whose keys lie on pages, each by as many tokens as it has in `inputs`.
+
+        Prompts, pieces of prompts and single tokens go in one call, without padding. What is said of mods, positions,
+        masks and donation in `decode` holds here; ``b`` is the number of the request in `batch`.
+
+        Args:
+            inputs: The tokens of all requests, packed, in the order of `batch`.
+            cache: Of `init_paged_cache`, or what the last call returned.
+            batch: Which tokens are whose, and on which pages their keys are. Its `kv_lengths` count the tokens of this
+                call, too. Every page that is written must be the request's own.
+            layer: Which layer of a cache for several, a Python int or traced.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+
+        Returns:
+            One vector for each token, in the dtype of the computation (arbitrary for padding behind the last request);
+            and the cache that holds their keys and values.
+
+        Raises:
+            TypeError: `cache` or `batch` is of a wrong kind.
+            ValueError: `inputs` have other than two axes; cache, batch and layer do not fit together, as far as values
+                are known; the constructor's BlockMask hides what no mask_mod tells.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> import jflex
+            >>> from flax_layers.nnx import FlexAttention
+            >>> layer = FlexAttention(32, 4, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, rngs=nnx.Rngs(0))
+            >>> cache = layer.init_paged_cache(num_pages=8, page_size=16)
+            >>> batch = jflex.paged.PagedBatch(  # a prompt of 20 tokens, and one of 3
+            ...     jnp.array([0, 20, 23]), jnp.array([20, 3]), jnp.array([[5, 2], [7, 0]]))
+            >>> outputs, cache = layer.decode_paged(jnp.ones((23, 32)), cache, batch)
+            >>> batch = jflex.paged.PagedBatch(jnp.array([0, 1, 2]), jnp.array([21, 4]), batch.page_table)
+            >>> outputs, cache = layer.decode_paged(jnp.ones((2, 32)), cache, batch)  # one more token for each
+            >>> outputs.shape
+            (2, 32)
+        """
+        if inputs.ndim != 2:
+            raise ValueError(
+                f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
+                "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
+            )
+        tokens = inputs.shape[0]
+        jflex.paged.check_batch(batch, cache, tokens)
+        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
+        query, key, value = self._project(inputs, jflex.paged.token_positions(batch, tokens))
+        dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
+        cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=layer)
+        attended = jflex.paged_attention(
+            query.astype(dtype),
+            cache,
+            batch,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            scale=self.scale,
+            layer=layer,
+            implementation=self.implementation,
+        )
+        return self._join(attended.astype(query.dtype)), cache
+
+    def _decoding_mods(self, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod | None, Mod | None]:
+        """The mods of this call, in their form for training."""
+        score_mod = self.score_mod if score_mod is None else score_mod
+        if mask_mod is not None or self.block_mask is None:
+            return score_mod, self.mask_mod if mask_mod is None else mask_mod
+        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
+            raise ValueError(
+                "The `block_mask` of this layer's constructor hides more than one mask_mod tells, so there is no "
+                "form of it for decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
+            )
+        return score_mod, self.block_mask.mask_mod
+
+    def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
+        return dtype or self.key.dtype or self.key.param_dtype
 
 
 def _fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
     return heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
-
-
-def _check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
-            f"{num_heads}, num_kv_heads={num_kv_heads}."
-        )
-    if head_dim is None and in_features % num_heads:
-        raise ValueError(
-            f"Without `head_dim`, `num_heads` must divide `in_features`; got in_features={in_features}, num_heads="
-            f"{num_heads}. Pass `head_dim`, or change one of the two."
-        )
-
-
-def _check_no_hidden_state(name: str, mod: Mod | None) -> None:
-    """Refuses a mod that would read its parameters behind the back of Flax's transformations."""
-    if mod is None or isinstance(mod, nnx.Module):
-        return
-    for value in _captures(mod):
-        if isinstance(value, nnx.Module | nnx.Variable):
-            raise ValueError(
-                f"`{name}` holds a {type(value).__name__}, which a layer cannot keep from its constructor: inside "
-                "nnx.jit and nnx.grad the function would read the parameters of the old module, and they would get no "
-                f"gradients. Pass it to the call, `layer(inputs, {name}=...)`, or make it a callable nnx.Module."
-            )
-
-
-def _captures(mod: Mod) -> Iterator[Any]:
-    """What a function, a method or a `functools.partial` of one reaches: owner, arguments, closure, and so on down."""
-    empty_cell = types.CellType()
-    pending: list[Any] = [mod]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if isinstance(value, tuple | list):
-            pending += value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
-            pending += vars(value).values()
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args, *value.keywords.values()]
-        elif inspect.ismethod(value):
-            pending += [value.__self__, value.__func__]
-        elif inspect.isfunction(value):
-            # A variable that is assigned after the function was made has an empty cell so far.
-            pending += [cell.cell_contents for cell in value.__closure__ or () if cell != empty_cell]
-            pending += value.__defaults__ or ()

@@ -1,0 +1,168 @@
+"""The dense cache: keys and values of a batch of sequences, each in a row of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseCache:
+    """Keys and values of B sequences, with room for `max_length` tokens each: a pytree for `jit`, `scan` and the like.
+
+    Nothing is updated in place by itself: `append` returns a new cache. Donate the old one to `jit`, and the new one
+    takes its memory.
+
+    Attributes:
+        k: Keys. Places at or beyond a sequence's length hold anything; no query sees them.
+        v: Values, likewise.
+        lengths: How many tokens each sequence has.
+
+    Example:
+        >>> cache = DenseCache.create(batch_size=2, max_length=64, num_kv_heads=4, head_dim=16, dtype=jnp.bfloat16)
+        >>> cache.k.shape, cache.lengths.tolist()
+        ((2, 64, 4, 16), [0, 0])
+    """
+
+    k: Float[Array, "B max_length Hkv D"]
+    v: Float[Array, "B max_length Hkv D"]
+    lengths: Int32[Array, " B"]
+
+    @classmethod
+    def create(cls, batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, *, dtype: Any) -> DenseCache:
+        """A cache of empty sequences.
+
+        Args:
+            batch_size: B, the number of sequences.
+            max_length: Tokens that each has room for.
+            num_kv_heads: Hkv.
+            head_dim: D.
+            dtype: Of keys and values, floating-point.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is no integer, or the dtype is not floating-point.
+            ValueError: `batch_size` is negative, or another size is not positive.
+        """
+        sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        shape = (_checked_size("batch_size", batch_size, 0), *(_checked_size(*size, 1) for size in sizes.items()))
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"`dtype` must be floating-point. Got {jnp.dtype(dtype)}.")
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:1], jnp.int32))
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.k.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that each sequence has room for."""
+        return self.k.shape[1]
+
+    def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> DenseCache:
+        """Writes T tokens behind the ones that each sequence has. Under `jit` with the cache donated, in place.
+
+        What would stand beyond `max_length` is dropped where lengths are traced and so cannot be checked; what stands
+        in the cache is not touched by that.
+
+        Args:
+            k: Keys; they are cast to the dtype of the cache.
+            v: Values, likewise.
+
+        Returns:
+            The cache with T more tokens in every sequence.
+
+        Raises:
+            ValueError: Batch, heads or head size are not those of the cache, or the tokens do not fit.
+
+        Example:
+            >>> cache = DenseCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.float32).with_lengths([0, 2])
+            >>> tokens = jnp.array([[1.0, 2.0], [3.0, 4.0]]).reshape(2, 2, 1, 1)
+            >>> cache = jax.jit(DenseCache.append, donate_argnums=0)(cache, tokens, tokens)
+            >>> cache.k[..., 0, 0].tolist(), cache.lengths.tolist()
+            ([[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 4.0]], [2, 4])
+        """
+        for name, x in (("k", k), ("v", v)):
+            if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (self.batch_size, *self.k.shape[2:]) or x.shape != k.shape:
+                batch, _, heads, size = self.k.shape
+                raise ValueError(
+                    f"`{name}` must be [{batch}, T, {heads}, {size}], with batch, heads and head size of the cache. "
+                    f"Got {list(x.shape)}. Make the cache with `layer.init_cache(batch_size, max_length)`."
+                )
+        tokens = k.shape[1]
+        self._check_room(tokens)
+        row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
+        place = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+        # A scatter, for `dynamic_update_slice` would move what does not fit over earlier tokens.
+        write = lambda x, new: x.at[row, place].set(new.astype(x.dtype), mode="drop", wrap_negative_indices=False)
+        return DenseCache(write(self.k, k), write(self.v, v), self.lengths + tokens)
+
+    def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseCache:
+        """The cache with other lengths: to forget the last tokens of sequences, each another number of them.
+
+        So tokens that a speculation got wrong are taken back, and so is the padding behind prompts of different
+        lengths that were appended as one array.
+
+        Args:
+            lengths: New lengths, one for each sequence; traced ones are not checked.
+
+        Returns:
+            A cache with the same keys and values.
+
+        Raises:
+            ValueError: There is not one length for each sequence, or one lies outside of the cache.
+
+        Example:
+            >>> cache = DenseCache.create(2, 8, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+            >>> cache.with_lengths([3, 5]).lengths.tolist()
+            [3, 5]
+        """
+        new = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+        if new.shape != (self.batch_size,) or not jnp.issubdtype(new.dtype, jnp.integer):
+            raise ValueError(
+                f"`lengths` must be {self.batch_size} integers, one for each sequence of the cache. Got "
+                f"{new.dtype}{list(new.shape)}."
+            )
+        known = _known(new)
+        if known is not None and known.size and not 0 <= known.min() <= known.max() <= self.max_length:
+            raise ValueError(f"`lengths` must lie within 0 and `max_length`, {self.max_length}. Got {known.tolist()}.")
+        return dataclasses.replace(self, lengths=jnp.asarray(new, jnp.int32))
+
+    def _check_room(self, tokens: int) -> None:
+        known = _known(self.lengths)
+        used = int(known.max()) if known is not None and known.size else 0
+        if used + tokens > self.max_length:
+            raise ValueError(
+                f"The cache has room for {self.max_length} tokens a sequence. Its longest has {used}, and {tokens} "
+                "more do not fit. Make it with a larger `max_length`, or forget tokens with `cache.with_lengths`."
+            )
+
+
+def _known(x: Any) -> np.ndarray | None:
+    """The values, where they can be read here: not those of tracers, nor of arrays that other hosts hold parts of."""
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, Tracer) or not x.is_fully_addressable:
+        return None
+    return np.asarray(x)
+
+
+def _checked_size(name: str, size: Any, least: int) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer. Got {type(size).__name__}.") from None
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}. Got {number}.")
+    return number

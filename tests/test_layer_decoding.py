@@ -1,0 +1,402 @@
+"""`flax_layers.nnx.FlexAttention` with its dense and its paged cache, against the layer on whole sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jflex
+from flax_layers.nnx import DenseCache, FlexAttention
+from jflex.paged import PagedBatch, PagedCache
+
+FEATURES, HEADS, LENGTH, ROOM = 24, 4, 21, 32
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 6)
+
+
+class Alibi(nnx.Module):
+    """A score_mod with parameters."""
+
+    def __init__(self):
+        self.slopes = nnx.Param(jnp.linspace(0.1, 0.7, HEADS))
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score - self.slopes[h] * (q_idx - kv_idx).astype(score.dtype)
+
+
+def layer_of(**options) -> FlexAttention:
+    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal, "rngs": nnx.Rngs(0)}
+    return FlexAttention(FEATURES, HEADS, **(plain | options))
+
+
+def inputs_of(*batch: int, length: int = LENGTH) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (*batch, length, FEATURES))
+
+
+@nnx.jit
+def decode(layer, inputs, cache):
+    return layer.decode(inputs, cache)
+
+
+@nnx.jit
+def decode_paged(layer, inputs, cache, batch):
+    return layer.decode_paged(inputs, cache, batch)
+
+
+LAYERS = {
+    "plain": lambda: layer_of(),
+    "rotary": lambda: layer_of(rotary_base=50.0, qk_norm=True, use_bias=True, scale=0.7),
+    "alibi": lambda: layer_of(score_mod=Alibi(), mask_mod=window),
+    "block mask": lambda: layer_of(
+        mask_mod=None, block_mask=jflex.create_block_mask(window, None, None, LENGTH, LENGTH, block_size=8)
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in LAYERS), ("alibi", "reference")])
+def test_dense_calls_of_any_length_are_the_whole_sequence(kind, implementation):
+    layer, inputs = LAYERS[kind](), inputs_of(2)
+    layer.implementation = implementation
+    cache, outputs = layer.init_cache(2, ROOM), []
+    for part in jnp.split(inputs, [11, 12, 13, 17], axis=1):  # a prompt, two tokens, then four that are speculated
+        output, cache = decode(layer, part, cache)
+        outputs.append(output)
+    assert_close(jnp.concatenate(outputs, axis=1), layer(inputs))
+    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+
+
+@pytest.mark.parametrize("kind", ["rotary", "alibi"])
+def test_dense_sequences_of_different_lengths(kind):
+    """Prompts padded at their ends: the padding is taken back, and never seen."""
+    layer, inputs = LAYERS[kind](), inputs_of(3)
+    counts = np.array([9, 1, 14])
+    padded = jnp.where(jnp.arange(14)[None, :, None] < counts[:, None, None], inputs[:, :14], 1e3)
+    prompt, cache = decode(layer, padded, layer.init_cache(3, ROOM))
+    cache = cache.with_lengths(counts)
+    two_more = jnp.stack([row[count : count + 2] for row, count in zip(inputs, counts, strict=True)])
+    token, cache = decode(layer, two_more, cache)
+    expected = layer(inputs)
+    for row, count in enumerate(counts):
+        assert_close(prompt[row, :count], expected[row, :count])
+        assert_close(token[row], expected[row, count : count + 2])
+    assert cache.lengths.tolist() == (counts + 2).tolist()
+
+
+def table_of(requests: int, pages: int, seed: int = 0) -> jax.Array:
+    """Pages from 1 on, in no order."""
+    ids = 1 + np.random.default_rng(seed).permutation(requests * pages)
+    return jnp.asarray(ids.reshape(requests, pages).astype(np.int32))
+
+
+def batch_of(counts, lengths, table) -> PagedBatch:
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    return PagedBatch(jnp.asarray(indptr), jnp.asarray(lengths, jnp.int32), table)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "implementation"),
+    [*((kind, 4, "xla") for kind in LAYERS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
+)
+def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(kind, page_size, implementation):
+    layer, inputs = LAYERS[kind](), inputs_of(3)
+    layer.implementation = implementation
+    table = table_of(3, -(-LENGTH // page_size))
+    cache = layer.init_paged_cache(3 * table.shape[1] + 1, page_size)
+    cache = jax.tree.map(lambda pages: jnp.full_like(pages, np.nan), cache)  # what no request wrote is not seen
+    lengths, found = np.zeros(3, int), [[], [], []]
+    for counts in ([7, 0, 1], [1, 4, 1], [0, 16, 12], [13, 1, 7]):
+        packed = [inputs[row, lengths[row] : lengths[row] + count] for row, count in enumerate(counts)]
+        lengths = lengths + counts
+        padded = jnp.concatenate([*packed, jnp.zeros((30 - sum(counts), FEATURES))])
+        outputs, cache = decode_paged(layer, padded, cache, batch_of(counts, lengths, table))
+        for row, part in enumerate(np.split(np.asarray(outputs[: sum(counts)]), np.cumsum(counts)[:-1])):
+            found[row].append(part)
+    assert lengths.tolist() == [LENGTH] * 3
+    assert_close(np.stack([np.concatenate(parts) for parts in found]), layer(inputs))
+
+
+def test_mods_of_the_call_replace_those_of_the_constructor():
+    mods = {"score_mod": Alibi(), "mask_mod": window}
+    layer, inputs = layer_of(), inputs_of(1)
+    expected = layer(inputs, **mods)
+    first, cache = layer.decode(inputs[:, :20], layer.init_cache(1, ROOM), **mods)
+    last, _ = layer.decode(inputs[:, 20:], cache, **mods)
+    assert_close(jnp.concatenate([first, last], axis=1), expected)
+    batch = batch_of([LENGTH], [LENGTH], table_of(1, 6))
+    assert_close(layer.decode_paged(inputs[0], layer.init_paged_cache(7, 4), batch, **mods)[0], expected[0])
+
+
+def test_leading_axes_are_folded():
+    layer, inputs = layer_of(rotary_base=50.0), inputs_of(2, 3)
+    cache = layer.init_cache(6, ROOM)
+    first, cache = decode(layer, inputs[..., :9, :], cache)
+    last, cache = decode(layer, inputs[..., 9:, :], cache)
+    expected = layer(inputs)
+    assert_close(jnp.concatenate([first, last], axis=-2), expected)
+    alone, _ = decode(layer, inputs[0, 1], layer.init_cache(1, ROOM))
+    assert_close(alone, expected[0, 1])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_unused_places_of_a_dense_cache_never_reach_an_output(implementation):
+    layer, inputs = layer_of(rotary_base=50.0, implementation=implementation), inputs_of(2)
+    cache = layer.init_cache(2, ROOM)
+    cache = DenseCache(jnp.full_like(cache.k, np.nan), jnp.full_like(cache.v, np.nan), cache.lengths)
+    first, cache = decode(layer, inputs[:, :9], cache)
+    last, cache = decode(layer, inputs[:, 9:], cache)
+    assert_close(jnp.concatenate([first, last], axis=1), layer(inputs))
+
+
+def test_what_was_speculated_can_be_taken_back():
+    layer, inputs = layer_of(rotary_base=50.0), inputs_of(1)
+    _, cache = decode(layer, inputs[:, :7], layer.init_cache(1, ROOM))
+    _, cache = decode(layer, 9.0 * inputs[:, 7:14], cache)  # none of the seven is right
+    output, _ = decode(layer, inputs[:, 7:14], cache.with_lengths([7]))
+    assert_close(output, layer(inputs)[:, 7:14])
+
+
+def test_tokens_without_room_are_dropped_where_lengths_are_traced():
+    layer, inputs = layer_of(), inputs_of(2, length=3)
+    cache = layer.init_cache(2, 8).with_lengths([7, 2])
+    _, after = jax.jit(layer.decode)(inputs, cache)
+    written = np.any(np.asarray(after.k), axis=(2, 3))
+    assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
+
+
+def test_a_cache_of_its_own_dtype():
+    layer, inputs = layer_of(), inputs_of(2)
+    cache = layer.init_cache(2, ROOM, dtype=jnp.bfloat16)
+    output, cache = layer.decode(inputs, cache)
+    assert (output.dtype, cache.k.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(output, layer(inputs), rtol=0.1, atol=0.05)
+    assert layer_of(dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
+    assert layer_of(param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
+
+
+class CountedCalls:
+    """A causal mask that counts how often it is traced."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        self.count += 1
+        return q_idx >= kv_idx
+
+
+def pointers(cache) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in (cache.k, cache.v)]
+
+
+def buffer_bytes(cache) -> int:
+    return cache.k.nbytes + cache.v.nbytes
+
+
+@nnx.jit(donate_argnames="cache")
+def dense_step(layer, inputs, cache):
+    return layer.decode(inputs, cache)
+
+
+@nnx.jit(donate_argnames="cache")
+def paged_step(layer, inputs, cache, batch):
+    return layer.decode_paged(inputs, cache, batch)
+
+
+def test_dense_steps_compile_once_and_update_the_cache_in_place():
+    mask = CountedCalls()
+    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
+    cache = layer.init_cache(2, 16384)
+    place, traces = pointers(cache), set()
+    for lengths in ([0, 0], [5, 4000], [4095, 17]):
+        _, cache = dense_step(layer, inputs, cache.with_lengths(lengths))
+        assert pointers(cache) == place
+        traces.add(mask.count)
+    assert len(traces) == 1
+
+    graph, state = nnx.split(layer)
+    step = jax.jit(lambda state, *rest: nnx.merge(graph, state).decode(*rest), donate_argnums=2)
+    memory = step.lower(state, inputs, cache).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= buffer_bytes(cache)
+    assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
+
+
+def test_paged_steps_compile_once_and_update_the_cache_in_place():
+    mask = CountedCalls()
+    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(length=2)
+    cache, traces = layer.init_paged_cache(513, 16), set()
+    place = pointers(cache)
+    for seed, lengths in enumerate(([1, 1], [5, 4000], [4096, 17])):
+        _, cache = paged_step(layer, inputs, cache, batch_of([1, 1], lengths, table_of(2, 256, seed)))
+        assert pointers(cache) == place
+        traces.add(mask.count)
+    assert len(traces) == 1
+
+
+def test_layers_that_share_a_paged_cache_scan_in_place():
+    """The cache is part of the carry; what is scanned over are the layers and their numbers."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacked = nnx.vmap(lambda key: layer_of(rotary_base=50.0, rngs=nnx.Rngs(key)))(keys)
+    graph, state = nnx.split(stacked)
+    table, lengths = table_of(2, 256), [11, 3000]
+    batch = batch_of([1, 1], lengths, table)
+
+    def through(state, stream, cache, batch):
+        def body(carry, layer_and_number):
+            layer, number = layer_and_number
+            stream, cache = carry
+            output, cache = nnx.merge(graph, layer).decode_paged(stream, cache, batch, layer=number)
+            return (stream + output, cache), None
+
+        return jax.lax.scan(body, (stream, cache), (state, jnp.arange(3)))[0]
+
+    cache = layer_of().init_paged_cache(513, 16, layers=3)
+    stream = inputs_of(length=2)
+    expected, seen = stream, cache
+    for number in range(3):
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf, number=number: leaf[number], state))
+        output, seen = layer.decode_paged(expected, seen, batch, layer=number)
+        expected = expected + output
+
+    step = jax.jit(through, donate_argnums=2)
+    memory = step.lower(state, stream, cache, batch).compile().memory_analysis()
+    place = pointers(cache)
+    output, cache = step(state, stream, cache, batch)
+    assert_close(output, expected)
+    assert_close(cache.k, seen.k)
+    assert pointers(cache) == place
+    assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
+
+
+def listed_mask() -> jflex.BlockMask:
+    """A mask of lists that hide more than its mask_mod."""
+    counts, numbers = jnp.ones((1, 1, 2), jnp.int32), jnp.arange(2).reshape(1, 1, 2, 1)
+    return jflex.BlockMask.from_kv_blocks(counts, numbers, block_size=16, mask_mod=causal, seq_lengths=(32, 32))
+
+
+DENSE_ERRORS = {
+    "no dense cache": (
+        lambda layer: layer.decode(inputs_of(2), layer.init_paged_cache(4, 4)),
+        TypeError,
+        "`cache` must be a DenseCache. Got PagedCache.*`layer.init_cache`.*`layer.decode_paged`",
+    ),
+    "batch": (
+        lambda layer: layer.decode(inputs_of(3), layer.init_cache(2, ROOM)),
+        ValueError,
+        r"`inputs` must have as many sequences as the cache, 2. Got 3, from inputs of shape \(3, 21, 24\)",
+    ),
+    "more tokens than the cache holds": (
+        lambda layer: jax.jit(layer.decode)(inputs_of(2), layer.init_cache(2, 20)),
+        ValueError,
+        "room for 20 tokens a sequence. Its longest has 0, and 21 more do not fit. .*larger `max_length`",
+    ),
+    "more tokens than are left": (
+        lambda layer: layer.decode(inputs_of(2), layer.init_cache(2, ROOM).with_lengths([3, 12])),
+        ValueError,
+        "room for 32 tokens a sequence. Its longest has 12, and 21 more do not fit",
+    ),
+    "heads of another layer": (
+        lambda layer: layer.decode(inputs_of(2), layer_of(num_kv_heads=4).init_cache(2, ROOM)),
+        ValueError,
+        r"`k` must be \[2, T, 4, 8\], with batch, heads and head size of the cache. Got \[2, 21, 2, 8\]",
+    ),
+    "lists that hide more": (
+        lambda layer: layer_of(mask_mod=None, block_mask=listed_mask()).decode(inputs_of(2), layer.init_cache(2, ROOM)),
+        ValueError,
+        "`block_mask` of this layer's constructor hides more than one mask_mod tells.*Pass `mask_mod` to this call",
+    ),
+    "size of no integer": (
+        lambda layer: layer.init_cache(2, 4.0),
+        TypeError,
+        "`max_length` must be an integer. Got f",
+    ),
+    "size of nothing": (lambda layer: layer.init_cache(2, 0), ValueError, "`max_length` must be at least 1. Got 0"),
+    "negative batch": (lambda layer: layer.init_cache(-1, 4), ValueError, "`batch_size` must be at least 0. Got -1"),
+    "dtype": (
+        lambda layer: layer.init_cache(2, 4, dtype=jnp.int8),
+        TypeError,
+        "`dtype` must be floating-point. Got int8",
+    ),
+    "lengths of another batch": (
+        lambda layer: layer.init_cache(2, 4).with_lengths([1, 2, 3]),
+        ValueError,
+        r"`lengths` must be 2 integers, one for each sequence of the cache. Got int64\[3\]",
+    ),
+    "lengths beyond": (
+        lambda layer: layer.init_cache(2, 4).with_lengths(jnp.array([1, 5])),
+        ValueError,
+        r"`lengths` must lie within 0 and `max_length`, 4. Got \[1, 5\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_ERRORS)
+def test_wrong_dense_calls(name):
+    call, error, message = DENSE_ERRORS[name]
+    with pytest.raises(error, match=message):
+        call(layer_of())
+
+
+def paged_call(layer, inputs=None, cache=None, batch=None, **options):
+    cache = layer.init_paged_cache(8, 4) if cache is None else cache
+    batch = batch_of([2], [2], table_of(1, 2)) if batch is None else batch
+    return layer.decode_paged(inputs_of(length=2) if inputs is None else inputs, cache, batch, **options)
+
+
+PAGED_ERRORS = {
+    "axes": (
+        lambda layer: paged_call(layer, inputs_of(1)),
+        ValueError,
+        r"`inputs` must be \[N, features\].*`qo_indptr`",
+    ),
+    "no paged cache": (
+        lambda layer: paged_call(layer, cache=layer.init_cache(1, 4)),
+        TypeError,
+        "`cache` must be a `PagedCache`. Got DenseCache",
+    ),
+    "more queries than inputs": (
+        lambda layer: paged_call(layer, batch=batch_of([3], [3], table_of(1, 2))),
+        ValueError,
+        "`qo_indptr` must end at N",
+    ),
+    "heads of another layer": (
+        lambda layer: paged_call(layer, cache=PagedCache.create(8, 4, 4, 8, dtype=jnp.float32)),
+        ValueError,
+        "`k` must be .* with the heads of the cache",
+    ),
+    "layer": (
+        lambda layer: paged_call(layer, cache=layer.init_paged_cache(8, 4, layers=2)),
+        ValueError,
+        "`layer` is missing: the cache stacks 2 layers",
+    ),
+    "lists that hide more": (
+        lambda layer: paged_call(layer_of(mask_mod=None, block_mask=listed_mask())),
+        ValueError,
+        "Pass `mask_mod` to this call",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAGED_ERRORS)
+def test_wrong_paged_calls(name):
+    call, error, message = PAGED_ERRORS[name]
+    with pytest.raises(error, match=message):
+        call(layer_of())
+
+
+def test_no_sequences():
+    layer = layer_of()
+    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM))
+    assert (output.shape, cache.k.shape[0]) == ((0, LENGTH, FEATURES), 0)
+    empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))
+    output, _ = layer.decode_paged(jnp.zeros((0, FEATURES)), layer.init_paged_cache(4, 4), empty)
+    assert output.shape == (0, FEATURES)
