@@ -135,6 +135,8 @@ class _Positioned:
     def position(self, b: Any, n: Any) -> Any:
         """Where a packed query stands in its request: the last of them at the last key."""
         lengths, indptr = jnp.asarray(self.batch.kv_lengths), jnp.asarray(self.batch.qo_indptr)
+        if not lengths.size:  # no requests: there is nothing to read, but a mod is traced all the same
+            return n
         return n + (lengths[b] - indptr[b + 1])
 
 
