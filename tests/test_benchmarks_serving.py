@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-import jflex
 from benchmarks import attention, bars, jax_serving, jax_side, problems, records, report, roofline, tables
 from benchmarks.cpu import paged_scaling
 from benchmarks.deadline import Deadline
@@ -72,8 +71,7 @@ def test_work_counts_visible_keys_and_shared_ones_once():
 def test_the_jax_side_runs_what_serves(name: str):
     side = jax_side.JaxSide()
     for problem in TINY[name]:
-        absent = {"jax-cudnn"} | ({FIRST} if problem.prefix and not hasattr(jflex, "cascade_attention") else set())
-        peers = [x for x in asked(problem, peers_of(name))["jax"] if x not in absent]
+        peers = [x for x in asked(problem, peers_of(name))["jax"] if x != "jax-cudnn"]
         answer = side.prepare(as_message(problem), peers, ["forward"])
         assert not answer["unable"]
         outputs = {peer: side._prepared[peer].calls["forward"]() for peer in peers}
