@@ -15,10 +15,13 @@ from jflex.backends import paged as backends
 from jflex.choice import Implementation, choose
 from jflex.config import Config
 from jflex.errors import UnsupportedError
+from jflex.opaque import opaque_call
+from jflex.paged.passes import PagedPass
 from jflex.paged.problem import PagedInputs, PagedProblem
 from jflex.problem import check_config, check_scale, current_device, current_precision
 from jflex.state import AttentionState
 from jflex.trace import trace_mask_mod, trace_score_mod
+from jflex.varying import unify_varying
 
 
 class Pages(NamedTuple):
@@ -81,7 +84,8 @@ def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionSt
     if not backend.own_derivatives:
         guard = lambda x: _without_gradient(x, caller, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
-    return AttentionState(*backend.attend(problem, inputs))
+        return AttentionState(*opaque_call(PagedPass(name, problem), unify_varying(inputs)))
+    return AttentionState(*backend.attend(problem, unify_varying(inputs)))
 
 
 def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, PagedInputs]:
@@ -101,7 +105,7 @@ def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, Pa
         page_size=page_size,
         num_pages=pages.num_pages,
         dtype=str(query.dtype),
-        out_dtype=str(jnp.promote_types(query.dtype, jnp.float32) if how.exact_out else query.dtype),
+        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),
         scale=check_scale(how.scale, D),
         score=score,
         mask=mask,
