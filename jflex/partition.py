@@ -17,6 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.paged.problem import PagedProblem
 from jflex.problem import Blocks, Problem
 from jflex.trace import TracedMod, trace_mask_mod, trace_score_mod
 
@@ -101,8 +102,8 @@ def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
         for names, size, n in zip(split, (problem.B, problem.Hq), (batch_pieces, head_pieces), strict=True)
     ]
-    score, score_operands = _shifted(problem.score, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = _shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
+    score, score_operands = shifted(problem.score, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
     blocks = problem.blocks
     if blocks is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
@@ -120,7 +121,7 @@ def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard
     return Shard(local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands), numbers)
 
 
-def _shifted(
+def shifted(
     mod: TracedMod | None, operands: tuple[jax.Array, ...], first: Sequence[Any], trace: Callable[..., Any]
 ) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
     """A mod that is called with local indices of batch and head."""
@@ -139,7 +140,7 @@ def _shifted(
 
 
 def partitioned(
-    problem: Problem,
+    problem: Problem | PagedProblem,
     function: Callable[..., Any],
     local: Callable[..., Any],
     in_axes: Sequence[Axes],
@@ -180,7 +181,7 @@ def partitioned(
     return call
 
 
-def _split(problem: Problem, mesh: Any, sharding: Any, axes: Axes) -> Split:
+def _split(problem: Problem | PagedProblem, mesh: Any, sharding: Any, axes: Axes) -> Split:
     """How the query is sharded, as far as batch and key heads divide evenly."""
     spec = getattr(sharding, "spec", ())
     names = []
@@ -192,7 +193,7 @@ def _split(problem: Problem, mesh: Any, sharding: Any, axes: Axes) -> Split:
 
 
 def _shardy_rule(
-    problem: Problem,
+    problem: Problem | PagedProblem,
     in_axes: Sequence[Axes],
     out_axes: Sequence[Axes],
     in_ranks: Sequence[int],

@@ -217,12 +217,12 @@ def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool) -
         out, pull = jax.vjp(functools.partial(attend, x, more), x.query, x.key, x.value, floats)
         return Results(*out, *pull((x.d_out, x.d_lse)))
 
-    with jax.default_matmul_precision(precision(case)), _compiled_in_haste(in_haste):
+    with jax.default_matmul_precision(precision(case)), compiled_in_haste(in_haste):
         return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
 
 
 @contextlib.contextmanager
-def _compiled_in_haste(wanted: bool):
+def compiled_in_haste(wanted: bool):
     """Compiles without most of XLA's optimisations: half the time, for programs that nobody runs but the tests."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", wanted or before)

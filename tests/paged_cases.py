@@ -1,0 +1,337 @@
+"""Cases of paged attention, and what is right for them: request by request, dense, in numpy float64.
+
+In every case, all that no request may read holds NaN: unused slots, free pages, page 0, other layers. What a table
+holds past a request's pages is out of range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflex
+from tests import evaluation, mask_pairs, oracle, score_pairs, tolerance
+from tests.mask_pairs import MaskPair, same
+from tests.score_pairs import F32, ScorePair
+
+SPARE_PAGES, SPARE_ENTRIES = 3, 2
+LAYER = 1  # of a stacked cache
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedCase:
+    """One problem.
+
+    Attributes:
+      name: For messages, and the seed.
+      queries: Of each request.
+      lengths: Keys of each request.
+      padding: Packed rows behind those of the last request.
+      score: A score mod and its numpy form, or None.
+      mask: Likewise.
+      Hq: Query heads.
+      Hkv: Key heads.
+      D: Head size.
+      Dv: Head size of values; None for D.
+      page_size: Keys in a page.
+      layers: Of a stacked cache, or None.
+      scale: Of the scores; None for the default.
+      factor: Of the queries: how large scores are.
+      dtype: Of all arrays.
+    """
+
+    name: str
+    queries: tuple[int, ...] = (1, 1, 1)
+    lengths: tuple[int, ...] = (33, 5, 64)
+    padding: int = 0
+    score: ScorePair | None = None
+    mask: MaskPair | None = None
+    Hq: int = 4
+    Hkv: int = 2
+    D: int = 16
+    Dv: int | None = None
+    page_size: int = 16
+    layers: int | None = None
+    scale: float | None = None
+    factor: float = 1.0
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return self.name if self.dtype == "float32" else f"{self.name}_{self.dtype}"
+
+    @property
+    def N(self) -> int:
+        """Packed rows."""
+        return sum(self.queries) + self.padding
+
+    @property
+    def R(self) -> int:
+        """Requests."""
+        return len(self.queries)
+
+    @property
+    def S(self) -> int:
+        """More than any position."""
+        return max(128, *self.lengths)
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where the queries of each request begin, and where the last ones end."""
+        return np.cumsum([0, *self.queries]).astype(np.int32)
+
+    def pages_of(self, length: int) -> int:
+        """Pages of a request."""
+        return -(-length // self.page_size)
+
+
+class Drawn(NamedTuple):
+    """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values."""
+
+    query: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    score: dict[str, np.ndarray]
+    mask: dict[str, np.ndarray]
+
+
+class Right(NamedTuple):
+    """What the oracle says, and how far sums in another order may be off."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_rounding: np.ndarray
+    lse_rounding: np.ndarray
+
+
+@functools.cache
+def draw(case: PagedCase) -> Drawn:
+    """Draws the arrays."""
+    rng, dtype = np.random.default_rng(zlib.crc32(case.name.encode())), jnp.dtype(case.dtype)
+    query = (case.factor * rng.normal(size=(case.N, case.Hq, case.D))).astype(dtype)
+    of_requests = lambda size: [rng.normal(size=(n, case.Hkv, size)).astype(dtype) for n in case.lengths]
+    keys, values = of_requests(case.D), of_requests(case.Dv or case.D)
+    captured = [
+        {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, case).items()}
+        for pair in (case.score, case.mask)
+    ]
+    return Drawn(query, keys, values, *captured)
+
+
+def placed(case: PagedCase, seed: int = 0) -> tuple[jflex.paged.PagedCache, np.ndarray]:
+    """Puts keys and values on pages, which ones is drawn; returns the cache and the table."""
+    x, rng = draw(case), np.random.default_rng(seed)
+    needed = [case.pages_of(n) for n in case.lengths]
+    num_pages = 1 + sum(needed) + SPARE_PAGES
+    free = list(rng.permutation(np.arange(1, num_pages)))
+    table = np.full((case.R, max(needed, default=0) + SPARE_ENTRIES), 10**6, np.int32)
+    table[:, -1] = -7
+    pages = [np.full((num_pages, case.page_size, *a[0].shape[1:]), np.nan, a[0].dtype) for a in (x.keys, x.values)]
+    for r, length in enumerate(case.lengths):
+        for i in range(needed[r]):
+            table[r, i] = free.pop()
+        at = np.arange(length)
+        for to, of in zip(pages, (x.keys, x.values), strict=True):
+            to[table[r, at // case.page_size], at % case.page_size] = of[r]
+    if case.layers is not None:
+        stack = lambda a: np.stack([a if i == LAYER else np.full_like(a, np.nan) for i in range(case.layers)])
+        pages = [stack(a) for a in pages]
+    return jflex.paged.PagedCache(*map(jnp.asarray, pages)), table
+
+
+def batch_of(case: PagedCase, table: np.ndarray) -> jflex.paged.PagedBatch:
+    """The batch of a case."""
+    return jflex.paged.PagedBatch(*map(jnp.asarray, (case.indptr, np.array(case.lengths, np.int32), table)))
+
+
+def options_of(backend: str) -> dict[str, Any]:
+    """Keyword arguments that choose a backend."""
+    implementation, _, interpret = backend.partition("-")
+    return {"implementation": implementation, "config": jflex.Config(interpret=True) if interpret else None}
+
+
+def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None) -> tuple[jax.Array, jax.Array]:
+    """Calls `paged_attention`; `captured` is what the mods capture."""
+    return jflex.paged_attention(
+        query,
+        cache,
+        batch,
+        score_mod=None if case.score is None else case.score.jax(captured[0]),
+        mask_mod=None if case.mask is None else case.mask.jax(captured[1]),
+        scale=case.scale,
+        layer=layer,
+        return_lse=True,
+        **options_of(backend),
+    )
+
+
+def run(case: PagedCase, backend: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Out and lse by a backend, with pages drawn from `seed`."""
+    x, (cache, table) = draw(case), placed(case, seed)
+    with jax.default_matmul_precision(precision()), evaluation.compiled_in_haste(backend != "triton"):
+        layer = None if case.layers is None else jnp.int32(LAYER)
+        captured = jax.tree.map(jnp.asarray, (x.score, x.mask))
+        return program(case, backend)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer)
+
+
+@functools.cache
+def program(case: PagedCase, backend: str) -> Any:
+    """The compiled call."""
+    return jax.jit(functools.partial(call, case, backend))
+
+
+def precision() -> str | None:
+    """Of products of float32, as `evaluation.precision`."""
+    return "highest" if jax.default_backend() == "gpu" else None
+
+
+@functools.cache
+def exact(case: PagedCase) -> Right:
+    """The definition, in float64."""
+    x, size = draw(case), case.Dv or case.D
+    out, lse = np.zeros((case.N, case.Hq, size)), np.full((case.N, case.Hq), -np.inf)
+    out_rounding, lse_rounding = np.zeros_like(out), np.zeros_like(lse)
+    for r, length in enumerate(case.lengths):
+        rows = slice(case.indptr[r], case.indptr[r + 1])
+        arrays = [a[None].astype(np.float64) for a in (x.query[rows], x.keys[r], x.values[r])]
+        score, mask = _of_request(case, r)
+        scale = case.D**-0.5 if case.scale is None else case.scale
+        found = oracle.forward(*arrays, scale, score, mask, {})
+        out[rows], lse[rows] = found.out[0], found.lse[0].T
+        if length:
+            sizes = SimpleNamespace(sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, name=case.name)
+            moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
+            around = np.einsum("bhts,bshd->bthd", found.weights, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))
+            lse_rounding[rows] = moved[0].T
+            out_rounding[rows] = 2 * moved[0].T[..., None] * around[0]
+    return Right(out, lse, out_rounding, lse_rounding)
+
+
+def _of_request(case: PagedCase, r: int) -> tuple[oracle.Score | None, Any]:
+    """The mods of one request, whose rows the oracle counts from 0."""
+    x, offset = draw(case), case.lengths[r] - case.queries[r]
+    score = mask = None
+    if case.score is not None:
+        captured = {
+            name: a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for name, a in x.score.items()
+        }
+        score = oracle.Score(lambda s, b, h, q, k, _: case.score.exact.value(s, b + r, h, q + offset, k, captured))
+    if case.mask is not None:
+        mask = lambda b, h, q, k, _: case.mask.exact(b + r, h, q + offset, k, x.mask)
+    return score, mask
+
+
+@functools.cache
+def plain(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
+    """Plain jnp attention of the same precision, every query over the keys of its request; on the CPU."""
+    x = draw(case)
+    owner = np.repeat([*range(case.R), -1], [*case.queries, case.padding])
+    most = max(1, *case.lengths)
+    padded = [
+        np.stack([np.pad(a, ((0, most - len(a)), (0, 0), (0, 0))) for a in arrays] + [np.zeros_like(arrays[0], shape=(
+            most, *arrays[0].shape[1:]))])[owner]
+        for arrays in (x.keys, x.values)
+    ]  # fmt: skip
+    lengths = np.array([*case.lengths, 0])[owner]
+    positions = np.arange(case.N) + (np.array([*case.lengths, 0]) - [*case.indptr[1:], 0])[owner]
+    rows = [a.astype(np.int32) for a in (np.maximum(owner, 0), positions, lengths)]
+    with jax.default_device(jax.devices("cpu")[0]), evaluation.compiled_in_haste(True):
+        found = jax.jit(functools.partial(_plain, case))(x.query, *padded, rows, (x.score, x.mask))
+    return np.asarray(found[0]), np.asarray(found[1])
+
+
+def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Array, jax.Array]:
+    """query [N, Hq, D]; key and value [N, S, Hkv, D]; request, position and length of every row."""
+    key, value = (jnp.repeat(x, case.Hq // case.Hkv, axis=2) for x in (key, value))
+    s = jnp.einsum("nhd,nshd->nhs", query, key, preferred_element_type=jnp.float32)
+    s = s * (case.D**-0.5 if case.scale is None else case.scale)
+    request, position, length = rows
+    places = jnp.broadcast_arrays(
+        request[:, None, None], jnp.arange(case.Hq, dtype=jnp.int32)[None, :, None], position[:, None, None],
+        jnp.arange(key.shape[1], dtype=jnp.int32)[None, None],
+    )  # fmt: skip
+    over = lambda mod: jax.vmap(jax.vmap(jax.vmap(mod)))
+    if case.score is not None:
+        s = over(case.score.jax(captured[0]))(s, *places)
+    visible = places[3] < length[:, None, None]
+    if case.mask is not None:
+        visible &= over(case.mask.jax(captured[1]))(*places)
+    s = jnp.where(visible, s, -jnp.inf)
+    top = s.max(-1, keepdims=True)
+    weights = jnp.exp(s - jnp.where(top == -jnp.inf, 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))[..., 0]
+    weights = (weights / jnp.where(total == 0, 1.0, total)).astype(query.dtype)
+    out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype), lse
+
+
+def check(case: PagedCase, found: tuple[jax.Array, jax.Array]) -> None:
+    """Fails unless out and lse are right."""
+    right, by_plain = exact(case), plain(case)
+    extra = jax.default_backend() == "gpu" or case.dtype == "float32"
+    rounding = lambda x, more, dtype: tolerance.one_rounding(x, dtype) + (more if extra else 0)
+    tolerance.check("out", found[0], by_plain[0], right.out, rounding(right.out, right.out_rounding, case.dtype))
+    tolerance.check("lse", found[1], by_plain[1], right.lse, rounding(right.lse, right.lse_rounding, np.float32))
+
+
+# --- mods that capture
+
+slopes = ScorePair(
+    lambda c: lambda s, b, h, q, k: s - c["slopes"][h] * (q - k).astype(F32),
+    oracle.Score(lambda s, b, h, q, k, c: s - c["slopes"][h] * (q - k)),
+    lambda rng, n: {"slopes": (rng.random(n.Hq) / 4).astype(np.float32)},
+)
+bias_by_key = ScorePair(
+    lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, k],
+    oracle.Score(lambda s, b, h, q, k, c: s + c["bias"][b, h, k]),
+    lambda rng, n: {"bias": rng.normal(size=(n.R, n.Hq, n.S)).astype(np.float32)},
+)
+documents = same(
+    lambda b, h, q, k, c: (c["document"][b, q] == c["document"][b, k]) & (q >= k),
+    lambda rng, n: {"document": np.sort(rng.integers(0, 4, (n.R, n.S)), axis=1).astype(np.int32)},
+)
+prefix_by_request = same(
+    lambda b, h, q, k, c: (k < c["prefix"][b]) | (q >= k),
+    lambda rng, n: {"prefix": rng.integers(0, 40, n.R).astype(np.int32)},
+)
+random_by_key = same(lambda b, h, q, k, c: c["seen"][b, k], lambda rng, n: {"seen": rng.random((n.R, n.S)) < 0.4})
+window = same(lambda b, h, q, k, c: (q >= k) & (q - k < 8))
+sinks_and_window = same(lambda b, h, q, k, c: ((q - k < 16) | (k < 4)) & (q >= k))
+
+MIXED = {"queries": (1, 20, 1, 33), "lengths": (50, 20, 7, 60)}
+CASES = [
+    PagedCase("decode"),
+    PagedCase("speculative", (2, 5, 3), (40, 5, 19), mask=mask_pairs.causal),
+    PagedCase("mixed", **MIXED, mask=mask_pairs.causal),
+    PagedCase("mixed_with_padding_and_empty_requests", (0, 1, 0, 20, 2, 0), (0, 30, 9, 24, 0, 0), 5, slopes),
+    PagedCase("nothing_but_empty_requests", (2, 0, 1), (0, 0, 0), 1, mask=mask_pairs.causal),
+    PagedCase("one_key_each", (1, 1), (1, 1), Hq=8),
+    PagedCase("more_queries_than_keys", (34, 1), (1, 20), mask=mask_pairs.causal),
+    PagedCase("pages_of_1", (1, 18), (21, 18), page_size=1, mask=mask_pairs.causal),
+    PagedCase("pages_of_64", (3, 1), (130, 64), page_size=64, mask=mask_pairs.causal),
+    PagedCase("pages_of_48", (1, 20), (150, 48), page_size=48, mask=mask_pairs.causal, Hkv=4),
+    PagedCase("group_5", (1, 3, 17), (9, 40, 33), Hq=10, score=slopes, mask=mask_pairs.causal),
+    PagedCase("group_8_softcap", (1, 4), (48, 20), Hq=16, score=score_pairs.softcap, factor=8.0),
+    PagedCase("softcap_of_one_key_head", (5, 1), (48, 20), Hq=8, Hkv=1, score=score_pairs.softcap, mask=window),
+    PagedCase("values_of_another_size", (1, 18), (30, 40), D=32, Dv=16, mask=window),
+    PagedCase("head_size_80", (1, 2), (30, 40), D=80, score=bias_by_key),
+    PagedCase("head_sizes_24_80", (1, 17), (30, 40), D=24, Dv=80, Hq=2, scale=0.3, mask=documents),
+    PagedCase("window", (1, 1, 20), (8, 9, 70), mask=window, page_size=4),
+    PagedCase("sinks", (1, 3, 20), (100, 9, 70), mask=sinks_and_window),
+    PagedCase("bias_by_key", **MIXED, score=bias_by_key, mask=mask_pairs.causal, layers=3),
+    PagedCase("prefix_by_request", (1, 20, 4), (60, 40, 50), mask=prefix_by_request),
+    PagedCase("random_by_key", (1, 20, 4), (60, 40, 50), mask=random_by_key),
+    PagedCase("random_elements", (1, 6), (60, 40), mask=mask_pairs.random_elements),
+    PagedCase("extreme_logits", (1, 4), (60, 40), factor=100.0, mask=mask_pairs.causal),
+    PagedCase("layers", (1, 2), (20, 33), layers=2, Hq=2),
+    PagedCase("divided", (1, 1, 2), (1500, 40, 700), page_size=64, mask=mask_pairs.causal),
+    PagedCase("divided_with_empty_parts", (1, 1, 2), (1500, 40, 700), page_size=64, mask=window),
+    PagedCase("divided_with_parts_that_see_nothing", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents),
+]
