@@ -301,6 +301,10 @@ prefix_by_request = same(
     lambda b, h, q, k, c: (k < c["prefix"][b]) | (q >= k),
     lambda rng, n: {"prefix": rng.integers(0, 40, n.R).astype(np.int32)},
 )
+chosen_by_row = MaskPair(
+    lambda c: lambda b, h, q, k: k <= jnp.where(q % 2 == 0, q, 10 * b),
+    lambda b, h, q, k, c: k <= np.where(q % 2 == 0, q, 10 * b),
+)
 random_by_key = same(lambda b, h, q, k, c: c["seen"][b, k], lambda rng, n: {"seen": rng.random((n.R, n.S)) < 0.4})
 window = same(lambda b, h, q, k, c: (q >= k) & (q - k < 8))
 sinks_and_window = same(lambda b, h, q, k, c: ((q - k < 16) | (k < 4)) & (q >= k))
@@ -327,6 +331,7 @@ CASES = [
     PagedCase("sinks", (1, 3, 20), (100, 9, 70), mask=sinks_and_window),
     PagedCase("bias_by_key", **MIXED, score=bias_by_key, mask=mask_pairs.causal, layers=3),
     PagedCase("prefix_by_request", (1, 20, 4), (60, 40, 50), mask=prefix_by_request),
+    PagedCase("chosen_by_row", (1, 20, 4), (60, 40, 50), mask=chosen_by_row),
     PagedCase("random_by_key", (1, 20, 4), (60, 40, 50), mask=random_by_key),
     PagedCase("random_elements", (1, 6), (60, 40), mask=mask_pairs.random_elements),
     PagedCase("extreme_logits", (1, 4), (60, 40), factor=100.0, mask=mask_pairs.causal),

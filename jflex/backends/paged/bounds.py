@@ -38,7 +38,7 @@ def walk_of(
     program = programs.mask
     rows = jnp.stack([x.reshape(-1) for x in jnp.meshgrid(n, h, indexing="ij")])
     indices = {"b": request, "q": rows[0], "h": rows[1]}
-    space = _space(inputs.mask_operands)
+    space = _space(inputs.mask_operands, rows.shape[1])
     known = Evaluation(space, {node: indices[node.value] for node in program.arguments if node.value in indices})
     tiles = -(-p.S // tile)
     run = -(-tiles // MOST_JUDGED)
@@ -49,8 +49,8 @@ def walk_of(
     return jnp.minimum(begin, end), jnp.minimum((jnp.max(jnp.where(seen, nth, -1)) + 1) * run, end)
 
 
-def _space(operands: Sequence[jax.Array]) -> Any:
-    """Values of rows as ``[rows]``, of nothing as ``[]``."""
+def _space(operands: Sequence[jax.Array], count: int) -> Any:
+    """Values of rows as ``[count]``, of nothing as ``[]``."""
     from pallas_kernels.evaluate import Space
 
     class Rows(Space):
@@ -58,7 +58,7 @@ def _space(operands: Sequence[jax.Array]) -> Any:
             return jnp.full((), node.value.item(), node.dtype)
 
         def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-            return x
+            return jnp.broadcast_to(x, (count,)) if to == "q" else x
 
         def load(self, node: Any, indices: Sequence[jax.Array]) -> jax.Array:
             return operands[node.value][tuple(indices)]
