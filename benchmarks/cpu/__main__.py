@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from benchmarks.results import write
 
-QUESTIONS = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call", "paged_scaling")
+QUESTIONS = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call", "paged_scaling",
+             "demo_decode")  # fmt: skip
 
 
 def main() -> None:

@@ -39,14 +39,30 @@ TITLE = (f"`jflex.paged_attention` on `xla`: {REQUESTS} requests of one token, 8
 def measure(sizes: Sizes = SIZES) -> list[Figure]:
     (few, many), (small, large) = sizes.keys, sizes.capacity
     return [
-        *_grown("the same keys, larger cache and tables", (few, small), (few, large), 1, sizes.seconds),
-        *_grown("more keys, the same cache and tables", (few, large), (many, large), many // few, sizes.seconds),
+        *grown("the same keys, larger cache and tables", _call, (few, small), (few, large), 1, sizes.seconds),
+        *grown("more keys, the same cache and tables", _call, (few, large), (many, large), many // few, sizes.seconds),
     ]
 
 
-def _grown(name: str, less: tuple[int, int], more: tuple[int, int], visited: int, seconds: float) -> list[Figure]:
-    """How much longer more takes, over how many times more keys are visited."""
-    calls = {f"{keys} keys of {capacity}": _call(keys, capacity) for keys, capacity in (more, less)}
+def grown(
+    name: str,
+    make: Callable[[int, int], Callable[[], Any]],
+    less: tuple[int, int],
+    more: tuple[int, int],
+    visited: int,
+    seconds: float,
+) -> list[Figure]:
+    """Two times, and their growth over that of the keys that are visited.
+
+    Args:
+      name: What grows.
+      make: From the keys and the capacity of each sequence, a call that returns arrays.
+      less: Keys and capacity.
+      more: Likewise.
+      visited: How many times more keys `more` visits.
+      seconds: For all.
+    """
+    calls = {f"{keys} keys of {capacity}": make(keys, capacity) for keys, capacity in (more, less)}
     times = take_turns(calls, seconds)
     found = [figure(f"{name}: {which}", [t * 1e3 for t in values], "ms") for which, values in times.items()]
     share = [ratio / visited for ratio in ratios(*times.values())]
