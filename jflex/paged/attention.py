@@ -103,8 +103,8 @@ def paged_attention(
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     layer = checked_layer(cache, layer)
-    score_mod = None if score_mod is None else _PositionedScore(score_mod, batch)
-    mask_mod = None if mask_mod is None else _PositionedMask(mask_mod, batch)
+    score_mod = _PositionedScore(score_mod, batch) if callable(score_mod) else score_mod
+    mask_mod = _PositionedMask(mask_mod, batch) if callable(mask_mod) else mask_mod
     state = attend(
         "paged_attention", q, pages_of(cache, batch, layer), How(score_mod, mask_mod, scale, implementation, config)
     )

@@ -65,7 +65,7 @@ def _works(p: PagedProblem) -> list[tuple[Tiles, int, int]]:
     With no more queries than requests, a request with many is possible only beside others with none: that is right too,
     and not worth a launch (2 us) in every step of decoding.
     """
-    mean = -(-p.T // p.B)
+    mean = -(-p.T // max(p.B, 1))
     queries = mean if mean <= MOST_DECODED else 1
     rows = min(p.group * queries, max(MOST_ROWS, p.group))
     if p.B == 1 and p.T > MOST_DECODED:  # most likely one request with all of them, or with most
