@@ -9,11 +9,13 @@ import jax
 from flax import nnx
 
 from flax_layers.demo import data, pictures, train
+from flax_layers.demo.generate import generate
 from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+from flax_layers.demo.texts import KINDS
 
 HELD_OUT_BATCHES = 16
-PROMPT = b"def "
-SAMPLE_LENGTH = 256
+PROMPTS = (b"def ", b"import ")
+SAMPLE_LENGTH = 192
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,6 +42,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the largest of the schedule")
+    parser.add_argument("--cache", choices=list(KINDS), default="dense", help="what the sample is written from")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sample; 0: the most probable bytes")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the PNGs")
     return parser.parse_args(arguments)
@@ -69,6 +73,24 @@ def fit(model: ByteDecoder, texts: list[data.Text], options: argparse.Namespace)
             )
             bar.update()
     return losses
+
+
+def write_samples(model: ByteDecoder, options: argparse.Namespace) -> None:
+    """Prints what the model writes behind each prompt, and how fast.
+
+    Args:
+        model: What writes.
+        options: As `parse_options` gives them.
+    """
+    count = min(SAMPLE_LENGTH, options.length)
+    style = {"cache": options.cache, "temperature": options.temperature, "seed": options.seed}
+    generate(model, PROMPTS, count, **style)  # compiles
+    started = time.perf_counter()
+    texts = generate(model, PROMPTS, count, **style)
+    speed = count / (time.perf_counter() - started)
+    for text in texts:
+        print(f"\nThe model writes:\n{text.decode(errors='replace')}")
+    print(f"\n{len(texts)} texts at once, {speed:,.0f} steps/s from the {options.cache} cache\n")
 
 
 def main(arguments: list[str] | None = None) -> float:
@@ -101,8 +123,7 @@ def main(arguments: list[str] | None = None) -> float:
     held_out_loss = train.mean_loss(model, held_out)
     unigram_loss = data.unigram_loss(corpus.training, held_out)
 
-    sample = train.generate(model, PROMPT, min(SAMPLE_LENGTH, options.length), options.seed)
-    print(f"\nThe model writes:\n{sample}\n")
+    write_samples(model, options)
     options.output.mkdir(parents=True, exist_ok=True)
     pictures.draw_losses(options.output / "loss.png", losses, held_out_loss, unigram_loss)
     pictures.draw_mask(options.output / "mask.png", block_mask)

@@ -1,15 +1,13 @@
-"""Training, the held-out loss, and text written by the model."""
+"""Training, and the held-out loss."""
 
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from flax_layers.demo.data import Rows
 from flax_layers.demo.model import ByteDecoder, Packed, next_byte_loss
@@ -88,32 +86,3 @@ def mean_loss(model: ByteDecoder, batches: list[Rows]) -> float:
     scored = [np.sum(batch.documents[:, 1:] == batch.documents[:, :-1]) for batch in batches]
     losses = [float(_evaluate(model, *batch)) for batch in batches]
     return float(np.average(losses, weights=scored))
-
-
-@nnx.jit
-def _next_byte(
-    model: ByteDecoder, tokens: Packed, last: int | Int[Array, ""], key: Array, temperature: float | Float[Array, ""]
-) -> Int[Array, ""]:
-    logits = model(tokens, jnp.zeros_like(tokens))[0, last]
-    return jax.random.categorical(key, logits / temperature)
-
-
-def generate(model: ByteDecoder, prompt: bytes, length: int, seed: int, temperature: float = 0.7) -> str:
-    """Lets the model write on, byte by byte; each byte costs a pass over the whole text.
-
-    Args:
-        model: The decoder.
-        prompt: How the text begins.
-        length: Bytes of the text, prompt included.
-        seed: The same seed gives the same text.
-        temperature: Divides the logits.
-
-    Returns:
-        The text; what is not UTF-8 in it is replaced.
-    """
-    tokens = np.zeros((1, length), np.int32)
-    tokens[0, : len(prompt)] = np.frombuffer(prompt, np.uint8)
-    keys = jax.random.split(jax.random.key(seed), length)
-    for place in range(len(prompt), length):
-        tokens[0, place] = _next_byte(model, tokens, place - 1, keys[place], temperature)
-    return tokens[0].astype(np.uint8).tobytes().decode(errors="replace")
