@@ -1,0 +1,67 @@
+"""Paged attention for an H200, compiled to machine code without a GPU: what spills, and which instructions run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jflex
+from benchmarks import gpu_compile
+
+KERNELS = ["jflex_paged", "jflex_paged_merge"]
+# Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
+KNOWN_SPILLS: dict[str, int] = {}
+CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+WINDOW = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - jnp.exp2(-(h + 1).astype(jnp.float32)) * (q_idx - kv_idx).astype(jnp.float32)
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return 20.0 * jnp.tanh(score / 20.0)
+
+
+def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, **options):
+    """`paged_attention` of up to 4096 keys, and the shapes of its arguments."""
+    max_pages = 4096 // page_size
+    shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
+    integers = functools.partial(shape, dtype=jnp.int32)
+    cache = jflex.paged.PagedCache(*[shape(1 + R * max_pages, page_size, 8, D)] * 2)
+    batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages))
+    attend = functools.partial(jflex.paged_attention, implementation="triton", return_lse=True, **options)
+    return attend, shape(N, Hq, D), cache, batch
+
+
+CASES = {
+    "decode_pages_of_64": {},
+    "decode_pages_of_16": {"page_size": 16},
+    "decode_pages_of_1": {"page_size": 1},
+    "decode_head_size_64": {"D": 64, "Hq": 8},
+    "decode_alibi": {"score_mod": alibi, "mask_mod": CAUSAL},
+    "decode_softcap": {"score_mod": softcap, "mask_mod": WINDOW},
+    "decode_float32": {"dtype": jnp.float32},
+    "speculative": {"N": 128, "mask_mod": CAUSAL},
+    "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
+    "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},
+    "mixed_float32": {"N": 2048 + 63, "R": 64, "dtype": jnp.float32, "mask_mod": CAUSAL},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles(name):
+    attend, *shapes = program(**CASES[name])
+    if gpu_compile.missing():
+        gpu_compile.lower(attend, *shapes)
+        pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+    kernels = gpu_compile.compile_kernels(attend, *shapes)
+    launches = 2 if "N" in CASES[name] else 1  # for requests with few queries, and with many
+    assert sorted(kernel.name.rstrip("_0123456789") for kernel in kernels) == sorted(KERNELS * launches)
+    spilled = {kernel.name: kernel.spill for kernel in kernels if kernel.spill}
+    assert max(spilled.values(), default=0) <= KNOWN_SPILLS.get(name, 16), (
+        f"bytes of registers that each thread stores away: {spilled}"
+    )
+    if "float32" not in name:
+        assert all(kernel.tensor for kernel in kernels if "merge" not in kernel.name)
