@@ -178,7 +178,8 @@ def cascade(tree: str, levels, mods: Mods, **how):
     x = drawn(tree)
     rows = {"positions": token_positions(x.batch, len(x.q)), "requests": token_requests(x.batch, len(x.q))}
     with jax.default_matmul_precision("highest"):
-        return jflex.cascade_attention(jnp.asarray(x.q), levels, **rows, **mods.given, return_lse=True, **how)
+        attend = functools.partial(jflex.cascade_attention, **rows, **mods.given, return_lse=True, **how)
+        return jax.jit(attend)(jnp.asarray(x.q), levels)
 
 
 def assert_right(found, right):
@@ -213,7 +214,7 @@ def test_16_bit_outputs_are_rounded_once():
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     q, k, v = draw(8, HQ, D), draw(1, 128, HKV, D), draw(1, 128, HKV, D)
     level = lambda a, b: CascadeLevel.dense(k[:, a:b], v[:, a:b], qo_indptr=jnp.array([0, 8]), start=a)
-    attend = functools.partial(jflex.cascade_attention, q, implementation="xla")
+    attend = jax.jit(functools.partial(jflex.cascade_attention, q, implementation="xla"))
     exact = jflex.cascade_attention(
         q.astype(jnp.float32), [CascadeLevel.dense(k.astype(jnp.float32), v.astype(jnp.float32),
                                                    qo_indptr=jnp.array([0, 8]))], implementation="xla")  # fmt: skip
@@ -240,9 +241,10 @@ SEVEN = {  # token, what it sees, output, lse
 
 def seven(levels, **how):
     positions = jnp.array([0, 1, 2, 0, 1, 2, 3], jnp.int32)
-    return jflex.cascade_attention(
-        jnp.ones((7, 1, 2)), levels, positions=positions, mask_mod=causal, scale=1.0, return_lse=True, **how
+    attend = functools.partial(
+        jflex.cascade_attention, positions=positions, mask_mod=causal, scale=1.0, return_lse=True, **how
     )
+    return jax.jit(attend)(jnp.ones((7, 1, 2)), levels)
 
 
 def pages(indptr, *rows, start=0):
@@ -316,7 +318,7 @@ def test_gradient_of_the_reference_is_that_of_one_level():
         return jnp.sum(jnp.sin(jflex.cascade_attention(
             q, levels, positions=jnp.array([4, 8, 11]), mask_mod=causal, implementation="reference")))  # fmt: skip
 
-    of = lambda cuts: jax.grad(functools.partial(loss, cuts), argnums=(0, 1, 2))(q, k, v)
+    of = lambda cuts: jax.jit(jax.grad(functools.partial(loss, cuts), argnums=(0, 1, 2)))(q, k, v)
     for a, b in zip(of([(0, 5), (5, 12)]), of([(0, 12)]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
