@@ -8,9 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks import attention, bars, jax_serving, jax_side, problems, records, report, roofline, tables
-from benchmarks.cpu import paged_scaling
+from benchmarks.cpu import demo_decode, paged_scaling
 from benchmarks.deadline import Deadline
 from benchmarks.peers import FIRST, asked, peers_of
 from benchmarks.problems import SERVED, Problem, parts_of_mixed, suite
@@ -210,3 +211,12 @@ def test_a_question_to_the_cpu_without_an_answer_falls_short(monkeypatch):
     lines, reached = report.bar_lines()
     assert "cpu/paged_scaling: **missing**: paged_scaling.json is missing" in lines
     assert not reached
+
+
+@pytest.mark.parametrize("make", [demo_decode._dense, demo_decode._paged])
+def test_a_step_of_the_demo_can_be_repeated(make):
+    sizes = demo_decode.ModelSizes(width=16, layers=1, heads=2, kv_heads=1)
+    step = make(demo_decode.ByteDecoder(sizes, "xla", rngs=nnx.Rngs(0)), 16, 32)
+    first, again = step(), step()
+    assert first.shape[-1] == 256
+    np.testing.assert_array_equal(first, again)
