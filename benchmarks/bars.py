@@ -192,8 +192,9 @@ def _mixed(result: SuiteResult) -> Iterable[Figure | str]:
 
 
 def _cascade(result: SuiteResult) -> Iterable[Figure | str]:
-    for problem, least in zip(suite(result.suite), (15.0, 1.5), strict=True):
-        name = f"cascade, prefix {problem.prefix} and suffix {problem.S - problem.prefix}, over"
+    for problem, least in zip(suite(result.suite), (15.0, 1.5) * 2, strict=True):
+        heads = f"{problem.Hq}/{problem.Hkv} heads, prefix {problem.prefix}"
+        name = f"cascade, {heads} and suffix {problem.S - problem.prefix}, over"
         flat, copies = (result.ratio(problem, "forward", FIRST, peer) for peer in ("jflex-flat", "jflex-copies"))
         yield _figure(f"{name} flat", [flat], min, at_least=least)
         yield _figure(f"{name} flat with pages of its own for each", [copies], min)

@@ -195,8 +195,9 @@ def parts_of_mixed(mixed: Problem) -> tuple[Problem, Problem]:
 
 
 def _cascade() -> list[Problem]:
-    return [Problem(64, 1, prefix + suffix, **_HEADS, variant="noop", prefix=prefix, page=64)
-            for prefix, suffix in ((8192, 128), (1024, 1024))]  # fmt: skip
+    """With as many key heads as query heads, keys are all that counts; with fewer, the products of a prefix do too."""
+    return [Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
+            for heads in (_HEADS | {"Hkv": 32}, _HEADS) for prefix, suffix in ((8192, 128), (1024, 1024))]  # fmt: skip
 
 
 def _quick() -> list[Problem]:

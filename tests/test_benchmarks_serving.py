@@ -172,9 +172,9 @@ def test_bars_of_serving(tmp_path: pathlib.Path):
     found = [reading for reading in bars.readings(tmp_path) if reading.file in SERVED]
     assert not [reading for reading in found if not reading.holds]
     asked_for = {reading.figure.name: reading.figure for reading in found if reading.figure.holds is not None}
-    assert len(asked_for) == 1 + 2 + 2 + 5 + 2 + 1
+    assert len(asked_for) == 1 + 2 + 2 + 5 + 4 + 1
     assert asked_for["pages of 64"].value == 100.0
-    assert asked_for["cascade, prefix 8192 and suffix 128, over flat"].value == 16.0
+    assert asked_for["cascade, 32/32 heads, prefix 8192 and suffix 128, over flat"].value == 16.0
 
 
 def test_missing_records_and_files_fall_short(tmp_path: pathlib.Path):
