@@ -63,6 +63,12 @@ def _shared(problem: Problem) -> str | None:
     return None if problem.prefix else "is asked for shared prefixes"
 
 
+def _addressed(problem: Problem) -> str | None:
+    """Triton's kernels address an array by 31 bits."""
+    elements = problem.B * problem.S * problem.Hkv * problem.D
+    return f"would have {elements / 2**30:.1f} * 2**30 elements in an array" if elements >= 2**31 else None
+
+
 def _dense(problem: Problem) -> str | None:
     scores = 4 * problem.B * problem.Hq * problem.T * problem.S
     return f"would hold {scores / 2**30:.0f} GiB of scores" if scores > _LARGEST_SCORES else None
@@ -95,7 +101,7 @@ PEERS = {peer.name: peer for peer in (
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
-    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),
+    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _both(_shared, _addressed)),
     Peer("flashinfer", "FlashInfer", "torch", _paged),
 )}  # fmt: skip
 FIRST = "jflex"  # the one that the others are compared with
