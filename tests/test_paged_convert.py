@@ -168,13 +168,15 @@ def test_clearing_keeps_what_any_request_uses_and_every_layer():
     np.testing.assert_array_equal(cleared.v.reshape(2, 8), expected[1])
 
 
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_both_routes_agree(mask):
+@pytest.mark.parametrize(
+    ("mask", "backend"), [("causal", "xla"), ("documents", "xla"), ("documents", "triton-interpret")]
+)
+def test_both_routes_agree(mask, backend):
     """`paged_attention` looks pages up, sees positions, and gives queries of negative positions, too."""
     query, _, cache, table = problem(16)
     batch = PagedBatch(T * np.arange(B + 1, dtype=np.int32), LENGTHS, table)
     options = {"score_mod": SCORES["bias by key"](jnp.asarray(BIAS)), "mask_mod": MASKS[mask], "return_lse": True}
-    call = jax.jit(functools.partial(jflex.paged_attention, **options, implementation="xla"))
+    call = jax.jit(functools.partial(jflex.paged_attention, **options, **OPTIONS[backend]))
     out, lse = call(query.reshape(B * T, HQ, D), cache, batch)
     converted = jax.jit(functools.partial(paged, mask=mask, score="bias by key", options=OPTIONS["xla"]))
     expected_out, expected_lse = converted(cache, table, query, LENGTHS, bias=BIAS)
