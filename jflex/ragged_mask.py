@@ -24,6 +24,7 @@ from jflex.mask_fit import uses_index
 from jflex.mask_sizes import checked_block_size, checked_size
 from jflex.problem import describe_array
 from jflex.trace import TracedMod, trace_mask_mod
+from jflex.varying import unify_varying
 
 Mod = Callable[..., Any] | None
 DEFAULT_BLOCK = 128
@@ -60,8 +61,8 @@ def varlen_block_mask(
 
     Without a `mask_mod` no element is evaluated: the boundaries tell which blocks have a sequence in common, and which
     lie within one. With one, it is evaluated in those blocks alone, however many there are; so the work grows with the
-    squares of the lengths of the sequences, not with that of their sum. Only a byte for each block of the whole matrix
-    is held, and the lists.
+    squares of the lengths of the sequences, not with that of their sum. What is held grows with the number of blocks of
+    the whole matrix, about 20 bytes for each.
 
     Args:
       cu_seqlens_q: As in `flex_attention_varlen`; traced ones too.
@@ -250,7 +251,7 @@ def _evaluated_kinds(
         return start + width, found.at[:, some].set(values, mode="drop")
 
     count = jnp.sum(seen, dtype=jnp.int32)
-    state = jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8)
+    state = unify_varying((jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8), count, operands))[:2]
     _, found = lax.while_loop(lambda state: state[0] < count, step, state)
     return found.reshape(heads, *kinds.shape)
 

@@ -114,25 +114,46 @@ def draw(case: Packed) -> evaluation.Drawn:
     return evaluation.Drawn(*map(poison, drawn[:4], (0, 1, 1, 0)), d_lse, *captured)
 
 
+def attend(case: Packed, backend: str, drawn, ends, q, k, v, floats) -> tuple[jax.Array, jax.Array]:
+    """Out [1, N, Hq, Dv] and lse [1, Hq, N], as `evaluation` wants them."""
+    n = case.as_one.sizes
+    score_mod = None if case.score is None else case.score.jax({**drawn.score, **floats})
+    how = {"mask_mod": None if case.mask is None else case.mask.jax(drawn.mask)}
+    if case.block is not None:
+        H = n.Hq if case.mask is window else None
+        how = {"block_mask": varlen_block_mask(*ends, n.T, n.S, **how, H=H, block_size=case.block)}
+    out, lse = flex_attention_varlen(
+        q[0], k[0], v[0], cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], score_mod=score_mod, **how, return_lse=True,
+        **OPTIONS[backend],
+    )  # fmt: skip
+    return out[None], lse.T[None]
+
+
+def program_of(case: Packed, backend: str) -> Any:
+    """Forward and backward pass, with all gradients, of `arguments_of`."""
+
+    def program(drawn, ends, floats):
+        call = functools.partial(attend, case, backend, drawn, ends)
+        out, pull = jax.vjp(call, drawn.query, drawn.key, drawn.value, floats)
+        return out, pull((drawn.d_out, drawn.d_lse))
+
+    return program
+
+
+def arguments_of(case: Packed) -> tuple[Any, ...]:
+    return jax.tree.map(jnp.asarray, (draw(case), case.ends, draw(case).floats()))
+
+
 @functools.cache
 def found_by(case: Packed, backend: str) -> evaluation.Results:
     """Out, lse and all gradients; B is 1 in all of them."""
-    n = case.as_one.sizes
-
-    def attend(drawn, ends, q, k, v, floats):
-        score_mod = None if case.score is None else case.score.jax({**drawn.score, **floats})
-        how = {"mask_mod": None if case.mask is None else case.mask.jax(drawn.mask)}
-        if case.block is not None:
-            H = n.Hq if case.mask is window else None
-            how = {"block_mask": varlen_block_mask(*ends, n.T, n.S, **how, H=H, block_size=case.block)}
-        out, lse = flex_attention_varlen(
-            q[0], k[0], v[0], cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], score_mod=score_mod, **how, return_lse=True,
-            **OPTIONS[backend],
-        )  # fmt: skip
-        return out[None], lse.T[None]
-
-    ends = tuple(map(jnp.asarray, case.ends))
-    return evaluation._differentiated(case.as_one, draw(case), attend, ends, in_haste=backend != "triton")
+    program = jax.jit(program_of(case, backend))
+    with (
+        jax.default_matmul_precision(evaluation.precision(case.as_one)),
+        evaluation.compiled_in_haste(backend != "triton"),
+    ):
+        out, gradients = program(*arguments_of(case))
+    return evaluation.Results(*out, *gradients)
 
 
 @functools.cache

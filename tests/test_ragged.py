@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jflex
+from benchmarks import gpu_compile
 from jflex import ragged_mask
 from jflex.ragged import flex_attention_varlen, varlen_block_mask
 from tests import evaluation
-from tests.ragged_cases import CASES, OPTIONS, check, found_by, places_of
+from tests.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.test_transforms import shapes_made
 
 F32 = jnp.float32
@@ -151,6 +153,36 @@ def test_a_mask_made_once_serves_all_layers_of_a_scan():
         boundaries(20, 10, 25), jnp.array([1.0, 2.0, 0.5])
     )
     tree_close(run("xla"), run("reference"))
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
+def test_inside_of_shard_map(backend):
+    """Each device has its own packing."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ends = jnp.stack([boundaries(*x) for x in ((20, 10, 30), (0, 60, 0), (5, 5, 5), (0, 0, 0))])
+    args = [jnp.stack(x) for x in zip(*(drawn(seed=i) for i in range(4)), strict=True)]
+    run = functools.partial(loss, OPTIONS[backend], {"mask_mod": causal})
+    local = lambda ends, *args: run((ends[0], ends[0]), *(x[0] for x in args), SLOPES)[None]
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    total = lambda call: jax.jit(jax.grad(lambda *args: jnp.sum(call(ends, *args)), (0, 1, 2)))(*args)
+    with evaluation.compiled_in_haste(True):
+        one_by_one = jax.vmap(lambda ends, *args: run((ends, ends), *args, SLOPES))
+        tree_close(total(sharded), total(one_by_one))
+
+
+@pytest.mark.parametrize("name", ["window_by_head_bfloat16", "cross_bottom_right", "places"])
+def test_compiles_for_a_gpu(name):
+    [case] = [case for case in CASES if case.name == name]
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    program = program_of(case, "triton")
+    args = shapes(arguments_of(case))
+    with jax.default_matmul_precision(None):
+        if gpu_compile.missing():
+            gpu_compile.lower(program, *args)
+            pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+        names = {kernel.name for kernel in gpu_compile.compile_kernels(program, *args)}
+    assert {"jflex_forward", "jflex_backward_dkv", "jflex_backward_dq"} <= names
 
 
 # --- the mask
