@@ -57,7 +57,7 @@ class _Judge:
     def __init__(self, program: Program, known: Evaluation, first: jax.Array, last: jax.Array) -> None:
         self.program, self.known, self.first, self.last = program, known, first, last
         self.found: dict[Node, Interval | None] = {}
-        self.believed = jnp.full((), True)
+        self.doubts: list[jax.Array] = []  # where a number is larger than believed
 
     def verdict(self) -> Visibility:
         for node in self.program.nodes:
@@ -65,7 +65,10 @@ class _Judge:
                 self.found[node] = self._of_keys(node)
         out = self._interval(self.program.output) or self._undecided()
         low, high = (jnp.broadcast_to(x, self.first.shape) for x in out[:2])
-        return Visibility((high != 0) | ~self.believed, (low != 0) & self.believed)
+        some, everything = high != 0, low != 0
+        for doubt in self.doubts:
+            some, everything = some | doubt, everything & ~doubt
+        return Visibility(some, everything)
 
     def _interval(self, node: Node) -> Interval | None:
         if node not in self.found:
@@ -80,7 +83,7 @@ class _Judge:
         low, high = (value, value) if node.kind == "" else (jnp.min(value), jnp.max(value))
         if node.bounds is not None:
             return Interval(low, high, node.bounds)
-        self.believed &= (low >= -LARGEST) & (high <= LARGEST)
+        self.doubts.append((low < -LARGEST) | (high > LARGEST))
         return Interval(low, high, (-LARGEST, LARGEST))
 
     def _of_keys(self, node: Node) -> Interval | None:

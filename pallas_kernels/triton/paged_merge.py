@@ -1,7 +1,7 @@
 """Joins what several programs found of one tile of queries, each over a part of the keys.
 
-One program a row: it reads all parts of it, some at once. The grid is (rows, key heads, tiles of queries with several
-parts).
+One program for a query head: it takes the queries of a tile one after the other, and reads all parts of one, some at
+once. The grid is one axis of (tiles of queries with several parts, query heads).
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from pallas_kernels.triton.columns import chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged_rows import Facts, PagedArrays, PagedSetting, Work, place_to_merge
 
-RUN = 32  # parts read at once
+RUN = 16  # parts read at once
 
 
 def merge_parts(
     setting: PagedSetting,
     work: Work,
     arrays: PagedArrays,
-    found: tuple[jax.Array, ...],
+    found: Sequence[jax.Array],
     parts: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Writes the rows that have several parts into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
     a = setting.attention
-    rows = min(work.tiles.block_q, work.queries(setting) * a.group)
     facts = Facts(arrays.indptr, arrays.lengths)
     return launch(
         functools.partial(_kernel, setting, work),
-        (facts, tuple(parts), found),
+        (facts, tuple(parts), tuple(found)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_paged_merge",
-        grid=(rows, a.Hkv, max(1, min(work.row_tiles(setting), work.shares(setting)))),
-        tiles=Tiles(RUN, RUN, 4, 1),
+        grid=(a.Hq * min(work.row_tiles(setting), work.shares(setting)),),
+        tiles=Tiles(RUN, RUN, 1, 1),
         interpret=a.interpret,
         aliases={4: 0, 5: 1},
     )
@@ -50,22 +49,25 @@ def merge_parts(
 def _kernel(setting: PagedSetting, work: Work, facts: Facts, parts: Any, before: Any, out: Any, lse: Any) -> None:
     del before  # the memory of `out` and `lse`
     a = setting.attention
-    row, kv_h = pl.program_id(0), pl.program_id(1)
-    here = place_to_merge(setting, work, facts, pl.program_id(2))
-    t = lax.div(row, a.group)
-    exists = (here.parts > 1) & (t < here.queries)
-    runs = jnp.where(exists, lax.div(here.parts + (RUN - 1), RUN), 0)
-    start = (jnp.full((), -jnp.inf), jnp.zeros(()), tuple(jnp.zeros((width,)) for _, width in chunks(a.Dv)))
-    top, total, sums = lax.fori_loop(0, runs, functools.partial(_take_in, a.Dv, parts, here, (kv_h, row)), start)
-    empty = total == 0.0
-    safe = jnp.where(empty, 1.0, total)
-    n, h = jnp.minimum(here.first + t, a.T - 1), kv_h * a.group + lax.rem(row, a.group)
-    one = jnp.broadcast_to(exists, (1,))
-    whole = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-    plgpu.store(lse.at[(n, pl.ds(h, 1))], jnp.broadcast_to(whole, (1,)), mask=one)
-    for (first, width), x in zip(chunks(a.Dv), sums, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-        plgpu.store(out.at[(n, h, column)], (x / safe).astype(out.dtype), mask=(column < a.Dv) & exists)
+    h, tile = lax.rem(pl.program_id(0), a.Hq), lax.div(pl.program_id(0), a.Hq)
+    here = place_to_merge(setting, work, facts, tile)
+    kv_h, member = lax.div(h, a.group), lax.rem(h, a.group)
+    runs = lax.div(here.parts + (RUN - 1), RUN)
+
+    def query(t: Any, done: Any) -> Any:
+        row = t * a.group + member
+        start = (jnp.full((), -jnp.inf), jnp.zeros(()), tuple(jnp.zeros((width,)) for _, width in chunks(a.Dv)))
+        top, total, sums = lax.fori_loop(0, runs, functools.partial(_take_in, a.Dv, parts, here, (kv_h, row)), start)
+        empty = total == 0.0
+        safe = jnp.where(empty, 1.0, total)
+        n = jnp.minimum(here.first + t, a.T - 1)
+        lse[n, h] = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+        for (first, width), x in zip(chunks(a.Dv), sums, strict=True):
+            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
+            plgpu.store(out.at[(n, h, column)], (x / safe).astype(out.dtype), mask=column < a.Dv)
+        return done
+
+    lax.fori_loop(0, jnp.where(here.parts > 1, jnp.minimum(here.queries, work.queries(setting)), 0), query, 0)
 
 
 def _take_in(size: int, parts: Any, here: Any, at: tuple[Any, Any], run: Any, state: Any) -> Any:
