@@ -27,6 +27,9 @@ from jflex.mods import not_mask as not_mask
 from jflex.mods import or_masks as or_masks
 from jflex.offset import with_offset as with_offset
 from jflex.paged.attention import paged_attention as paged_attention
+from jflex.ragged import flex_attention_varlen as flex_attention_varlen
+from jflex.ragged_mask import VarlenBlockMask as VarlenBlockMask
+from jflex.ragged_mask import varlen_block_mask as varlen_block_mask
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2
 from jflex.state import lse_from_flash as lse_from_flash
