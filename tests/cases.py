@@ -307,7 +307,7 @@ LENGTHS = [
     ),
     Case("length_shared_keys", sizes=N(3, 2, 150, Hq=4, Hkv=2, D=40, Dv=80, Bkv=1), kv_lengths=(5, 150, 64), **BF16),
     Case("length_sees_nothing", scores.times_two, masks.strictly_causal, N(T=3, S=130), kv_lengths=(0, 1)),
-    Case("softcap_length_many_queries", scores.softcap, sizes=N(3, 70, 300, Hq=4, Hkv=2), kv_lengths=(99, 0, 300), **BF16),
+    Case("softcap_length_many_queries", scores.softcap, sizes=N(3, 70, 300, Hq=4), kv_lengths=(99, 0, 300), **BF16),
     Case("length_many_mask_mod", captured.table, masks.window, N(T=70, S=100), kv_lengths=(40, 100)),
     Case(
         "length_many_blocks", scores.log_distance, masks.strictly_causal, N(T=100, Hq=4, Hkv=2), block=32,

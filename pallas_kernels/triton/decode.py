@@ -49,6 +49,8 @@ def decode(
 
 def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     parts = parts_of(setting, tiles)
+    if parts == 1:
+        return _decode_whole(setting, tiles, arrays)
     shape = (setting.B, setting.Hkv, parts, tiles.block_q)
     out, lse = launch(
         functools.partial(_even_kernel, setting, tiles, parts),
@@ -64,6 +66,23 @@ def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Ar
     by_head = (setting.B, setting.Hq, setting.T)
     merged = merged.reshape(*by_head, setting.Dv).astype(arrays.query.dtype)
     return (merged.swapaxes(1, 2) if setting.layout == "BTNH" else merged), lse.reshape(by_head)
+
+
+def _decode_whole(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """No row is divided: there is nothing to merge."""
+    out, lse = launch(
+        functools.partial(_even_kernel, setting, tiles, 1),
+        (arrays,),
+        [
+            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+            jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
+        ],
+        name="jflex_decode",
+        grid=(1, setting.Hkv, setting.B),
+        tiles=tiles,
+        interpret=setting.interpret,
+    )
+    return out, lse
 
 
 def _decode_uneven(
@@ -112,6 +131,9 @@ def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and setting.walk_passes_end("k", tiles[1]))
     state = _over_keys(setting, tiles, arrays, (b, kv_h), blocks.Part(part, parts), _start(setting, tiles), listed)
     rows, row_lse = softmax.finish(state, unit)
+    if parts == 1:
+        row = decode_uneven.whole_row(b, kv_h)
+        return decode_uneven.store_whole(setting, row, rows, row_lse, out, lse)
     for (first, width), x in zip(chunks(setting.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)

@@ -23,6 +23,7 @@ from pallas_kernels.setting import Setting, Tiles
 from pallas_kernels.triton import plan
 from pallas_kernels.triton.columns import Columns, chunks
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.parts import Parts, merge_row
 
 MOST_AT_ONCE = 64  # parts that the second kernel reads together
 
@@ -67,6 +68,12 @@ class Row(NamedTuple):
     exists: Any
     whole: Any
     slot: Any
+
+
+def whole_row(b: Any, kv_h: Any) -> Row:
+    """A row that one program works on alone."""
+    yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
+    return Row(b, kv_h, None, blocks.Part(0, 1), yes, yes, 0)
 
 
 class Divided(NamedTuple):
@@ -197,7 +204,7 @@ def merge(
     run = min(MOST_AT_ONCE, 1 << (division.most_parts - 1).bit_length())
     out, lse = launch(
         functools.partial(_merge_kernel, division, run),
-        (facts, parts, found),
+        (facts, Parts(*parts), found),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_decode_merge",
         grid=(setting.group * setting.T, division.heads, division.divided),
@@ -208,41 +215,18 @@ def merge(
     return out, lse
 
 
-def _merge_kernel(division: Division, run: int, facts: Facts, parts: Any, before: Any, out: Any, lse: Any) -> None:
+def _merge_kernel(division: Division, run: int, facts: Facts, parts: Parts, before: Any, out: Any, lse: Any) -> None:
     del before  # the memory of `out` and `lse`
     setting, line, head = division.setting, pl.program_id(0), pl.program_id(1)
     row = division.divided_row(facts, pl.program_id(2), head)
-    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(setting.Dv))
-    start = (jnp.full((), -jnp.inf, jnp.float32), jnp.zeros((), jnp.float32), zeros)
-    runs = lax.div(row.parts + (run - 1), run)
-    take_in = functools.partial(_take_in, setting.Dv, run, parts, row, (head, line))
-    top, total, sums = lax.fori_loop(0, runs, take_in, start)
-    safe, exists = jnp.where(total == 0.0, 1.0, total), row.parts > 1
+    columns, row_lse = merge_row(parts, run, row.slot, row.parts, (head, line))
+    exists = row.parts > 1
     h, t = row.kv_h * setting.group + lax.div(line, setting.T), lax.rem(line, setting.T)
-    whole = jnp.where(total == 0.0, -jnp.inf, top + jnp.log(safe))
-    plgpu.store(lse.at[(row.b, h, t)], whole, mask=exists)
-    for (first, width), x in zip(chunks(setting.Dv), sums, strict=True):
+    plgpu.store(lse.at[(row.b, h, t)], row_lse, mask=exists)
+    for (first, width), x in zip(chunks(setting.Dv), columns, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
         at = (row.b, t, h, column) if setting.layout == "BTNH" else (row.b, h, t, column)
-        plgpu.store(out.at[at], (x / safe).astype(out.dtype), mask=(column < setting.Dv) & exists)
-
-
-def _take_in(size: int, run: int, parts: Any, row: Divided, at: tuple[Any, Any], number: Any, state: Any) -> Any:
-    """Adds a run of parts to the weighted sums of a query."""
-    (top, total, sums), (part_out, part_lse) = state, parts
-    nth = number * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
-    there, slot = nth < row.parts, row.slot + jnp.minimum(nth, row.parts - 1)
-    lse = plgpu.load(part_lse.at[(slot, *at)], mask=there, other=-jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(lse))
-    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    share, keep = jnp.exp(lse - shift), jnp.exp(top - shift)
-    added = []
-    for (first, width), x in zip(chunks(size), sums, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
-        slots, exists = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, there))
-        values = plgpu.load(part_out.at[(slots, *at, column)], mask=(column < size) & exists, other=0.0)
-        added.append(x * keep + jnp.sum(values * share[:, None], axis=0))
-    return new_top, total * keep + jnp.sum(share), tuple(added)
+        plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < setting.Dv) & exists)
 
 
 def store_part(row: Row, head: Any, rows: Columns, lse: jax.Array, parts: tuple[Any, Any]) -> None:
