@@ -12,6 +12,7 @@ from jflex import kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.programs import Programs, programs_of
 from jflex.config import Tiles
+from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
 
 KERNELS = ("forward", "dkv", "dq")
@@ -28,15 +29,9 @@ class Triton(Backend):
 
     def unsupported(self, problem: Problem) -> str | None:
         """The first thing that stands in the way."""
-        if problem.platform != "gpu" and not problem.config.interpret:
-            return (
-                f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
-                "config=jflex.Config(interpret=True) interprets the kernels)"
-            )
-        if problem.dtype not in ("bfloat16", "float16", "float32"):
-            return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
-        if max(problem.D, problem.Dv) > 256:
-            return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+        reason = limit_of_kernels(problem)
+        if reason is not None:
+            return reason
         programs = programs_of(problem)
         if isinstance(programs, str):
             return programs
@@ -94,6 +89,20 @@ class Triton(Backend):
             g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True)
         )
         return Gradients(found.query, found.key, found.value, captured)
+
+
+def limit_of_kernels(problem: Problem | PagedProblem) -> str | None:
+    """What of the device, the dtype or the head sizes stands in the way of every kernel here."""
+    if problem.platform != "gpu" and not problem.config.interpret:
+        return (
+            f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
+            "config=jflex.Config(interpret=True) interprets the kernels)"
+        )
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
+    if max(problem.D, problem.Dv) > 256:
+        return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+    return None
 
 
 def _decodes(problem: Problem) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jflex.backends.paged.base import PagedBackend
 from jflex.backends.programs import Programs, programs_of
-from jflex.backends.triton import MOST_DECODED, MOST_ROWS, SMALLEST_TILE
+from jflex.backends.triton import MOST_DECODED, MOST_ROWS, SMALLEST_TILE, limit_of_kernels
 from jflex.config import Tiles
 from jflex.paged.problem import PagedInputs, PagedProblem
 
@@ -26,15 +26,9 @@ class PagedTriton(PagedBackend):
 
     def unsupported(self, problem: PagedProblem) -> str | None:
         """The first thing that stands in the way."""
-        if problem.platform != "gpu" and not problem.config.interpret:
-            return (
-                f"it needs an NVIDIA GPU, and this call runs on {problem.platform} (for tests, "
-                "config=jflex.Config(interpret=True) interprets the kernels)"
-            )
-        if problem.dtype not in ("bfloat16", "float16", "float32"):
-            return f"its kernels compute in bfloat16, float16 or float32, not {problem.dtype}"
-        if max(problem.D, problem.Dv) > 256:
-            return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+        reason = limit_of_kernels(problem)
+        if reason is not None:
+            return reason
         if problem.group > MOST_GROUPED:
             return f"its kernels take up to {MOST_GROUPED} query heads for each key head, not {problem.group}"
         programs = programs_of(problem, heads_in_rows=True)
