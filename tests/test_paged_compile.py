@@ -13,6 +13,7 @@ KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
 KNOWN_SPILLS: dict[str, int] = {}
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+SHOWN = jnp.arange(4096) % 3 == 0
 WINDOW = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
 
 
@@ -42,6 +43,9 @@ CASES = {
     "decode_head_size_64": {"D": 64, "Hq": 8},
     "decode_alibi": {"score_mod": alibi, "mask_mod": CAUSAL},
     "decode_softcap": {"score_mod": softcap, "mask_mod": WINDOW},
+    # Masks of which nothing is loaded by request or query: no tile of theirs is left to a condition of the program.
+    "decode_mask_by_key": {"mask_mod": lambda b, h, q_idx, kv_idx: SHOWN[kv_idx]},
+    "decode_one_key": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx == 17},
     "decode_float32": {"dtype": jnp.float32},
     "speculative": {"N": 128, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
