@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.setting import Setting
+from pallas_kernels.setting import Arrays, Setting, Tiles
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of blocks
 
@@ -112,6 +112,32 @@ def heaviest_first(counts: jax.Array) -> jax.Array | None:
     None if there are so few that the last ones first will do, which is the same for a causal mask.
     """
     return None if counts.shape[-1] < MANY_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
+
+
+def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
+    """In which order the tiles of queries are started, [list batch, list heads, tiles]; None is the last one first."""
+    if setting.blocks is None:
+        return None
+    weight = arrays.lists[0] + arrays.lists[2]
+    per_block = setting.blocks[0] // tiles.block_q
+    weight = jnp.repeat(weight, per_block, axis=-1)[..., : -(-setting.T // tiles.block_q)]
+    return heaviest_first(weight)
+
+
+def row_at(setting: Setting, order: Any, b: Any, h: Any, nth: Any, rows: Any) -> Any:
+    """The tile of queries that is started as the nth of `rows`."""
+    return rows - 1 - nth if order is None else order[(*list_position(setting, b, h), nth)]
+
+
+def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
+    """Folds a step over the tiles of keys that a tile of queries, of batch and head, visits."""
+    b, h, tile = here
+    if setting.blocks is None:
+        return walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step)
+    counts, indices, full_counts, full_indices = arrays.lists[:4]
+    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
+    row = BlockRow((counts, indices), (full_counts, full_indices), at)
+    return walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
 
 
 def kinds(setting: Setting, lists: Any) -> jax.Array:

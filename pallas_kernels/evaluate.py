@@ -32,8 +32,8 @@ class Space(abc.ABC):
         """``a * b + c`` of float32 tiles, rounded once where the hardware does that."""
         return a * b + c
 
-    def substitutes(self) -> Mapping[str, Callable[..., jax.Array]]:
-        """Functions that replace primitives here: an approximate tanh, say."""
+    def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
+        """Functions that replace primitives here, for values of a kind: an approximate tanh, say."""
         return {}
 
 
@@ -100,7 +100,7 @@ class Evaluation:
         if node.op == "load":
             return self.space.load(node, ins)
         assert node.apply is not None  # all that is left are primitives
-        return self.space.substitutes().get(node.op, node.apply)(*ins)
+        return self.space.substitutes(node.kind).get(node.op, node.apply)(*ins)
 
     def _spread(self, node: Node, to: str) -> jax.Array:
         return self.space.spread(self.values[node], node.kind, to)

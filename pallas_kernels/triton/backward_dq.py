@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.ref import addupdate
 
+from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
@@ -31,7 +32,6 @@ from pallas_kernels.triton.columns import (
     times,
     zero_rows,
 )
-from pallas_kernels.triton.forward import over_keys, row_order, this_row
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
@@ -64,7 +64,7 @@ def dq(
     operands = arrays.score_operands
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
-    inputs = (arrays, row_order(setting, tiles, arrays), rows, zeros)
+    inputs = (arrays, blocks.row_order(setting, tiles, arrays), rows, zeros)
     per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)
     outputs = [
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
@@ -109,7 +109,8 @@ def _kernel(
     d_query: Any,
     *captured: Any,
 ) -> None:
-    here = b, h, tile = this_row(setting, order)
+    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    here = b, h, tile = b, h, blocks.row_at(setting, order, b, h, nth, pl.num_programs(0))
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     own_rows = functools.partial(load_queries, setting, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
@@ -137,7 +138,7 @@ def _kernel(
         return plus(d_q, times(setting, d_s, k)), sums
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
-    d_q, sums = over_keys(setting, tiles, arrays, here, (zero_rows(tiles.block_q, setting.D), sums), step)
+    d_q, sums = blocks.over_keys(setting, tiles, arrays, here, (zero_rows(tiles.block_q, setting.D), sums), step)
     d_q = tuple(x * setting.scale for x in d_q)
     store_rows(setting, d_query, b, h, first, d_q, setting.T, may_end=rows_end)
     for ref, total in zip(captured, sums, strict=False):

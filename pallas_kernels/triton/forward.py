@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import blocks, softmax
@@ -31,7 +30,7 @@ from pallas_kernels.triton.tile import weights
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
-    order = row_order(setting, tiles, arrays)
+    order = blocks.row_order(setting, tiles, arrays)
     outputs = [
         jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
         jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
@@ -48,37 +47,9 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
     return out, lse
 
 
-def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of queries are started, [list batch, list heads, tiles]; None is the last one first."""
-    if setting.blocks is None:
-        return None
-    weight = arrays.lists[0] + arrays.lists[2]
-    per_block = setting.blocks[0] // tiles.block_q
-    weight = jnp.repeat(weight, per_block, axis=-1)[..., : pl.cdiv(setting.T, tiles.block_q)]
-    return blocks.heaviest_first(weight)
-
-
-def this_row(setting: Setting, order: Any) -> tuple[Any, Any, Any]:
-    """Batch, query head and tile of queries of this program."""
-    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if order is None:
-        return b, h, pl.num_programs(0) - 1 - nth
-    return b, h, order[(*blocks.list_position(setting, b, h), nth)]
-
-
-def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
-    """Folds a step over the tiles of keys that a tile of queries visits."""
-    b, h, tile = here
-    if setting.blocks is None:
-        return blocks.walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step)
-    counts, indices, full_counts, full_indices = arrays.lists[:4]
-    at = (*blocks.list_position(setting, b, h), lax.div(tile, setting.blocks[0] // tiles.block_q))
-    row = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
-    return blocks.walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
-
-
 def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
-    here = b, h, tile = this_row(setting, order)
+    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    here = b, h, tile = b, h, blocks.row_at(setting, order, b, h, nth, pl.num_programs(0))
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     q = load_queries(setting, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
@@ -99,7 +70,7 @@ def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any
             may_hide=may_hide,
         )
 
-    state = over_keys(
+    state = blocks.over_keys(
         setting, tiles, arrays, here, softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv)), step
     )
     rows, row_lse = softmax.finish(state, known.unit)

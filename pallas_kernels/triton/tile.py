@@ -70,7 +70,7 @@ class TileSpace(Space):
         """One instruction."""
         return a * b + c if self.interpret else _of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
-    def substitutes(self) -> Mapping[str, Callable[..., jax.Array]]:
+    def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The hardware's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
         return {"tanh": _approximate_tanh} if self.approximate else {}
 

@@ -1,0 +1,227 @@
+"""Forward kernel for Hopper.
+
+A block of threads computes a tile of queries of one head. One warp group walks the listed blocks of keys and has the
+copy engine bring keys and values into rings; two others hold half of the queries each, and their weights, output and
+running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take turns: while the products of
+one run, the other computes exponentials.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels import blocks
+from pallas_kernels.mosaic_gpu import inline, memory, scores
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
+from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
+from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.setting import LN_2, Arrays, Setting, Tiles
+
+GROUPS = 2  # warp groups that compute
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block of threads.
+
+    Attributes:
+      queries: [groups, rows, D].
+      out: [groups, rows, Dv].
+      lse: [groups, rows].
+      queries_filled: A barrier a group.
+      keys: Ring of keys.
+      values: Ring of values.
+      turns: At the tensor cores.
+    """
+
+    queries: Any
+    out: Any
+    lse: Any
+    queries_filled: Any
+    keys: Ring
+    values: Ring
+    turns: Turns
+
+
+class State(NamedTuple):
+    """Of the rows of a warp group, after some of the keys.
+
+    Attributes:
+      out: Sums of weights times values.
+      top: The largest score so far, in base 2.
+      total: Sum of the weights.
+      count: Tiles so far.
+    """
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+    count: jax.Array
+
+
+def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
+    """What a block of threads needs."""
+    rows = tiles.block_q // GROUPS
+    return Scratch(
+        memory.tiled((GROUPS, rows, setting.D), dtype),
+        None if setting.Dv == setting.D else memory.tiled((GROUPS, rows, setting.Dv), dtype),
+        plg.SMEM((GROUPS, rows), jnp.float32),
+        plg.Barrier(num_barriers=GROUPS),
+        Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, GROUPS),
+        Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, GROUPS),
+        Turns.declare(),
+    )
+
+
+def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
+    order = blocks.row_order(setting, tiles, arrays)
+    rows = pl.cdiv(setting.T, tiles.block_q)
+    captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
+    out, lse = launch(
+        functools.partial(_kernel, setting, tiles, captured),
+        (flat_operands(arrays), order),
+        [
+            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+            jax.ShapeDtypeStruct((setting.B, setting.Hq, rows * tiles.block_q), jnp.float32),
+        ],
+        declare(setting, tiles, arrays.query.dtype),
+        name="jflex_forward_sm90",
+        grid=(setting.B, setting.Hq, rows),
+        warp_groups=GROUPS + 1,
+    )
+    return out, lse[..., : setting.T]
+
+
+def _kernel(
+    setting: Setting, tiles: Tiles, captured: scores.Captured, place: Any, inputs: Any, outputs: Any, scratch: Scratch
+) -> None:
+    arrays, order = inputs
+    b, h, nth = place
+    here = (b, h, blocks.row_at(setting, order, b, h, nth, pl.cdiv(setting.T, tiles.block_q)))
+    group = lax.axis_index(WARP_GROUP)
+    pl.when(group == GROUPS)(lambda: _copy(setting, tiles, arrays, here, scratch))
+    pl.when(group < GROUPS)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
+
+
+def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, scratch: Scratch) -> None:
+    """The warp group that brings keys and values."""
+    plg.set_max_registers(COPYING, action="decrease")
+    b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
+
+    def step(count: Any, first: Any, _: bool) -> Any:
+        at = memory.rows_at(setting, b, h, first, tiles.block_kv)
+        scratch.keys.fill(count, arrays.key.at[at])
+        scratch.values.fill(count, arrays.value.at[at])
+        return count + 1
+
+    blocks.over_keys(setting, tiles, arrays, here, jnp.int32(0), step)
+
+
+def _compute(
+    setting: Setting,
+    tiles: Tiles,
+    captured: scores.Captured,
+    arrays: Arrays,
+    here: Any,
+    outputs: Any,
+    scratch: Scratch,
+    group: Any,
+) -> None:
+    """A warp group that computes."""
+    plg.set_max_registers(COMPUTING, action="increase")
+    b, h, row = here
+    rows = tiles.block_q // GROUPS
+    first = row * tiles.block_q + group * rows
+    queries = scratch.queries.at[group]
+    at = memory.rows_at(setting, b, h, first, rows)
+    plg.copy_gmem_to_smem(arrays.query.at[at], queries, scratch.queries_filled.at[group])
+    known = scores.prepare(
+        setting,
+        arrays,
+        captured,
+        (rows, tiles.block_kv),
+        b,
+        h,
+        q_first=first,
+        may_end=setting.T % tiles.block_q != 0,
+    )
+    plg.barrier_wait(scratch.queries_filled.at[group])
+    pl.when(group == 1)(scratch.turns.switch)
+    step = functools.partial(_step, setting, known, scratch, queries)
+    state = blocks.over_keys(setting, tiles, arrays, here, _start(rows, setting.Dv), step)
+    pl.when(group == 0)(scratch.turns.switch)
+    out, lse = _finish(state)
+    _store(setting, scratch, group, (out, lse), outputs, (b, h, first), at)
+
+
+def _start(rows: int, size: int) -> State:
+    row = lambda value: plg.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
+    out = plg.layout_cast(jnp.zeros((rows, size), jnp.float32), TILE)
+    return State(out, row(-jnp.inf), row(0.0), jnp.int32(0))
+
+
+def _step(
+    setting: Setting, known: scores.Scores, scratch: Scratch, queries: Any, state: State, first: Any, is_partial: bool
+) -> State:
+    """Takes in a tile of keys."""
+    keys = scratch.keys.wait(state.count)
+
+    def products(ref: Any) -> jax.Array:
+        plg.wgmma(ref, queries, keys.T)
+        scratch.turns.switch()
+        return ref[...]
+
+    raw = pl.run_scoped(products, plg.ACC(known.tile, jnp.float32))
+    scratch.keys.release(state.count)
+    tile = scores.modify(known, raw, first, is_partial)
+    p, keep, top = _weights(known, tile.s, state.top, setting.mask is not None or setting.score is not None)
+    total = state.total * keep + jnp.sum(p, axis=1)
+    out = state.out * _over_columns(keep, state.out.shape)
+    p = p.astype(scratch.values.tiles.dtype)
+    out, total, top, p = lax.optimization_barrier((out, total, top, p))
+    scratch.turns.offer()
+    values = scratch.values.wait(state.count)
+    scratch.turns.take()
+    out = pl.run_state(lambda ref: plg.wgmma(ref, p, values))(plg.ACC.init(out))
+    scratch.values.release(state.count)
+    return State(out, top, total, state.count + 1)
+
+
+def _weights(known: scores.Scores, s: jax.Array, top: jax.Array, may_hide: bool) -> tuple[jax.Array, ...]:
+    """The weights of a tile, what to keep of those before, and the largest score so far."""
+    new = jnp.maximum(top, jnp.max(s, axis=1) * known.unit)
+    shift = jnp.where(new == -jnp.inf, 0.0, new) if may_hide else new
+    p = inline.exp2(TILE, s * known.unit - _over_columns(shift, s.shape))
+    return p, inline.exp2(ROW, top - shift), new
+
+
+def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, (0,))
+
+
+def _finish(state: State) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
+    empty = state.total == 0.0
+    total = jnp.where(empty, 1.0, state.total)
+    lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
+    return state.out * _over_columns(1.0 / total, state.out.shape), lse
+
+
+def _store(setting: Setting, scratch: Scratch, group: Any, found: Any, outputs: Any, place: Any, at: Any) -> None:
+    """Writes a group's rows: the copy engine drops what lies past the end."""
+    out_ref, lse_ref = outputs
+    (out, lse), (b, h, first) = found, place
+    staged = (scratch.queries if scratch.out is None else scratch.out).at[group]  # its queries have been read
+    staged[...] = out.astype(staged.dtype)
+    scratch.lse.at[group][...] = lse
+    plg.commit_smem()
+    plg.copy_smem_to_gmem(staged, out_ref.at[at])
+    plg.copy_smem_to_gmem(scratch.lse.at[group], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])
+    plg.wait_smem_to_gmem(0, wait_read_only=True)

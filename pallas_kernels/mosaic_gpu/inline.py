@@ -1,0 +1,58 @@
+"""Element functions and loads that Pallas does not lower for Mosaic GPU by itself, written in its own dialects.
+
+The one place that needs MLIR. Arrays are held by a warp group in registers, in a layout that says which thread has
+which element; a function of elements keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plg
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math, memref
+
+
+def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array, dtype: Any = None) -> jax.Array:
+    """Applies a function of Mosaic GPU's register arrays, all of one shape and layout."""
+    shape = args[0].shape
+
+    @plg.inline_mgpu(
+        arg_types=(layout,) * len(args),
+        return_type=plg.ShapeDtypeStruct(shape, dtype or args[0].dtype, layout=layout),
+    )
+    def apply(_, *registers):
+        return function(*registers)
+
+    return apply(*args)
+
+
+def exp2(layout: Any, x: jax.Array) -> jax.Array:
+    """The hardware's exponential (relative error 2 ** -22); results below 2 ** -126 are 0."""
+    return of_elements(lambda r: r.exp2(approx=True), layout, x)
+
+
+def tanh(layout: Any, x: jax.Array) -> jax.Array:
+    """The hardware's tanh (relative error 2 ** -11)."""
+    return of_elements(lambda r: r.tanh(approx=True), layout, x)
+
+
+def from_library(name: str, layout: Any, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """A function of MLIR's ``math`` dialect, which becomes one of CUDA's device library."""
+    return of_elements(lambda r, *rest: r._pointwise(getattr(math, name), *rest), layout, x, *others)
+
+
+def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Array:
+    """Elements of an array of one dimension in global memory; every index must be in range."""
+
+    @plg.inline_mgpu(
+        arg_types=(plg.RefType(), layout),
+        return_type=plg.ShapeDtypeStruct(index.shape, dtype, layout=layout),
+    )
+    def load(_, source, numbers):
+        element = lambda i, _: memref.load(source, [arith.index_cast(ir.IndexType.get(), i)])
+        return numbers.foreach(element, create_array=True, is_signed=numbers.is_signed)
+
+    return load(ref, index)

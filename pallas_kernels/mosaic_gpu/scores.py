@@ -1,0 +1,158 @@
+"""One tile of scores: mod and mask, from the products. The same for every kernel, in both orientations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.evaluate import Evaluation, Product
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, argument, evaluation, numbers
+from pallas_kernels.setting import LOG2_E, Arrays, Setting
+
+
+class Captured(NamedTuple):
+    """Shapes of the arrays that the mods capture; in a kernel they have one dimension."""
+
+    score: tuple[tuple[int, ...], ...]
+    mask: tuple[tuple[int, ...], ...]
+
+
+class Scores(NamedTuple):
+    """How a warp group computes scores: statics, and what is known of the mods ahead of the loop.
+
+    Attributes:
+      setting: The setting.
+      tile: Queries and keys.
+      transposed: Whether tiles are (keys, queries), and the loop goes over queries.
+      score: The score mod, evaluated so far.
+      mask: The mask, evaluated so far.
+    """
+
+    setting: Setting
+    tile: tuple[int, int]
+    transposed: bool
+    score: Evaluation | None
+    mask: Evaluation | None
+
+    @property
+    def unit(self) -> float:
+        """What the scores of a tile are to be multiplied by for weights in base 2; positive.
+
+        Without a mod they are the products themselves, up to the sign of the scale.
+        """
+        return LOG2_E * (abs(self.setting.scale) if self.score is None else 1.0)
+
+
+class Tile(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+      s: The scores, in the unit of `Scores.unit`; -inf where nothing is seen.
+      visible: What is seen, or None where everything is.
+      score: The evaluation of the score mod, for its derivative.
+    """
+
+    s: jax.Array
+    visible: jax.Array | None
+    score: Evaluation | None
+
+
+def prepare(
+    setting: Setting,
+    arrays: Arrays,
+    captured: Captured,
+    tile: tuple[int, int],
+    b: Any,
+    h: Any,
+    *,
+    q_first: Any = None,
+    k_first: Any = None,
+    may_end: bool,
+    nodes: Any = None,
+) -> Scores:
+    """Evaluates what of the mods does not depend on the axis of the loop.
+
+    Args:
+      setting: The setting.
+      arrays: The refs.
+      captured: Shapes of what the mods capture.
+      tile: Queries and keys of a warp group.
+      b: Batch.
+      h: Query head.
+      q_first: The first query, if the loop goes over keys.
+      k_first: The first key, if it goes over queries; then tiles are transposed.
+      may_end: Whether these queries or keys may reach past the end.
+      nodes: Nodes to prepare for the score mod, if they are more than those of its program.
+    """
+    transposed = k_first is not None
+    fixed = {"b": b, "h": h}
+    if transposed:
+        fixed["k"] = numbers(k_first, tile[1], setting.S, ROW, may_end=may_end)
+    else:
+        fixed["q"] = numbers(q_first, tile[0], setting.T, ROW, may_end=may_end)
+    kinds = ("", "k" if transposed else "q")
+
+    def begin(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
+        if program is None:
+            return None
+        begun = evaluation(program, refs, shapes, tile, fixed, transposed=transposed)
+        begun.prepare(wanted or program.nodes, kinds)
+        return begun
+
+    score = begin(setting.score, arrays.score_operands, captured.score, nodes)
+    mask = begin(setting.mask, arrays.mask_operands, captured.mask, None)
+    return Scores(setting, tile, transposed, score, mask)
+
+
+def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Tile:
+    """Scores of a tile.
+
+    Args:
+      scores: What is known ahead of the loop.
+      raw: The products of queries and keys, float32.
+      first: First index along the axis of the loop.
+      is_partial: Whether the mask, and the ends of the sequences, matter.
+    """
+    setting, score = scores.setting, None
+    if scores.score is None:
+        s = raw if setting.scale > 0 else -raw
+    else:
+        assert setting.score is not None  # what `prepare` began to evaluate
+        scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
+        score = scores.score.child(
+            walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
+        )
+        s = score.tile(setting.score.output)
+    visible = visibility(scores, first) if is_partial else None
+    return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+
+
+def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
+    return {argument(program, "q" if scores.transposed else "k"): _walked(scores, first)}
+
+
+def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
+    setting = scores.setting
+    axis, count, length = ("q", scores.tile[0], setting.T) if scores.transposed else ("k", scores.tile[1], setting.S)
+    return numbers(first, count, length, COLUMN, may_end=clamped and setting.walk_passes_end(axis, count))
+
+
+def visibility(scores: Scores, first: Any) -> jax.Array | None:
+    """What a partial tile shows: the mask, and what exists along the axis of the loop.
+
+    Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
+    """
+    setting, visible = scores.setting, None
+    if scores.mask is not None:
+        assert setting.mask is not None  # what `prepare` began to evaluate
+        mask = scores.mask.child(walked_index(scores, setting.mask, first))
+        visible = mask.tile(setting.mask.output)
+    axis, count, length = ("q", scores.tile[0], setting.T) if scores.transposed else ("k", scores.tile[1], setting.S)
+    if setting.walk_passes_end(axis, count):
+        shape = scores.tile[::-1] if scores.transposed else scores.tile
+        exists = jax.lax.broadcast_in_dim(_walked(scores, first, clamped=False) < length, shape, (1,))
+        visible = exists if visible is None else visible & exists
+    return visible

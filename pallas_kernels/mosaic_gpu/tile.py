@@ -1,0 +1,113 @@
+"""Mods on a tile of a warp group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.evaluate import Evaluation, Space
+from pallas_kernels.mods import Program
+from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels.nodes import Node
+
+TILE = plg.Layout.WGMMA  # accumulators of products, 64 rows to a warp group
+ROW = TILE.reduce(1)  # one value a row: what a sum over the columns of a tile leaves
+COLUMN = TILE.reduce(0)  # one value a column
+
+# Primitives that are computed by CUDA's device library, by their names in MLIR: Pallas has no lowering for them.
+LIBRARY = {
+    "acos": "acos", "acosh": "acosh", "asin": "asin", "asinh": "asinh", "atan": "atan", "atanh": "atanh",
+    "cbrt": "cbrt", "ceil": "ceil", "cosh": "cosh", "expm1": "expm1", "floor": "floor", "log1p": "log1p",
+    "pow": "powf", "sinh": "sinh", "tan": "tan",
+}  # fmt: skip
+
+
+class TileSpace(Space):
+    """Values as a warp group holds them: scalars, rows, columns and tiles, the latter three spread over its threads.
+
+    A captured array is seen as one dimension.
+    """
+
+    def __init__(
+        self, refs: Sequence[Any], shapes: Sequence[tuple[int, ...]], tile: tuple[int, int], *, transposed: bool
+    ) -> None:
+        block_q, block_kv = tile
+        self.refs, self.operand_shapes, self.transposed = refs, shapes, transposed
+        self.shapes = {"q": (block_q,), "k": (block_kv,), "qk": (block_kv, block_q) if transposed else tile}
+        self.layouts = {"q": COLUMN if transposed else ROW, "k": ROW if transposed else COLUMN, "qk": TILE}
+
+    def literal(self, node: Node) -> jax.Array:
+        """A constant of the kernel."""
+        return jnp.full((), node.value.item(), node.dtype)
+
+    def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
+        """Repeats along the axes that are new; threads hold what is repeated once."""
+        if kind == to:
+            return x
+        if kind == "":
+            return plg.layout_cast(lax.broadcast_in_dim(x, self.shapes[to], ()), self.layouts[to])
+        return lax.broadcast_in_dim(x, self.shapes[to], ((kind == "k") != self.transposed,))
+
+    def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
+        """Loads by element; the program has made sure that the indices are in range."""
+        ref, at = self.refs[node.value], jnp.int32(0)
+        for index, size in zip(indices, self.operand_shapes[node.value], strict=True):
+            at = at * jnp.int32(size) + index
+        x = ref[at] if node.kind == "" else inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
+        return x.astype(jnp.int32) != 0 if node.dtype == np.bool_ else x
+
+    def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
+        """What Pallas cannot lower for Mosaic GPU, and the hardware's tanh: its inputs are no more exact than that."""
+        layout = plg.Layout.WG_SPLAT(()) if kind == "" else self.layouts[kind]
+        found = {
+            name: functools.partial(_without_parameters, functools.partial(inline.from_library, mlir, layout))
+            for name, mlir in LIBRARY.items()
+        }
+        if kind != "":
+            found["tanh"] = functools.partial(_without_parameters, functools.partial(inline.tanh, layout))
+        return found
+
+
+def _without_parameters(function: Callable[..., jax.Array], *args: jax.Array, **_: Any) -> jax.Array:
+    return function(*args)
+
+
+def evaluation(
+    program: Program,
+    refs: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    tile: tuple[int, int],
+    indices: Mapping[str, Any],
+    *,
+    transposed: bool,
+) -> Evaluation:
+    """Starts to evaluate a program.
+
+    Args:
+      program: Of a mod.
+      refs: What it captures, each as one dimension.
+      shapes: The shapes of what it captures.
+      tile: Queries and keys.
+      indices: Those of ``b``, ``h``, ``q``, ``k`` that are known ahead of the loop.
+      transposed: Whether tiles are held as (keys, queries).
+    """
+    space = TileSpace(refs, shapes, tile, transposed=transposed)
+    return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
+
+
+def numbers(first: Any, count: int, length: int, layout: Any, *, may_end: bool) -> jax.Array:
+    """Numbers of `count` queries or keys from `first` on; past the end the last one, so that nothing is read there."""
+    index = first + plg.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
+    return jnp.minimum(index, length - 1) if may_end else index
+
+
+def argument(program: Program, name: str) -> Node:
+    """The node of an argument."""
+    return next(node for node in program.arguments if node.value == name)
