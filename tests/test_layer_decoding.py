@@ -11,6 +11,7 @@ from flax import nnx
 import jflex
 from flax_layers.nnx import DenseCache, FlexAttention
 from jflex.paged import PagedBatch, PagedCache
+from tests import evaluation
 
 FEATURES, HEADS, LENGTH, ROOM = 24, 4, 21, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -39,8 +40,23 @@ def layer_of(**options) -> FlexAttention:
     return FlexAttention(FEATURES, HEADS, **(plain | options))
 
 
-def inputs_of(*batch: int, length: int = LENGTH) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (*batch, length, FEATURES))
+def inputs_of(*batch: int, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(*batch, length, FEATURES)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def in_haste():
+    with evaluation.compiled_in_haste(True):
+        yield
+
+
+# Compiled once for all tests: most of them take three sequences, and nine tokens or one of each at a time.
+PART = 9
+
+
+@nnx.jit
+def whole(layer, inputs):
+    return layer(inputs)
 
 
 @nnx.jit
@@ -63,33 +79,40 @@ LAYERS = {
 }
 
 
+@functools.cache
+def expected_of(kind: str) -> np.ndarray:
+    """Of three whole sequences."""
+    return np.asarray(whole(LAYERS[kind](), inputs_of(3)))
+
+
 @pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in LAYERS), ("alibi", "reference")])
 def test_dense_calls_of_any_length_are_the_whole_sequence(kind, implementation):
-    layer, inputs = LAYERS[kind](), inputs_of(2)
+    layer, inputs = LAYERS[kind](), inputs_of(3)
     layer.implementation = implementation
-    cache, outputs = layer.init_cache(2, ROOM), []
-    for part in jnp.split(inputs, [11, 12, 13, 17], axis=1):  # a prompt, two tokens, then four that are speculated
+    cache, outputs = layer.init_cache(3, ROOM), []
+    for part in np.split(inputs, [PART, 10, 11, 12], axis=1):  # a prompt, three tokens, then nine that are speculated
         output, cache = decode(layer, part, cache)
-        outputs.append(output)
-    assert_close(jnp.concatenate(outputs, axis=1), layer(inputs))
-    assert cache.lengths.tolist() == [LENGTH, LENGTH]
+        outputs.append(np.asarray(output))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(kind))
+    assert cache.lengths.tolist() == [LENGTH] * 3
 
 
 @pytest.mark.parametrize("kind", ["rotary", "alibi"])
 def test_dense_sequences_of_different_lengths(kind):
     """Prompts padded at their ends: the padding is taken back, and never seen."""
     layer, inputs = LAYERS[kind](), inputs_of(3)
-    counts = np.array([9, 1, 14])
-    padded = jnp.where(jnp.arange(14)[None, :, None] < counts[:, None, None], inputs[:, :14], 1e3)
+    layer.implementation = "xla"
+    counts = np.array([PART, 1, 5])
+    padded = np.where(np.arange(PART)[None, :, None] < counts[:, None, None], inputs[:, :PART], np.float32(1e3))
     prompt, cache = decode(layer, padded, layer.init_cache(3, ROOM))
     cache = cache.with_lengths(counts)
-    two_more = jnp.stack([row[count : count + 2] for row, count in zip(inputs, counts, strict=True)])
-    token, cache = decode(layer, two_more, cache)
-    expected = layer(inputs)
+    more = np.stack([row[count : count + PART] for row, count in zip(inputs, counts, strict=True)])
+    token, cache = decode(layer, more, cache)
+    expected = expected_of(kind)
     for row, count in enumerate(counts):
         assert_close(prompt[row, :count], expected[row, :count])
-        assert_close(token[row], expected[row, count : count + 2])
-    assert cache.lengths.tolist() == (counts + 2).tolist()
+        assert_close(token[row], expected[row, count : count + PART])
+    assert cache.lengths.tolist() == (counts + PART).tolist()
 
 
 def table_of(requests: int, pages: int, seed: int = 0) -> jax.Array:
@@ -117,52 +140,57 @@ def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(ki
     for counts in ([7, 0, 1], [1, 4, 1], [0, 16, 12], [13, 1, 7]):
         packed = [inputs[row, lengths[row] : lengths[row] + count] for row, count in enumerate(counts)]
         lengths = lengths + counts
-        padded = jnp.concatenate([*packed, jnp.zeros((30 - sum(counts), FEATURES))])
+        padded = np.concatenate([*packed, np.zeros((30 - sum(counts), FEATURES), np.float32)])
         outputs, cache = decode_paged(layer, padded, cache, batch_of(counts, lengths, table))
         for row, part in enumerate(np.split(np.asarray(outputs[: sum(counts)]), np.cumsum(counts)[:-1])):
             found[row].append(part)
     assert lengths.tolist() == [LENGTH] * 3
-    assert_close(np.stack([np.concatenate(parts) for parts in found]), layer(inputs))
+    assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(kind))
 
 
 def test_mods_of_the_call_replace_those_of_the_constructor():
+    """`layer` has the parameters of the layer that has these mods by its constructor."""
     mods = {"score_mod": Alibi(), "mask_mod": window}
-    layer, inputs = layer_of(), inputs_of(1)
-    expected = layer(inputs, **mods)
-    first, cache = layer.decode(inputs[:, :20], layer.init_cache(1, ROOM), **mods)
-    last, _ = layer.decode(inputs[:, 20:], cache, **mods)
-    assert_close(jnp.concatenate([first, last], axis=1), expected)
+    layer, inputs, expected = layer_of(), inputs_of(3)[:1], expected_of("alibi")[:1]
+    dense, paged = (
+        nnx.jit(functools.partial(method, **mods)) for method in (FlexAttention.decode, FlexAttention.decode_paged)
+    )
+    output, _ = dense(layer, inputs, layer.init_cache(1, ROOM))
+    assert_close(output, expected)
     batch = batch_of([LENGTH], [LENGTH], table_of(1, 6))
-    assert_close(layer.decode_paged(inputs[0], layer.init_paged_cache(7, 4), batch, **mods)[0], expected[0])
+    assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
 
 
 def test_leading_axes_are_folded():
-    layer, inputs = layer_of(rotary_base=50.0), inputs_of(2, 3)
+    layer, inputs = LAYERS["rotary"](), inputs_of(2, 3)
     cache = layer.init_cache(6, ROOM)
-    first, cache = decode(layer, inputs[..., :9, :], cache)
-    last, cache = decode(layer, inputs[..., 9:, :], cache)
-    expected = layer(inputs)
-    assert_close(jnp.concatenate([first, last], axis=-2), expected)
-    alone, _ = decode(layer, inputs[0, 1], layer.init_cache(1, ROOM))
-    assert_close(alone, expected[0, 1])
+    first, cache = decode(layer, inputs[..., :PART, :], cache)
+    last, cache = decode(layer, inputs[..., PART : 2 * PART, :], cache)
+    expected = np.stack([whole(layer, row) for row in inputs])
+    assert_close(np.concatenate([first, last], axis=-2), expected[..., : 2 * PART, :])
+    alone, _ = decode(layer, inputs[0, 1, :PART], layer.init_cache(1, ROOM))
+    assert_close(alone, expected[0, 1, :PART])
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_unused_places_of_a_dense_cache_never_reach_an_output(implementation):
-    layer, inputs = layer_of(rotary_base=50.0, implementation=implementation), inputs_of(2)
-    cache = layer.init_cache(2, ROOM)
+    layer, inputs = LAYERS["alibi"](), inputs_of(3)
+    layer.implementation = implementation
+    cache = layer.init_cache(3, ROOM)
     cache = DenseCache(jnp.full_like(cache.k, np.nan), jnp.full_like(cache.v, np.nan), cache.lengths)
-    first, cache = decode(layer, inputs[:, :9], cache)
-    last, cache = decode(layer, inputs[:, 9:], cache)
-    assert_close(jnp.concatenate([first, last], axis=1), layer(inputs))
+    first, cache = decode(layer, inputs[:, :PART], cache)
+    last, cache = decode(layer, inputs[:, PART : 2 * PART], cache)
+    assert_close(np.concatenate([first, last], axis=1), expected_of("alibi")[:, : 2 * PART])
 
 
 def test_what_was_speculated_can_be_taken_back():
-    layer, inputs = layer_of(rotary_base=50.0), inputs_of(1)
-    _, cache = decode(layer, inputs[:, :7], layer.init_cache(1, ROOM))
-    _, cache = decode(layer, 9.0 * inputs[:, 7:14], cache)  # none of the seven is right
-    output, _ = decode(layer, inputs[:, 7:14], cache.with_lengths([7]))
-    assert_close(output, layer(inputs)[:, 7:14])
+    layer, inputs = LAYERS["rotary"](), inputs_of(3)
+    layer.implementation = "xla"
+    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM))
+    speculated = inputs[:, PART : 2 * PART]
+    _, cache = decode(layer, 9 * speculated, cache)  # none of the nine is right
+    output, _ = decode(layer, speculated, cache.with_lengths([PART] * 3))
+    assert_close(output, expected_of("rotary")[:, PART : 2 * PART])
 
 
 def test_tokens_without_room_are_dropped_where_lengths_are_traced():
@@ -174,11 +202,11 @@ def test_tokens_without_room_are_dropped_where_lengths_are_traced():
 
 
 def test_a_cache_of_its_own_dtype():
-    layer, inputs = layer_of(), inputs_of(2)
-    cache = layer.init_cache(2, ROOM, dtype=jnp.bfloat16)
-    output, cache = layer.decode(inputs, cache)
+    layer, inputs = layer_of(), inputs_of(3)
+    cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
+    output, cache = decode(layer, inputs, cache)
     assert (output.dtype, cache.k.dtype) == (jnp.float32, jnp.bfloat16)
-    np.testing.assert_allclose(output, layer(inputs), rtol=0.1, atol=0.05)
+    np.testing.assert_allclose(output, expected_of("plain"), rtol=0.1, atol=0.05)
     assert layer_of(dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
     assert layer_of(param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
 
@@ -262,9 +290,10 @@ def test_layers_that_share_a_paged_cache_scan_in_place():
     cache = layer_of().init_paged_cache(513, 16, layers=3)
     stream = inputs_of(length=2)
     expected, seen = stream, cache
+    one = jax.jit(lambda state, *args, layer: nnx.merge(graph, state).decode_paged(*args, layer=layer))
     for number in range(3):
-        layer = nnx.merge(graph, jax.tree.map(lambda leaf, number=number: leaf[number], state))
-        output, seen = layer.decode_paged(expected, seen, batch, layer=number)
+        own = jax.tree.map(lambda leaf, number=number: leaf[number], state)
+        output, seen = one(own, expected, seen, batch, layer=jnp.int32(number))
         expected = expected + output
 
     step = jax.jit(through, donate_argnums=2)
