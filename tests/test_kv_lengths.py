@@ -24,6 +24,13 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 
 
+@pytest.fixture(autouse=True)
+def settings():
+    """In haste on the CPU."""
+    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
+        yield
+
+
 def drawn(seed=0, batch=B, queries=T):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
