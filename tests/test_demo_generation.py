@@ -12,6 +12,7 @@ from flax_layers.demo import data, train
 from flax_layers.demo.generate import generate
 from flax_layers.demo.model import ByteDecoder, Sizes
 from flax_layers.demo.texts import KINDS
+from tests import evaluation
 from tests.test_demo import counted_compilations
 
 SIZES = Sizes(width=32, layers=2, heads=4, kv_heads=2)
@@ -24,7 +25,12 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 @pytest.fixture(scope="module")
 def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    """And all is compiled in haste."""
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        evaluation.compiled_in_haste(True),
+    ):
         yield
 
 

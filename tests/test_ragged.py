@@ -24,6 +24,13 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-
 tree_close = lambda found, right: jax.tree.map(assert_close, found, right)
 
 
+@pytest.fixture(autouse=True)
+def settings():
+    """In haste on the CPU."""
+    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
+        yield
+
+
 def boundaries(*lengths: int) -> jax.Array:
     return jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
 
@@ -96,11 +103,10 @@ def test_results_are_attention_states():
 def test_no_sequences_and_no_tokens(backend):
     slopes, ends = jnp.ones((0, 4)), boundaries()
     step = jax.jit(jax.value_and_grad(functools.partial(loss, OPTIONS[backend], {"mask_mod": causal}), (1, 2, 3, 4)))
-    with evaluation.compiled_in_haste(True):
-        value, gradients = step((ends, ends), *drawn(), slopes)
-        assert value == 60 * 4  # of cos(0)
-        assert not any(np.any(x != 0) for x in gradients)
-        value, _ = step((boundaries(0, 0), boundaries(0, 0)), *drawn(0, 0), jnp.ones((2, 4)))
+    value, gradients = step((ends, ends), *drawn(), slopes)
+    assert value == 60 * 4  # of cos(0)
+    assert not any(np.any(x != 0) for x in gradients)
+    value, _ = step((boundaries(0, 0), boundaries(0, 0)), *drawn(0, 0), jnp.ones((2, 4)))
     assert value == 0
 
 
@@ -117,7 +123,7 @@ def test_one_program_serves_all_boundaries(backend):
     )
     for q, kv in (((20, 10, 30), (20, 10, 30)), ((0, 60, 0), (1, 50, 0)), ((1, 2, 3), (30, 0, 30))):
         ends = boundaries(*q), boundaries(*kv)
-        with evaluation.compiled_in_haste(backend != "triton"), jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision("highest"):
             tree_close(step(ends, *args), right(ends, *args))
     assert step._cache_size() == 1
 
@@ -127,10 +133,10 @@ def test_vmap_over_arrays_and_boundaries(backend):
     stacked = [jnp.stack(pair) for pair in zip(drawn(seed=0), drawn(seed=1), strict=True)]
     ends = jnp.stack([boundaries(20, 10, 30), boundaries(5, 0, 50)])
     step = jax.grad(lambda ends, *args: loss(OPTIONS[backend], {"mask_mod": causal}, (ends, ends), *args), (1, 2, 3, 4))
-    with evaluation.compiled_in_haste(True):
-        found = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None)))(ends, *stacked, SLOPES)
-        for i in range(2):
-            tree_close(tuple(x[i] for x in found), jax.jit(step)(ends[i], *(x[i] for x in stacked), SLOPES))
+    found = jax.jit(jax.vmap(step, in_axes=(0, 0, 0, 0, None)))(ends, *stacked, SLOPES)
+    alone = jax.jit(step)
+    for i in range(2):
+        tree_close(tuple(x[i] for x in found), alone(ends[i], *(x[i] for x in stacked), SLOPES))
 
 
 def test_a_mask_made_once_serves_all_layers_of_a_scan():
@@ -166,9 +172,8 @@ def test_inside_of_shard_map(backend):
     local = lambda ends, *args: run((ends[0], ends[0]), *(x[0] for x in args), SLOPES)[None]
     sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     total = lambda call: jax.jit(jax.grad(lambda *args: jnp.sum(call(ends, *args)), (0, 1, 2)))(*args)
-    with evaluation.compiled_in_haste(True):
-        one_by_one = jax.vmap(lambda ends, *args: run((ends, ends), *args, SLOPES))
-        tree_close(total(sharded), total(one_by_one))
+    one_by_one = jax.vmap(lambda ends, *args: run((ends, ends), *args, SLOPES))
+    tree_close(total(sharded), total(one_by_one))
 
 
 @pytest.mark.parametrize("name", ["window_by_head_bfloat16", "cross_bottom_right", "places"])
