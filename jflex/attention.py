@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jflex import autodiff, backends
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask import BlockMask
-from jflex.choice import Implementation, choose, names_of, reasons_of
+from jflex.choice import Implementation, choose, reasons_of
 from jflex.config import Config
 from jflex.explain import Account
 from jflex.kv_lengths import check_kv_lengths
@@ -185,7 +185,7 @@ def explain(
     """
     del return_lse
     problem, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
-    reasons = reasons_of(names_of(implementation), backends.get, problem)
+    reasons = reasons_of(implementation, backends.get, problem)
     return Account.of(problem, block_mask, reasons, inputs.kv_lengths)
 
 

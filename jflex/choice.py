@@ -30,17 +30,22 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
     return names
 
 
-def reasons_of(names: Sequence[str], get: Callable[[str], Any], problem: Any) -> dict[str, str | None]:
-    """Why each backend cannot run the problem, in order; ends with the first that can (None).
+def reasons_of(implementation: Implementation, get: Callable[[str], Any], problem: Any) -> dict[str, str | None]:
+    """Why each backend does not run the problem, in order; ends with the first that does (None).
+
+    Where none was named, one that can but is slower than others is passed over too.
 
     Args:
-      names: Of backends.
+      implementation: As in the call.
       get: The backend of a name, whose ``unsupported(problem)`` is asked.
       problem: What is to be run.
     """
     reasons: dict[str, str | None] = {}
-    for name in names:
-        reasons[name] = backends.ABSENT[name] if name in backends.ABSENT else get(name).unsupported(problem)
+    for name in names_of(implementation):
+        backend = get(name)
+        reasons[name] = backend.unsupported(problem)
+        if reasons[name] is None and implementation is None:
+            reasons[name] = backend.slower(problem)
         if reasons[name] is None:
             break
     return reasons
@@ -57,15 +62,11 @@ def choose(
       ValueError: As `names_of`.
       UnsupportedError: None of those asked for can run it.
     """
-    reasons = reasons_of(names_of(implementation), get, problem)
+    reasons = reasons_of(implementation, get, problem)
     name, last = list(reasons.items())[-1]
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
     if last is not None:
-        able = [
-            n
-            for n in backends.KNOWN
-            if n not in reasons and n not in backends.ABSENT and get(n).unsupported(problem) is None
-        ]
+        able = [n for n in backends.KNOWN if n not in reasons and get(n).unsupported(problem) is None]
         raise UnsupportedError(
             f"No implementation that was asked for can run this call. {told}. These can: "
             f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."

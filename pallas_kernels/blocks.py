@@ -140,6 +140,37 @@ def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, A
     return walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
 
 
+def column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
+    """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]; None is their own."""
+    if setting.blocks is None:
+        return None
+    weight = arrays.lists[4] + arrays.lists[6]
+    if setting.list_heads > 1:
+        weight = weight.reshape(setting.list_batch, setting.Hkv, setting.group, -1).sum(axis=2)
+    weight = jnp.repeat(weight, setting.blocks[1] // tiles.block_kv, axis=-1)[..., : -(-setting.S // tiles.block_kv)]
+    return heaviest_first(weight)
+
+
+def column_at(setting: Setting, order: Any, b: Any, kv_h: Any, nth: Any) -> Any:
+    """The tile of keys that is started as the nth."""
+    if order is None:
+        return nth
+    return order[b if setting.list_batch > 1 else 0, kv_h if setting.list_heads > 1 else 0, nth]
+
+
+def over_queries(
+    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+) -> Any:
+    """Folds a step over the tiles of queries of one head that visit a tile of keys."""
+    b, h, tile = here
+    if setting.blocks is None:
+        return walk_all(tiles.block_q, setting.T, setting.mask is not None, state, step)
+    counts, indices, full_counts, full_indices = arrays.lists[4:]
+    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[1] // tiles.block_kv)))
+    column = BlockRow((counts, indices), (full_counts, full_indices), at)
+    return walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
+
+
 def kinds(setting: Setting, lists: Any) -> jax.Array:
     """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
     assert setting.blocks is not None

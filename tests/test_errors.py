@@ -275,7 +275,7 @@ ROWS = [
         "none_of_them",
         lambda: call(implementation=("mosaic_gpu", "triton")),
         UnsupportedError,
-        r"mosaic_gpu: its kernels are not part.*; triton: it needs an NVIDIA GPU.*implementation=None",
+        r"mosaic_gpu: it needs a Hopper GPU.*; triton: it needs an NVIDIA GPU.*implementation=None",
     ),
     # --- config
     ("no_config", lambda: call(config={}), TypeError, r"`config` must be a `jflex.Config`\. Got dict"),

@@ -8,8 +8,7 @@ from jflex.backends.base import Backend
 
 ORDER = ("mosaic_gpu", "triton", "xla")
 KNOWN = (*ORDER, "reference")
-ABSENT = {"mosaic_gpu": "its kernels are not part of this version of jflex"}
-_CLASSES = {"triton": "Triton", "xla": "Xla", "reference": "Reference"}
+_CLASSES = {"mosaic_gpu": "MosaicGpu", "triton": "Triton", "xla": "Xla", "reference": "Reference"}
 
 
 def get(name: str) -> Backend:

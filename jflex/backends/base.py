@@ -96,6 +96,11 @@ class Backend(abc.ABC):
     ) -> Gradients:
         """Pulls the cotangents of out and lse back to the inputs."""
 
+    def slower(self, problem: Problem) -> str | None:
+        """Why another backend is faster at `problem`, as `unsupported` says it; asked where none was named."""
+        del problem
+        return None
+
     def describe(self, problem: Problem) -> str:
         """Says with which tiles it would run `problem`, for `explain`."""
         del problem

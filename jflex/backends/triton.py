@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from jflex import kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
-from jflex.backends.programs import Programs, programs_of
+from jflex.backends.kernel_inputs import arrays_of, known_programs, setting_of
+from jflex.backends.programs import programs_of
 from jflex.config import Tiles
 from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
@@ -62,12 +62,12 @@ class Triton(Backend):
         """Runs the forward kernel, or that for few queries."""
         from pallas_kernels.triton import decode, forward
 
-        if _decodes(problem):
-            setting, tiles = _setting(problem, heads_in_rows=True), _kernel_tiles(problem, "decode")
-            return Saved(*decode.decode(setting, tiles, _arrays(inputs), inputs.kv_lengths))
+        if decodes(problem):
+            setting, tiles = setting_of(problem, heads_in_rows=True), _kernel_tiles(problem, "decode")
+            return Saved(*decode.decode(setting, tiles, arrays_of(inputs), inputs.kv_lengths))
         if problem.kv_lengths:
             problem, inputs = kv_lengths.without_lengths(problem, inputs, _block_size(problem))
-        return Saved(*forward.forward(_setting(problem), _kernel_tiles(problem, "forward"), _arrays(inputs)))
+        return Saved(*forward.forward(setting_of(problem), _kernel_tiles(problem, "forward"), arrays_of(inputs)))
 
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
@@ -78,12 +78,12 @@ class Triton(Backend):
         if problem.kv_lengths:
             lengthless = kv_lengths.without_lengths(problem, inputs, _block_size(problem))
             return kv_lengths.shared_again(problem, self.backward(*lengthless, saved, d_saved, wanted))
-        setting, programs = _setting(problem), _programs(problem)
+        setting, programs = setting_of(problem), known_programs(problem)
         derivative = None if problem.score is None else programs.derivative(wanted.score_operands)
         plan = backward.Plan(wanted.query, wanted.key or wanted.value, derivative)
         tiles = backward.BackwardTiles(_kernel_tiles(problem, "dkv"), _kernel_tiles(problem, "dq"))
         found = backward.backward(
-            setting, tiles, _arrays(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse)
+            setting, tiles, arrays_of(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse)
         )
         captured = tuple(
             g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True)
@@ -105,7 +105,7 @@ def limit_of_kernels(problem: Problem | PagedProblem) -> str | None:
     return None
 
 
-def _decodes(problem: Problem) -> bool:
+def decodes(problem: Problem) -> bool:
     """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
     blocks = problem.blocks
     one_row = blocks is None or (blocks.size[0] >= problem.T and (blocks.heads == 1 or problem.group == 1))
@@ -131,13 +131,7 @@ def _as_run(problem: Problem, kernel: str) -> Problem:
 
 def _kernels(problem: Problem) -> tuple[str, ...]:
     """Names of the kernels that run."""
-    return ("decode", "dkv", "dq") if _decodes(problem) else KERNELS
-
-
-def _programs(problem: Problem, *, heads_in_rows: bool = False) -> Programs:
-    programs = programs_of(problem, heads_in_rows=heads_in_rows)
-    assert isinstance(programs, Programs), programs
-    return programs
+    return ("decode", "dkv", "dq") if decodes(problem) else KERNELS
 
 
 def _tiles(problem: Problem, kernel: str) -> Tiles:
@@ -178,7 +172,7 @@ def _stages(problem: Problem, kernel: str, tiles: Tiles) -> int:
     from pallas_kernels import setting
     from pallas_kernels.triton import estimate
 
-    programs = _programs(problem, heads_in_rows=kernel == "decode")
+    programs = known_programs(problem, heads_in_rows=kernel == "decode")
     by_element = estimate.bytes_by_element(kernel, (programs.score, programs.mask))
     if by_element == 0:
         return tiles.num_stages
@@ -190,7 +184,7 @@ def _stages(problem: Problem, kernel: str, tiles: Tiles) -> int:
 def _measured_tiles(problem: Problem, kernel: str) -> Tiles | None:
     from pallas_kernels.tuning import tables
 
-    programs, itemsize = _programs(problem), jnp.dtype(problem.dtype).itemsize
+    programs, itemsize = known_programs(problem), jnp.dtype(problem.dtype).itemsize
     length = problem.T if kernel == "dkv" else problem.S
     key = tables.key_of(kernel, max(problem.D, problem.Dv), itemsize, (programs.score, programs.mask), length)
     found = tables.look_up(problem.device_kind, key)
@@ -200,7 +194,7 @@ def _measured_tiles(problem: Problem, kernel: str) -> Tiles | None:
 def _tiles_by_rule(problem: Problem, kernel: str) -> Tiles:
     from pallas_kernels.tuning import rules
 
-    programs = _programs(problem)
+    programs = known_programs(problem)
     need = rules.Need(
         max(problem.D, problem.Dv),
         jnp.dtype(problem.dtype).itemsize,
@@ -217,37 +211,3 @@ def _kernel_tiles(problem: Problem, kernel: str):
     from pallas_kernels import setting
 
     return setting.Tiles(*dataclasses.astuple(_tiles(problem, kernel)))
-
-
-@functools.lru_cache(maxsize=256)
-def _setting(problem: Problem, *, heads_in_rows: bool = False):
-    from pallas_kernels.setting import Setting
-
-    programs, p = _programs(problem, heads_in_rows=heads_in_rows), problem
-    lists = (1, 1) if p.blocks is None else (p.blocks.batch, p.blocks.heads)
-    return Setting(
-        p.B,
-        p.T,
-        p.S,
-        p.Hq,
-        p.Hkv,
-        p.Bkv,
-        p.D,
-        p.Dv,
-        p.layout,
-        p.scale,
-        programs.score,
-        programs.mask,
-        None if p.blocks is None else p.blocks.size,
-        *lists,
-        p.precision,
-        p.config.interpret,
-    )
-
-
-def _arrays(inputs: Inputs):
-    from pallas_kernels.setting import Arrays, as_int8
-
-    lists = None if inputs.lists is None else tuple(inputs.lists)
-    captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
-    return Arrays(inputs.query, inputs.key, inputs.value, lists, *captured)

@@ -18,13 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
-from pallas_kernels.mosaic_gpu import inline, memory, scores
+from pallas_kernels.mosaic_gpu import inline, memory, padding, scores
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.setting import LN_2, Arrays, Setting, Tiles
-
-GROUPS = 2  # warp groups that compute
 
 
 class Scratch(NamedTuple):
@@ -37,7 +35,7 @@ class Scratch(NamedTuple):
       queries_filled: A barrier a group.
       keys: Ring of keys.
       values: Ring of values.
-      turns: At the tensor cores.
+      turns: At the tensor cores; None with one group.
     """
 
     queries: Any
@@ -46,7 +44,7 @@ class Scratch(NamedTuple):
     queries_filled: Any
     keys: Ring
     values: Ring
-    turns: Turns
+    turns: Turns | None
 
 
 class State(NamedTuple):
@@ -67,36 +65,38 @@ class State(NamedTuple):
 
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs."""
-    rows = tiles.block_q // GROUPS
+    groups = tiles.num_warps // 4
+    rows = tiles.block_q // groups
     return Scratch(
-        memory.tiled((GROUPS, rows, setting.D), dtype),
-        None if setting.Dv == setting.D else memory.tiled((GROUPS, rows, setting.Dv), dtype),
-        plg.SMEM((GROUPS, rows), jnp.float32),
-        plg.Barrier(num_barriers=GROUPS),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, GROUPS),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, GROUPS),
-        Turns.declare(),
+        memory.tiled((groups, rows, setting.D), dtype),
+        None if setting.Dv == setting.D else memory.tiled((groups, rows, setting.Dv), dtype),
+        plg.SMEM((groups, rows), jnp.float32),
+        plg.Barrier(num_barriers=groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, groups),
+        Turns.declare() if groups == 2 else None,
     )
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
-    order = blocks.row_order(setting, tiles, arrays)
-    rows = pl.cdiv(setting.T, tiles.block_q)
+    order, (T, Dv) = blocks.row_order(setting, tiles, arrays), (setting.T, setting.Dv)
+    setting, arrays = padding.padded(setting, arrays)
+    rows = pl.cdiv(T, tiles.block_q)
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
     out, lse = launch(
         functools.partial(_kernel, setting, tiles, captured),
         (flat_operands(arrays), order),
         [
-            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
+            padding.like_rows(setting, arrays.query, setting.Dv),
             jax.ShapeDtypeStruct((setting.B, setting.Hq, rows * tiles.block_q), jnp.float32),
         ],
         declare(setting, tiles, arrays.query.dtype),
         name="jflex_forward_sm90",
         grid=(setting.B, setting.Hq, rows),
-        warp_groups=GROUPS + 1,
+        warp_groups=tiles.num_warps // 4 + 1,
     )
-    return out, lse[..., : setting.T]
+    return padding.cut_rows(setting, out, T, Dv), lse[..., :T]
 
 
 def _kernel(
@@ -105,9 +105,9 @@ def _kernel(
     arrays, order = inputs
     b, h, nth = place
     here = (b, h, blocks.row_at(setting, order, b, h, nth, pl.cdiv(setting.T, tiles.block_q)))
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == GROUPS)(lambda: _copy(setting, tiles, arrays, here, scratch))
-    pl.when(group < GROUPS)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
+    group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
+    pl.when(group == groups)(lambda: _copy(setting, tiles, arrays, here, scratch))
+    pl.when(group < groups)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
 
 
 def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, scratch: Scratch) -> None:
@@ -137,7 +137,7 @@ def _compute(
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
     b, h, row = here
-    rows = tiles.block_q // GROUPS
+    rows = tiles.block_q // (tiles.num_warps // 4)
     first = row * tiles.block_q + group * rows
     queries = scratch.queries.at[group]
     at = memory.rows_at(setting, b, h, first, rows)
@@ -153,10 +153,12 @@ def _compute(
         may_end=setting.T % tiles.block_q != 0,
     )
     plg.barrier_wait(scratch.queries_filled.at[group])
-    pl.when(group == 1)(scratch.turns.switch)
+    if scratch.turns is not None:
+        pl.when(group == 1)(scratch.turns.switch)
     step = functools.partial(_step, setting, known, scratch, queries)
     state = blocks.over_keys(setting, tiles, arrays, here, _start(rows, setting.Dv), step)
-    pl.when(group == 0)(scratch.turns.switch)
+    if scratch.turns is not None:
+        pl.when(group == 0)(scratch.turns.switch)
     out, lse = _finish(state)
     _store(setting, scratch, group, (out, lse), outputs, (b, h, first), at)
 
@@ -175,7 +177,8 @@ def _step(
 
     def products(ref: Any) -> jax.Array:
         plg.wgmma(ref, queries, keys.T)
-        scratch.turns.switch()
+        if scratch.turns is not None:
+            scratch.turns.switch()
         return ref[...]
 
     raw = pl.run_scoped(products, plg.ACC(known.tile, jnp.float32))
@@ -186,9 +189,11 @@ def _step(
     out = state.out * _over_columns(keep, state.out.shape)
     p = p.astype(scratch.values.tiles.dtype)
     out, total, top, p = lax.optimization_barrier((out, total, top, p))
-    scratch.turns.offer()
+    if scratch.turns is not None:
+        scratch.turns.offer()
     values = scratch.values.wait(state.count)
-    scratch.turns.take()
+    if scratch.turns is not None:
+        scratch.turns.take()
     out = pl.run_state(lambda ref: plg.wgmma(ref, p, values))(plg.ACC.init(out))
     scratch.values.release(state.count)
     return State(out, top, total, state.count + 1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref
@@ -34,6 +35,11 @@ def exp2(layout: Any, x: jax.Array) -> jax.Array:
     return of_elements(lambda r: r.exp2(approx=True), layout, x)
 
 
+def weights(layout: Any, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+    """``2 ** (unit * s - shift)``, by one multiply-add and the hardware's exponential."""
+    return of_elements(lambda r, c: r._pointwise(math.fma, unit, -c).exp2(approx=True), layout, s, shift)
+
+
 def tanh(layout: Any, x: jax.Array) -> jax.Array:
     """The hardware's tanh (relative error 2 ** -11)."""
     return of_elements(lambda r: r.tanh(approx=True), layout, x)
@@ -52,7 +58,8 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
         return_type=plg.ShapeDtypeStruct(index.shape, dtype, layout=layout),
     )
     def load(_, source, numbers):
+        signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         element = lambda i, _: memref.load(source, [arith.index_cast(ir.IndexType.get(), i)])
-        return numbers.foreach(element, create_array=True, is_signed=numbers.is_signed)
+        return numbers.foreach(element, create_array=True, is_signed=signed)
 
     return load(ref, index)

@@ -53,7 +53,7 @@ class TileSpace(Space):
             return x
         if kind == "":
             return plg.layout_cast(lax.broadcast_in_dim(x, self.shapes[to], ()), self.layouts[to])
-        return lax.broadcast_in_dim(x, self.shapes[to], ((kind == "k") != self.transposed,))
+        return lax.broadcast_in_dim(x, self.shapes[to], (int((kind == "k") != self.transposed),))
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Loads by element; the program has made sure that the indices are in range."""

@@ -16,40 +16,12 @@ reached without a mod.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.cotangents import group_loads, scatter
-from pallas_kernels.mods import Derivative
-from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.cotangents import group_loads
+from pallas_kernels.gradients import BackwardTiles, Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.setting import Arrays, Setting
 from pallas_kernels.triton import backward_captured, backward_dkv, backward_dq
-
-
-class Plan(NamedTuple):
-    """Which gradients are computed: `derivative` says of which loads of the score mod, None without one."""
-
-    query: bool
-    key_or_value: bool
-    derivative: Derivative | None
-
-
-class BackwardTiles(NamedTuple):
-    """Tiles of the two kernels."""
-
-    dkv: Tiles
-    dq: Tiles
-
-
-class Found(NamedTuple):
-    """The gradients; None where none is wanted, in `score_operands` also where an array is not read."""
-
-    query: jax.Array | None
-    key: jax.Array | None
-    value: jax.Array | None
-    score_operands: tuple[jax.Array | None, ...]
 
 
 def backward(
@@ -70,14 +42,14 @@ def backward(
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
     """
-    rows = _row_statistics(setting, saved, d_saved)
+    rows = row_statistics(setting, saved, d_saved)
     groups = group_loads(setting, plan.derivative)
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     if plan.query or groups.rows or groups.stores or groups.atomics:
         found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
         d_query = found.query if plan.query else None
-        _collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
+        collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
         for load, x in zip((*groups.stores, *groups.atomics), found.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
@@ -88,39 +60,8 @@ def backward(
     if plan.key_or_value or groups.columns:
         found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
         d_key, d_value = (
-            (_sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
+            (sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
         )
-        _collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
-    captured = tuple(map(_total, gradients.values()))
+        collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
+    captured = tuple(map(total, gradients.values()))
     return Found(d_query, d_key, d_value, captured)
-
-
-def _row_statistics(setting: Setting, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> backward_dq.Rows:
-    """dO, lse and delta."""
-    (out, lse), (d_out, d_lse) = saved, d_saved
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    delta = delta.swapaxes(1, 2) if setting.layout == "BTNH" else delta
-    delta = delta if d_lse is None else delta - d_lse
-    return backward_dq.Rows(d_out, lse, delta)
-
-
-def _collect(
-    setting: Setting,
-    derivative: Derivative | None,
-    arrays: Arrays,
-    loads: tuple,
-    cotangents: list,
-    gradients: dict[int, list[jax.Array]],
-) -> None:
-    if derivative is None:
-        return  # no load is wanted
-    for load, cotangent in zip(loads, cotangents, strict=True):
-        gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
-
-
-def _total(parts: list[jax.Array]) -> jax.Array | None:
-    return functools.reduce(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), parts) if parts else None
-
-
-def _sum_batch(setting: Setting, x: jax.Array) -> jax.Array:
-    return x.sum(axis=0, keepdims=True) if setting.Bkv < setting.B else x

@@ -22,12 +22,12 @@ from jax.ref import addupdate
 
 from pallas_kernels import blocks
 from pallas_kernels.cotangents import covers, reads_once
+from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.invariance import Invariance
 from pallas_kernels.mods import Derivative
 from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.backward_dq import Rows, shift_of, through_mod
 from pallas_kernels.triton.columns import inner, load_keys, load_queries, load_vector
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
+from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.mods import Derivative
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.backward_dq import Rows, shift_of, through_mod
 from pallas_kernels.triton.columns import (
     Columns,
     inner,
@@ -56,7 +56,7 @@ def dkv(
     ]
     d_key, d_value, *columns = launch(
         functools.partial(_kernel, setting, tiles, derivative, groups),
-        (arrays, _column_order(setting, tiles, arrays), rows),
+        (arrays, blocks.column_order(setting, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
         grid=(pl.cdiv(setting.S, tiles.block_kv), setting.Hkv, setting.B),
@@ -64,30 +64,6 @@ def dkv(
         interpret=setting.interpret,
     )
     return FoundByColumns(d_key, d_value, columns)
-
-
-def _column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]; None is their own."""
-    if setting.blocks is None:
-        return None
-    weight = arrays.lists[4] + arrays.lists[6]
-    if setting.list_heads > 1:
-        weight = weight.reshape(setting.list_batch, setting.Hkv, setting.group, -1).sum(axis=2)
-    weight = jnp.repeat(weight, setting.blocks[1] // tiles.block_kv, axis=-1)[..., : pl.cdiv(setting.S, tiles.block_kv)]
-    return blocks.heaviest_first(weight)
-
-
-def _over_queries(
-    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
-) -> Any:
-    """Folds a step over the tiles of queries of one head that visit a tile of keys."""
-    b, h, tile = here
-    if setting.blocks is None:
-        return blocks.walk_all(tiles.block_q, setting.T, setting.mask is not None, state, step)
-    counts, indices, full_counts, full_indices = arrays.lists[4:]
-    at = (*blocks.list_position(setting, b, h), lax.div(tile, setting.blocks[1] // tiles.block_kv))
-    column = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
-    return blocks.walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
 
 
 def _kernel(
@@ -103,8 +79,7 @@ def _kernel(
     *columns: Any,
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    if order is not None:
-        tile = order[b if setting.list_batch > 1 else 0, kv_h if setting.list_heads > 1 else 0, tile]
+    tile = blocks.column_at(setting, order, b, kv_h, tile)
     first = tile * tiles.block_kv
     keys_end = setting.S % tiles.block_kv != 0
     own_keys = functools.partial(
@@ -123,7 +98,7 @@ def _kernel(
         h = kv_h * setting.group + member
         head = _Head(setting, tiles, derivative, groups, arrays, rows)
         start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
-        *state, sums = _over_queries(setting, tiles, arrays, (b, h, tile), start, head.step(b, h, first, k, v))
+        *state, sums = blocks.over_queries(setting, tiles, arrays, (b, h, tile), start, head.step(b, h, first, k, v))
         for ref, total in zip(columns, sums, strict=True):
             store_vector(ref, (b, h), first, total, setting.S, may_end=keys_end)
         return tuple(state)

@@ -18,8 +18,9 @@ from jax.ref import addupdate
 
 from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
+from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.mods import Derivative
-from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
+from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.columns import (
     inner,
@@ -34,19 +35,6 @@ from pallas_kernels.triton.columns import (
 )
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
-
-
-class Rows(NamedTuple):
-    """Per query: cotangent of the output (in the setting's layout), lse and delta, both [B, Hq, T]."""
-
-    d_out: Any
-    lse: Any
-    delta: Any
-
-
-def shift_of(lse: jax.Array) -> jax.Array:
-    """What is subtracted from scores in base 2; inf for an empty row, so that its weights are 0."""
-    return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
 class FoundByRows(NamedTuple):
@@ -84,17 +72,6 @@ def dq(
         aliases=aliases,
     )
     return FoundByRows(found[0], list(found[1 : 1 + len(groups.rows)]), list(found[1 + len(groups.rows) :]))
-
-
-def through_mod(derivative: Derivative | None, tile: scores.Tile, d_s: jax.Array) -> tuple[jax.Array, Any]:
-    """Cotangents of the raw scores, and a function that gives those of a load, all of the size of a tile."""
-    if derivative is None:
-        return d_s, None
-    assert tile.score is not None  # it is the derivative of a mod
-    evaluation = tile.score.child({derivative.cotangent: d_s})
-    # The derivative of a mod may be NaN where nothing is seen, and 0 times that too.
-    clear = lambda x: x if tile.visible is None else jnp.where(tile.visible, x, 0.0)
-    return clear(evaluation.tile(derivative.d_score)), lambda load: clear(evaluation.tile(derivative.d_loads[load]))
 
 
 def _kernel(

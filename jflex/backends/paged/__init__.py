@@ -6,7 +6,7 @@ import importlib
 
 from jflex.backends.paged.base import PagedBackend
 
-_CLASSES = {"triton": "PagedTriton", "xla": "PagedXla", "reference": "PagedReference"}
+_CLASSES = {"mosaic_gpu": "PagedMosaicGpu", "triton": "PagedTriton", "xla": "PagedXla", "reference": "PagedReference"}
 
 
 def get(name: str) -> PagedBackend:

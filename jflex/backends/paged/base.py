@@ -27,6 +27,11 @@ class PagedBackend(abc.ABC):
     def unsupported(self, problem: PagedProblem) -> str | None:
         """Why this backend cannot run `problem`, as one sentence without a full stop, or None if it can."""
 
+    def slower(self, problem: PagedProblem) -> str | None:
+        """Why another backend is faster at `problem`; asked where none was named."""
+        del problem
+        return None
+
     @abc.abstractmethod
     def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
         """Computes out [N, Hq, Dv] in `problem.out_dtype`, and lse, float32 [N, Hq]."""

@@ -1,0 +1,138 @@
+"""Adapter of the Hopper kernels: says what they cannot do, picks tiles, and hands them the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jflex import kv_lengths
+from jflex.backends import triton
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends.kernel_inputs import arrays_of, known_programs, setting_of
+from jflex.backends.programs import programs_of
+from jflex.config import Tiles
+from jflex.problem import Problem
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
+ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
+LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
+MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
+
+
+class MosaicGpu(Backend):
+    """Fused kernels for Hopper, through Pallas and Mosaic GPU: TMA, wgmma, warp specialisation."""
+
+    name: ClassVar[str] = "mosaic_gpu"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """The first thing that stands in the way."""
+        reason = _limit_of_machine(problem) or _limit_of_arrays(problem)
+        if reason is not None:
+            return reason
+        programs = programs_of(problem)
+        if isinstance(programs, str):
+            return programs
+        return _limit_of_mods(problem) or _limit_of_tiles(problem)
+
+    def slower(self, problem: Problem) -> str | None:
+        """Few queries leave most of a tile of 64 rows empty."""
+        if triton.decodes(problem):
+            return "for so few queries the kernels of 'triton' are faster"
+        return None
+
+    def describe(self, problem: Problem) -> str:
+        """The tiles of its kernels."""
+        t = _tiles(problem)
+        return f"forward {t.block_q} x {t.block_kv} ({t.num_warps} warps that compute, {t.num_stages} stages)"
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+        """Runs the forward kernel."""
+        from pallas_kernels.mosaic_gpu import forward_sm90
+
+        if problem.kv_lengths:
+            problem, inputs = kv_lengths.without_lengths(problem, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))
+        return Saved(*forward_sm90.forward(setting_of(problem), _kernel_tiles(problem), arrays_of(inputs)))
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
+        """Runs the kernels of `triton`."""
+        return triton.Triton().backward(problem, inputs, saved, d_saved, wanted)
+
+
+def _limit_of_machine(problem: Problem) -> str | None:
+    if problem.config.interpret:
+        return "its kernels have no interpreter; they run on a Hopper GPU"
+    if problem.platform != "gpu" or not any(name in problem.device_kind for name in HOPPER):
+        where = problem.platform if problem.platform != "gpu" else problem.device_kind
+        return f"it needs a Hopper GPU (H100, H200), and this call runs on {where}"
+    if jax.__version_info__ < (0, 11):
+        return f"it needs JAX 0.11 or later, and this is {jax.__version__}"
+    return None
+
+
+def _limit_of_arrays(problem: Problem) -> str | None:
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"its kernels compute in bfloat16 or float16, not {problem.dtype}"
+    if max(problem.D, problem.Dv) > 256:
+        return f"its kernels take head sizes up to 256, not {max(problem.D, problem.Dv)}"
+    blocks = problem.blocks
+    if blocks is not None and any(size % ROWS for size in blocks.size):
+        return (
+            f"its tiles are multiples of {ROWS} rows, and the blocks of the mask are {blocks.size[0]} x "
+            f"{blocks.size[1]} (create the mask with a `block_size` that is a multiple of {ROWS})"
+        )
+    for mod in (problem.score, problem.mask):
+        for shape, dtype in () if mod is None else mod.operands:
+            if math.prod(shape) >= MOST_ELEMENTS:
+                return f"a mod captures an array of {dtype}{list(shape)}, which has 2 ** 31 elements or more"
+    return None
+
+
+def _limit_of_mods(problem: Problem) -> str | None:
+    from pallas_kernels.mosaic_gpu.primitives import lacking
+
+    programs = known_programs(problem)
+    for mod, program in ((problem.score, programs.score), (problem.mask, programs.mask)):
+        missing = None if program is None else lacking(program.nodes)
+        if missing is not None:
+            assert mod is not None
+            return f"`{mod.kind}_mod` {mod.source} cannot run in its kernels: {missing}"
+    return None
+
+
+def _limit_of_tiles(problem: Problem) -> str | None:
+    from pallas_kernels.mosaic_gpu import forward_sm90, memory
+
+    tiles, given = _kernel_tiles(problem), problem.config.forward
+    if given is not None and (tiles.num_warps not in (4, 8) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)):
+        return (
+            f"a warp group of 4 warps takes 64 or 128 queries, one or two of them a tile; `config` sets "
+            f"{tiles.block_q} queries and {tiles.num_warps} warps"
+        )
+    needed = memory.bytes_of(
+        jax.tree.leaves(forward_sm90.declare(setting_of(problem), tiles, jnp.dtype(problem.dtype)))
+    )
+    if needed > memory.LIMIT:
+        return f"its tile needs {needed} bytes of shared memory, of which there are {memory.LIMIT}"
+    return None
+
+
+def _tiles(problem: Problem) -> Tiles:
+    """The user's tiles, else a rule's, cut to what divides the mask's blocks."""
+    from pallas_kernels.mosaic_gpu import rules
+
+    if problem.config.forward is not None:
+        return problem.config.forward
+    setting = setting_of(problem)
+    return Tiles(*rules.forward_tiles(setting, jnp.dtype(problem.dtype)))
+
+
+def _kernel_tiles(problem: Problem) -> Any:
+    from pallas_kernels import setting
+
+    return setting.Tiles(*dataclasses.astuple(_tiles(problem)))

@@ -1,0 +1,63 @@
+"""Backward pass for Hopper: its kernels, and the gradients of captured arrays.
+
+With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:2307.08691, section 3.1.2)::
+
+    dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
+
+where dS' is dS pulled back through the score mod. Two kernels compute P and dO V^T each for itself, one for dK and dV,
+one for dQ: seven products, and sums whose order never changes.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.cotangents import LoadGroups, group_loads
+from pallas_kernels.gradients import BackwardTiles, Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, padding
+from pallas_kernels.setting import Arrays, Setting
+
+
+def unsupported_groups(groups: LoadGroups) -> str | None:
+    """Which captured gradients these kernels cannot compute, as part of a sentence, or None."""
+    if groups.repeated or groups.stores or groups.atomics:
+        return "the gradient of an array that is read by query and key at once needs additions by element"
+    return None
+
+
+def backward(
+    setting: Setting,
+    tiles: BackwardTiles,
+    arrays: Arrays,
+    plan: Plan,
+    saved: tuple[jax.Array, jax.Array],
+    d_saved: tuple[jax.Array, jax.Array | None],
+) -> Found:
+    """Computes the gradients that the plan names.
+
+    Args:
+      setting: The setting.
+      tiles: Of the kernels.
+      arrays: The inputs of the forward pass.
+      plan: What is wanted; `unsupported_groups` of its loads must be None.
+      saved: Output and lse of the forward pass.
+      d_saved: Their cotangents; that of lse may be None.
+    """
+    rows = row_statistics(setting, saved, d_saved)
+    groups = group_loads(setting, plan.derivative)
+    given, (setting, arrays) = setting, padding.padded(setting, arrays)
+    rows = rows._replace(d_out=padding.pad_rows(setting, rows.d_out, setting.Dv))
+    assert unsupported_groups(groups) is None  # the adapter has asked
+    gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
+    d_query = d_key = d_value = None
+    if plan.query or groups.rows:
+        found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
+        d_query = padding.cut_rows(setting, found.query, given.T, given.D) if plan.query else None
+        collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
+    if plan.key_or_value or groups.columns:
+        found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
+        if plan.key_or_value:
+            cut = lambda x, size: sum_batch(setting, padding.cut_rows(setting, x, given.S, size))
+            d_key, d_value = cut(found.key, given.D), cut(found.value, given.Dv)
+        collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
+    return Found(d_query, d_key, d_value, tuple(map(total, gradients.values())))

@@ -1,0 +1,122 @@
+"""What the backward kernels stream: tiles of queries, cotangents of the output, and statistics of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.cotangents import LoadGroups
+from pallas_kernels.gradients import Rows, shift_of
+from pallas_kernels.mods import Derivative
+from pallas_kernels.mosaic_gpu import memory, scores
+from pallas_kernels.mosaic_gpu.pipeline import Ring
+from pallas_kernels.setting import Arrays, Setting, Tiles
+
+SHIFT, DELTA = 0, 1  # places in the array of statistics
+
+
+class Static(NamedTuple):
+    """What is known ahead of a launch.
+
+    Attributes:
+      setting: The setting.
+      tiles: Of the kernel.
+      derivative: Of the score mod; None without one.
+      groups: The wanted loads.
+      captured: Shapes of what the mods capture.
+    """
+
+    setting: Setting
+    tiles: Tiles
+    derivative: Derivative | None
+    groups: LoadGroups
+    captured: scores.Captured
+
+    @classmethod
+    def of(
+        cls, setting: Setting, tiles: Tiles, arrays: Arrays, derivative: Derivative | None, groups: LoadGroups
+    ) -> Static:
+        """From the arrays of the call."""
+        captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
+        return cls(setting, tiles, derivative, groups, captured)
+
+    @property
+    def warp_groups(self) -> int:
+        """Those that compute."""
+        return self.tiles.num_warps // 4
+
+    @property
+    def nodes(self) -> Any:
+        """What to prepare of the score mod."""
+        return None if self.derivative is None else self.derivative.nodes
+
+
+class Stream(NamedTuple):
+    """Rings of what belongs to a tile of queries.
+
+    Attributes:
+      queries: [rows, D].
+      d_out: [rows, Dv].
+      statistics: float32 [2, rows]: what is subtracted from scores in base 2, and delta.
+    """
+
+    queries: Ring
+    d_out: Ring
+    statistics: Ring
+
+    @classmethod
+    def declare(cls, setting: Setting, rows: int, stages: int, dtype: Any, readers: int) -> Stream:
+        """What to allocate for it."""
+        plain = Ring(
+            plg.SMEM((stages, 2, rows), jnp.float32),
+            plg.Barrier(num_barriers=stages),
+            plg.Barrier(num_arrivals=readers, num_barriers=stages),
+        )
+        return cls(
+            Ring.declare(stages, rows, setting.D, dtype, readers),
+            Ring.declare(stages, rows, setting.Dv, dtype, readers),
+            plain,
+        )
+
+    def fill(self, setting: Setting, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any]) -> None:
+        """Starts to copy the nth tile: that at batch, query head and first query."""
+        b, h, first = place
+        rows = self.queries.tiles.shape[1]
+        at = memory.rows_at(setting, b, h, first, rows)
+        self.queries.fill(nth, arrays.query.at[at])
+        self.statistics.fill(nth, given.statistics.at[b, h, :, pl.ds(first, rows)])
+        self.d_out.fill(nth, given.d_out.at[at])
+
+
+class Given(NamedTuple):
+    """Per query: cotangent of the output, in the setting's layout, and float32 [B, Hq, 2, T]: shift and delta.
+
+    Past the end the shift is inf, so that weights are 0 there.
+    """
+
+    d_out: Any
+    statistics: Any
+
+
+def give(rows: Rows, multiple: int) -> Given:
+    """Statistics as the kernels read them, for rows up to a multiple."""
+    end = ((0, 0), (0, 0), (0, -rows.lse.shape[2] % multiple))
+    shift = jnp.pad(shift_of(rows.lse), end, constant_values=jnp.inf)
+    return Given(rows.d_out, jnp.stack((shift, jnp.pad(rows.delta, end)), axis=2))
+
+
+def load_vector(ref: Any, layout: Any) -> jax.Array:
+    """A vector of the statistics, over the columns or rows of a tile."""
+    return plg.load(ref, layout=layout, optimized=False)
+
+
+def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
+    """Starts to store a vector through shared memory."""
+    plg.wait_smem_to_gmem(0, wait_read_only=True)
+    staged[...] = x
+    plg.commit_smem()
+    plg.copy_smem_to_gmem(staged, out)

@@ -1,0 +1,51 @@
+"""Arrays of sizes that the copy engine does not take, padded with zeros.
+
+It wants rows of a multiple of 16 numbers, and their number a multiple of the 8 that a swizzled tile has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.setting import Arrays, Setting
+
+ROWS = 8
+
+
+def padded(setting: Setting, arrays: Arrays) -> tuple[Setting, Arrays]:
+    """The setting with padded head sizes, and the arrays; lengths in the setting stay the true ones."""
+    itemsize = arrays.query.dtype.itemsize
+    D, Dv = (memory.rows_padded(size, itemsize) for size in (setting.D, setting.Dv))
+    wide = arrays._replace(
+        query=pad_rows(setting, arrays.query, D),
+        key=pad_rows(setting, arrays.key, D),
+        value=pad_rows(setting, arrays.value, Dv),
+    )
+    return dataclasses.replace(setting, D=D, Dv=Dv), wide
+
+
+def pad_rows(setting: Setting, x: jax.Array, size: int) -> jax.Array:
+    """An array in the layout of the setting, with rows of `size` and a number of them that is a multiple of 8."""
+    axis = _axis(setting)
+    widths = [(0, 0)] * 4
+    widths[axis], widths[3] = (0, -x.shape[axis] % ROWS), (0, size - x.shape[3])
+    return x if widths == [(0, 0)] * 4 else jnp.pad(x, widths)
+
+
+def like_rows(setting: Setting, x: jax.Array, size: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape of an array like `x`, which is padded, with rows of `size`."""
+    return jax.ShapeDtypeStruct((*x.shape[:3], size), dtype or x.dtype)
+
+
+def cut_rows(setting: Setting, x: jax.Array, length: int, size: int) -> jax.Array:
+    """What `pad_rows` padded."""
+    return jax.lax.slice_in_dim(x, 0, length, axis=_axis(setting))[..., :size]
+
+
+def _axis(setting: Setting) -> int:
+    return 1 if setting.layout == "BTNH" else 2
