@@ -33,7 +33,7 @@ def small_indices(s, table, q, k):
 
 
 def wide_indices(s, table, q, k):
-    """What `small_indices` means. Where XLA expands scatters, those of plain JAX take 8-bit indices for out of bounds."""
+    """What `small_indices` means: where XLA expands scatters, 8-bit indices of plain JAX count as out of bounds."""
     return s + table[jnp.asarray(SMALL_NUMBERS, jnp.int32)[k]]
 
 
