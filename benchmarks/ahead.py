@@ -49,7 +49,7 @@ def compile_all(tasks: Sequence[Task], workers: int, cache: pathlib.Path, deadli
             open_tasks.setdefault(library, queue.SimpleQueue()).put((task, names))
     counts = {library: waiting.qsize() for library, waiting in open_tasks.items()}
     with (
-        tqdm(total=sum(counts.values()), unit="compilation", dynamic_ncols=True) as bar,
+        tqdm(total=sum(counts.values()), unit="compilation", dynamic_ncols=True, disable=None) as bar,
         ThreadPoolExecutor(max_workers=max(1, workers * len(counts))) as pool,
     ):
 

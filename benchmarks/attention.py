@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import ahead, records, roofline, tables
+from benchmarks import agreement, ahead, records, roofline, tables
 from benchmarks.clocks import Watch
 from benchmarks.deadline import Deadline
 from benchmarks.environment import gpu_facts, results_folder
@@ -32,9 +32,8 @@ from benchmarks.summary import Summary
 from benchmarks.team import Team
 
 _TURNS = 2
-_PREPARE_SECONDS = 300.0
 _MEASURE_SECONDS = 90.0
-_PATIENCE = 0.25  # of the time that is left, which one question may take
+_SHARE = 0.25  # of the time that is left, which one question may take
 
 
 class Run:
@@ -46,10 +45,15 @@ class Run:
       directions: Of `DIRECTIONS`.
       runs: Repetitions of each figure.
       queue: Also measure the wall time of a queue of calls.
+      patience: Seconds that a library has to compile and warm up a problem; then its process is ended.
     """
 
-    def __init__(self, team: Team, peers: Sequence[Peer], directions: Sequence[str], runs: int, queue: bool) -> None:
+    def __init__(
+        self, team: Team, peers: Sequence[Peer], directions: Sequence[str], runs: int, queue: bool,
+        patience: float = 300.0,
+    ) -> None:  # fmt: skip
         self._team, self._peers, self._directions, self._runs, self._queue = team, peers, directions, runs, queue
+        self._patience = patience
         self.records: list[Record] = []
         self.remarks: dict[str, list[str]] = {}
 
@@ -64,13 +68,13 @@ class Run:
 
     def measure(self, problem: Problem) -> None:
         """All peers, in turns."""
-        ready, work = self._prepare(problem)
+        ready, work, backends = self._prepare(problem)
         if work is None:
             return
         for direction in self._directions:
-            times = self._in_turns(ready, direction, problem)
-            flops = work["forward_flops"] * (2.5 if direction == "backward" else 1.0)
-            self.records += [_record(problem, name, direction, answers, (flops, work[f"{direction}_bytes"]))
+            times = self._in_turns(ready[direction], direction, problem)
+            done = (work[f"{direction}_flops"], work[f"{direction}_bytes"])
+            self.records += [_record(problem, name, direction, answers, done, backends.get(name, ""))
                              for name, answers in times.items()]  # fmt: skip
         self._team.ask_all("release", _MEASURE_SECONDS)
 
@@ -89,21 +93,37 @@ class Run:
                     times[name].append(answer)
         return {name: answers for name, answers in times.items() if answers}
 
-    def _prepare(self, problem: Problem) -> tuple[list[str], dict[str, Any] | None]:
-        """Who is ready, and the work that the JAX side counted."""
+    def _prepare(self, problem: Problem) -> tuple[dict[str, list[str]], dict[str, Any] | None, dict[str, str]]:
+        """Who is ready, by direction; the work that a JAX side counted; and which backends jflex runs."""
         names = {"jax": []} | asked(problem, self._peers)
         more = {"problem": as_message(problem), "directions": list(self._directions)}
         every = {library: {"peers": found, **more} for library, found in names.items()}
-        answers = self._team.ask_each("prepare", _PREPARE_SECONDS, every)
-        ready: list[str] = []
+        answers = self._team.ask_each("prepare", self._patience, every)
+        ready, unable, samples, told = set(), {}, {}, {}
         for library, answer in answers.items():
             self.keep_failure(library, answer, problem.name)
-            for name, reason in answer.get("unable", {}).items():
-                self.keep_failure(name, {"failed": reason}, problem.name)
-            ready += answer.get("ready", {})
+            told |= answer
+            if "lost" not in answer:
+                ready |= answer["ready"].keys()
+            for found, name in ((unable, "unable"), (samples, "samples")):
+                found |= answer.get(name, {})
+        for name, reasons in agreement.doubts(samples).items():
+            unable[name] = unable.get(name, {}) | reasons
+        for name, reasons in unable.items():
+            self._keep_reasons(name, reasons, problem)
         # In the order of the peers, so that turns do not depend on the libraries.
-        work = dataclasses.asdict(roofline.served_work(problem)) if problem.served else answers["jax"].get("work")
-        return [peer.name for peer in self._peers if peer.name in ready], work
+        able = {direction: [peer.name for peer in self._peers
+                            if peer.name in ready and direction not in unable.get(peer.name, {})]
+                for direction in self._directions}  # fmt: skip
+        work = dataclasses.asdict(roofline.served_work(problem)) if problem.served else told.get("work")
+        return able, work, told.get("backends", {})
+
+    def _keep_reasons(self, name: str, reasons: dict[str, str], problem: Problem) -> None:
+        """Makes a remark of what a peer cannot: one, if it is the same in every direction."""
+        for reason in dict.fromkeys(reasons.values()):
+            where = [direction for direction, x in reasons.items() if x == reason]
+            prefix = "" if len(where) == len(self._directions) else f"{', '.join(where)}: "
+            self.keep_failure(name, {"failed": reason}, f"{prefix}{problem.name}")
 
     def keep_failure(self, who: str, answer: dict[str, Any], where: str) -> None:
         """Makes a remark of an answer that tells of one."""
@@ -116,12 +136,13 @@ class Run:
 
 
 def _record(
-    problem: Problem, peer: str, direction: str, answers: Sequence[dict[str, Any]], work: tuple[float, float]
-) -> Record:
+    problem: Problem, peer: str, direction: str, answers: Sequence[dict[str, Any]], work: tuple[float, float],
+    backend: str,
+) -> Record:  # fmt: skip
     every = lambda name: [x for answer in answers for x in answer[name]]
     method = "; ".join(dict.fromkeys(answer["method"] for answer in answers))
     queue = Summary.of(every("queue")) if every("queue") else None
-    return Record(problem, peer, direction, Summary.of(every("seconds")), method, *work, queue)
+    return Record(problem, peer, direction, Summary.of(every("seconds")), method, *work, queue, backend)
 
 
 class Plan(NamedTuple):
@@ -136,7 +157,9 @@ class Plan(NamedTuple):
 def _plan(name: str, options: argparse.Namespace) -> Plan:
     problems = [problem for problem in suite(name)
                 if (not options.variants or problem.variant in options.variants)
-                and (not options.lengths or problem.S in options.lengths)]  # fmt: skip
+                and (not options.lengths or problem.S in options.lengths)
+                and (not options.head_sizes or problem.D in options.head_sizes)
+                and (not options.batches or problem.B in options.batches)]  # fmt: skip
     asked_for = DIRECTIONS if options.direction == "both" else (options.direction,)
     return Plan(name, problems, peers_of(name, options.peers), ("forward",) if name in SERVED else asked_for)
 
@@ -149,8 +172,12 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
                         help=f"{', '.join(SERVED)} have a forward alone")  # fmt: skip
     parser.add_argument("--variants", nargs="*", metavar="NAME", help="of the suite's problems; all without")
     parser.add_argument("--lengths", nargs="*", type=int, metavar="S", help="of the suite's problems; all without")
+    parser.add_argument("--head-sizes", nargs="*", type=int, metavar="D", help="of the suite's problems; all without")
+    parser.add_argument("--batches", nargs="*", type=int, metavar="B", help="of the suite's problems; all without")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), metavar="NAME", default=(), help=", ".join(PEERS))
     parser.add_argument("--runs", type=int, default=10, help="repetitions of each figure")
+    parser.add_argument("--patience", type=float, metavar="SECONDS", default=300.0,
+                        help="that a library has to compile a problem; then its process is started anew")  # fmt: skip
     parser.add_argument("--limit", type=float, metavar="SECONDS",
                         help="begin no problem after so long, and wait for no peer beyond it")  # fmt: skip
     parser.add_argument("--compile-workers", type=int, default=0, metavar="N",
@@ -169,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> None:
         cache.mkdir(parents=True, exist_ok=True)
         plans = [_plan(name, options) for name in options.suite]
         libraries = sorted({"jax", *(peer.library for plan in plans for peer in plan.peers)})
-        deadline = Deadline(options.limit, _PATIENCE)
+        deadline = Deadline(options.limit, _SHARE)
         team = Team(libraries, cache, deadline)
         if options.check_timing:
             print(json.dumps(stack.enter_context(team).ask_all("check", _MEASURE_SECONDS), indent=1))
@@ -206,7 +233,8 @@ def _measure(
     machine = gpu_facts()
     device = results_folder(machine.get("device", "cpu"))
     old = records.read(device, plan.suite) if options.add else None
-    run = Run(team, plan.peers, plan.directions, options.runs, plan.suite in ("short", "tiny"))
+    run = Run(team, plan.peers, plan.directions, options.runs, plan.suite in ("short", "tiny"),
+              options.patience)  # fmt: skip
     if not rates:
         rates |= run.measure_rates()
 
@@ -217,7 +245,7 @@ def _measure(
             about["before"] = [*old.about.get("before", []), {x: old.about[x] for x in ("date", "command", "commit")}]
         return records.write(options.out / device, plan.suite, records.merged(old, run.records), about)
 
-    with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0) as bar:
+    with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
             if deadline.over:

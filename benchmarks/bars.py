@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from benchmarks import records, results
+from benchmarks import hopper_bars, records, results
 from benchmarks.peers import FIRST, PEERS
 from benchmarks.problems import Problem, parts_of_mixed, suite
+from benchmarks.ratios import Found, figure_of, times_longer
 from benchmarks.records import SuiteResult
 from benchmarks.results import Figure
 from benchmarks.side import DIRECTIONS
@@ -54,34 +55,23 @@ def readings(folder: pathlib.Path = results.FOLDER) -> list[Reading]:
     return found
 
 
-def _of_suite(result: SuiteResult, read: Callable[[SuiteResult], Iterable[Figure | str]]) -> list[Reading]:
+def _of_suite(result: SuiteResult, read: Callable[[SuiteResult], Iterable[Found]]) -> list[Reading]:
     return [Reading(result.suite, None, x) if isinstance(x, str) else Reading(result.suite, x)
             for x in read(result) if x]  # fmt: skip
 
 
-def _figure(
-    name: str, values: Iterable[float | None], reduce: Callable[..., float], unit: str = "x", **bar: float
-) -> Figure | str:
-    """A ratio over several problems; in words if one is missing, which matters only to a bar."""
-    every = list(values)
-    known = [x for x in every if x is not None]
-    if not known or (bar and len(known) < len(every)):
-        return f"{name}: {len(every) - len(known)} of {len(every)} are missing" if bar else ""
-    return Figure(name, float(f"{reduce(known):.4g}"), unit, **bar)
-
-
-def _main(result: SuiteResult) -> Iterable[Figure | str]:
+def _main(result: SuiteResult) -> Iterable[Found]:
     for direction, least in zip(DIRECTIONS, (0.9, 0.85), strict=True):
         ratios = {problem: result.ratio(problem, direction, FIRST, _FLEX) for problem in suite(result.suite)}
         over = f"{direction} over {PEERS[_FLEX].title}"
-        yield _figure(f"{over}, geometric mean of {len(ratios)}", ratios.values(), geometric_mean, at_least=1.0)
-        yield _figure(f"{over}, the least of {len(ratios)}", ratios.values(), min, at_least=least)
+        yield figure_of(f"{over}, geometric mean of {len(ratios)}", ratios.values(), geometric_mean, at_least=1.0)
+        yield figure_of(f"{over}, the least of {len(ratios)}", ratios.values(), min, at_least=least)
         if direction == "forward":
             softcap = [ratio for problem, ratio in ratios.items() if problem.variant == "softcap"]
-            yield _figure(f"{over}, the least of softcap", softcap, min, at_least=1.5)
+            yield figure_of(f"{over}, the least of softcap", softcap, min, at_least=1.5)
 
 
-def _blocks(result: SuiteResult) -> Iterable[Figure | str]:
+def _blocks(result: SuiteResult) -> Iterable[Found]:
     for direction in DIRECTIONS:
         for form, name, least in (
             ("partial", "causal: the split into full and partial blocks", 1.0),
@@ -91,18 +81,14 @@ def _blocks(result: SuiteResult) -> Iterable[Figure | str]:
             for problem in suite(result.suite):
                 if problem.form == "split":
                     other = dataclasses.replace(problem, form=form)
-                    gains.append(_times(result, direction, slow=other, fast=problem))
+                    gains.append(times_longer(result, direction, slow=other, fast=problem))
             bar = {"at_least": least} if direction == "forward" else {}
-            yield _figure(f"{name}, {direction}, geometric mean of {len(gains)} lengths", gains, geometric_mean, **bar)
+            yield figure_of(
+                f"{name}, {direction}, geometric mean of {len(gains)} lengths", gains, geometric_mean, **bar
+            )
 
 
-def _times(result: SuiteResult, direction: str, slow: Problem, fast: Problem) -> float | None:
-    """How many times longer jflex takes for one problem than for another."""
-    numerator, denominator = (result.find(problem, FIRST, direction) for problem in (slow, fast))
-    return None if numerator is None or denominator is None else numerator.seconds.median / denominator.seconds.median
-
-
-def _heads(result: SuiteResult) -> Iterable[Figure | str]:
+def _heads(result: SuiteResult) -> Iterable[Found]:
     for direction in DIRECTIONS:
         for D in (80, 96):
             shares = []
@@ -111,33 +97,33 @@ def _heads(result: SuiteResult) -> Iterable[Figure | str]:
                     own = result.find(problem, FIRST, direction)
                     even = result.find(dataclasses.replace(problem, D=128), FIRST, direction)
                     shares.append(own.tflops / even.tflops if own and even else None)
-            yield _figure(f"TFLOP/s of D {D} over D 128, {direction}, the least of noop and causal", shares, min,
+            yield figure_of(f"TFLOP/s of D {D} over D 128, {direction}, the least of noop and causal", shares, min,
                           at_least=0.8)  # fmt: skip
 
 
-def _captured(result: SuiteResult) -> Iterable[Figure | str]:
+def _captured(result: SuiteResult) -> Iterable[Found]:
     for problem in suite(result.suite):
         if problem.differentiated:
             plain = dataclasses.replace(problem, differentiated=False)
             bar = {"at_most": 1.1} if problem.variant == "alibi" else {}
-            cost = _times(result, "backward", slow=problem, fast=plain)
-            yield _figure(f"backward with the gradient of {problem.variant}'s array over without", [cost], min, **bar)
+            cost = times_longer(result, "backward", slow=problem, fast=plain)
+            yield figure_of(f"backward with the gradient of {problem.variant}'s array over without", [cost], min, **bar)
             ratio = result.ratio(problem, "backward", FIRST, _FLEX)
-            yield _figure(f"backward of {problem.label}, over {PEERS[_FLEX].title}", [ratio], min)
+            yield figure_of(f"backward of {problem.label}, over {PEERS[_FLEX].title}", [ratio], min)
 
 
-def _pair_bias(result: SuiteResult) -> Iterable[Figure | str]:
+def _pair_bias(result: SuiteResult) -> Iterable[Found]:
     for direction in DIRECTIONS:
         ratios = [result.ratio(problem, direction, FIRST, _CUDNN)
                   for problem in suite(result.suite) if problem.variant == "pair_bias"]  # fmt: skip
-        yield _figure(f"pair bias, {direction} over {PEERS[_CUDNN].title}, the least of {len(ratios)}", ratios, min,
+        yield figure_of(f"pair bias, {direction} over {PEERS[_CUDNN].title}, the least of {len(ratios)}", ratios, min,
                       at_least=1.0)  # fmt: skip
 
 
-def _short(result: SuiteResult) -> Iterable[Figure | str]:
+def _short(result: SuiteResult) -> Iterable[Found]:
     for direction in DIRECTIONS:
         ratios = [_over_best(result, problem, direction) for problem in suite(result.suite)]
-        yield _figure(f"short, {direction} over the best peer, the least of {len(ratios)}", ratios, min, at_least=0.9)
+        yield figure_of(f"short, {direction} over the best peer, the least of {len(ratios)}", ratios, min, at_least=0.9)
 
 
 def _over_best(result: SuiteResult, problem: Problem, direction: str) -> float | None:
@@ -145,23 +131,23 @@ def _over_best(result: SuiteResult, problem: Problem, direction: str) -> float |
     return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
-def _decode(result: SuiteResult) -> Iterable[Figure | str]:
+def _decode(result: SuiteResult) -> Iterable[Found]:
     problems = suite(result.suite)
     plain = [x for x in problems if x.variant == "noop" and not x.lengths]
     for name in (_CUDNN, "sdpa-cudnn", "sdpa-flash", "torch-decode-mask", "torch-decode"):
         ratios = [result.ratio(problem, "forward", FIRST, name) for problem in plain]
         bar = {"at_least": 0.95} if name == _CUDNN else {}
-        yield _figure(f"decode over {PEERS[name].title}, the least of {len(plain)}", ratios, min, **bar)
+        yield figure_of(f"decode over {PEERS[name].title}, the least of {len(plain)}", ratios, min, **bar)
     for problem in problems:
         if problem.variant != "noop":
-            own = _times(result, "forward", slow=dataclasses.replace(problem, variant="noop"), fast=problem)
-            yield _figure(f"decode with {problem.variant} over without", [own], min, at_least=0.9)
+            own = times_longer(result, "forward", slow=dataclasses.replace(problem, variant="noop"), fast=problem)
+            yield figure_of(f"decode with {problem.variant} over without", [own], min, at_least=0.9)
     for problem in problems:
         if problem.lengths in ("uniform", "skewed"):
             even = dataclasses.replace(problem, lengths="even")
             rates = [_bytes_per_second(result, x) for x in (problem, even)]
             share = None if None in rates else rates[0] / rates[1]
-            yield _figure(f"decode, bytes/s of {problem.lengths} lengths over even ones", [share], min, at_least=0.85)
+            yield figure_of(f"decode, bytes/s of {problem.lengths} lengths over even ones", [share], min, at_least=0.85)
 
 
 def _bytes_per_second(result: SuiteResult, problem: Problem) -> float | None:
@@ -172,33 +158,34 @@ def _bytes_per_second(result: SuiteResult, problem: Problem) -> float | None:
 _PAGES = {256: 1.03, 128: 1.03, 64: 1.03, 16: 1.08}  # at most so many times what contiguous keys take; 1 is stated
 
 
-def _paged(result: SuiteResult) -> Iterable[Figure | str]:
+def _paged(result: SuiteResult) -> Iterable[Found]:
     for problem in sorted(suite(result.suite), key=lambda x: -x.page):
         if problem.page == 64:
             record = result.find(problem, FIRST, "forward")
             microseconds = None if record is None else record.seconds.median * 1e6
-            yield _figure("pages of 64", [microseconds], min, unit="µs", at_most=140.0)
+            yield figure_of("pages of 64", [microseconds], min, unit="µs", at_most=140.0)
         cost = result.ratio(problem, "forward", "jflex-contiguous", FIRST)
         bar = {"at_most": _PAGES[problem.page]} if problem.page in _PAGES else {}
-        yield _figure(f"pages of {problem.page} over contiguous keys, time", [cost], min, **bar)
+        yield figure_of(f"pages of {problem.page} over contiguous keys, time", [cost], min, **bar)
 
 
-def _mixed(result: SuiteResult) -> Iterable[Figure | str]:
+def _mixed(result: SuiteResult) -> Iterable[Found]:
     mixed = suite(result.suite)[0]
     found = [result.find(x, FIRST, "forward") for x in (mixed, *parts_of_mixed(mixed))]
     seconds = [None if x is None else x.seconds.median for x in found]
     share = None if None in seconds else seconds[0] / sum(seconds[1:])
-    yield _figure("a prefill chunk and decoding steps in one call over the sum of the two", [share], min, at_most=1.1)
+    yield figure_of("a prefill chunk and decoding steps in one call over the sum of the two", [share], min, at_most=1.1)
 
 
-def _cascade(result: SuiteResult) -> Iterable[Figure | str]:
+def _cascade(result: SuiteResult) -> Iterable[Found]:
     for problem, least in zip(suite(result.suite), (15.0, 1.5) * 2, strict=True):
         heads = f"{problem.Hq}/{problem.Hkv} heads, prefix {problem.prefix}"
         name = f"cascade, {heads} and suffix {problem.S - problem.prefix}, over"
         flat, copies = (result.ratio(problem, "forward", FIRST, peer) for peer in ("jflex-flat", "jflex-copies"))
-        yield _figure(f"{name} flat", [flat], min, at_least=least)
-        yield _figure(f"{name} flat with pages of its own for each", [copies], min)
+        yield figure_of(f"{name} flat", [flat], min, at_least=least)
+        yield figure_of(f"{name} flat with pages of its own for each", [copies], min)
 
 
 _SUITES = {"main": _main, "blocks": _blocks, "heads": _heads, "captured": _captured, "pair_bias": _pair_bias,
-           "short": _short, "decode": _decode, "paged": _paged, "cascade": _cascade, "mixed": _mixed}  # fmt: skip
+           "short": _short, "decode": _decode, "paged": _paged, "cascade": _cascade, "mixed": _mixed,
+           "hopper": hopper_bars.hopper, "hopper_short": hopper_bars.hopper_short}  # fmt: skip

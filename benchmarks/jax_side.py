@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from benchmarks import jax_serving, roofline, timing
+from benchmarks import agreement, jax_serving, roofline, timing
 from benchmarks.problems import Problem
 from benchmarks.side import Call, Side
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
@@ -51,19 +51,21 @@ class JaxSide(Side):
         block_mask, visited = _block_mask(problem, self._mods(captured))
         self._inputs = _draw(problem, captured, block_mask)
         done = roofline.work(problem, visited, [x.shape for x in captured.values()])
-        return {"work": dataclasses.asdict(done)}
+        return {"work": dataclasses.asdict(done), "backends": _backends(problem, self._mods, self._inputs)}
 
     def prepare(
         self, problem: dict[str, Any], peers: Sequence[str], directions: Sequence[str], ahead: bool = False
     ) -> dict[str, Any]:
-        """Where queries continue sequences, also compares what the peers compute: a wrong result has no time."""
+        """Compares what peers compute where queries continue sequences, and tells of it otherwise; see `agreement`."""
         answer = super().prepare(problem, peers, directions, ahead)
         if self._problem.served:
             outputs = {name: prepared.calls["forward"]() for name, prepared in self._prepared.items()}
             for name, reason in jax_serving.doubts(outputs).items():
-                answer["unable"][name] = reason
+                answer["unable"][name] = {"forward": reason}
                 del answer["ready"][name], self._prepared[name]
-        return answer
+            return answer
+        return answer | {"samples": {name: {direction: _samples(call()) for direction, call in prepared.calls.items()}
+                                     for name, prepared in self._prepared.items()}}  # fmt: skip
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The forward is one program; so is the backward, from the residuals that `jax.vjp` keeps."""
@@ -132,11 +134,20 @@ class JaxSide(Side):
                 "took": time.perf_counter() - started}  # fmt: skip
 
 
+def _samples(arrays: Any) -> list[list[float]]:
+    found = []
+    for x in jax.tree.leaves(arrays):
+        step = (x.size // agreement.SAMPLES) | 1  # odd, so that not all are of one column
+        found.append(np.asarray(x.reshape(-1)[::step], np.float64).round(7).tolist())
+    return found
+
+
 def _draw(problem: Problem, captured: dict[str, jax.Array], block_mask: jflex.BlockMask | None) -> Inputs:
     keys = jax.random.split(jax.random.key(0), 3)
     heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
-    arrays = [jax.random.normal(key, (problem.B, length, H, problem.D), problem.dtype)
-              for key, length, H in zip(keys, lengths, heads, strict=True)]  # fmt: skip
+    sizes = (problem.D, problem.D, problem.value_size)
+    arrays = [jax.random.normal(key, (problem.B, length, H, size), problem.dtype)
+              for key, length, H, size in zip(keys, lengths, heads, sizes, strict=True)]  # fmt: skip
     return Inputs(*arrays, captured, block_mask)
 
 
@@ -170,9 +181,7 @@ def _with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
 Bound = Callable[[Mapping[str, Any]], Mods]
 
 
-def _jflex(problem: Problem, mods: Bound) -> Attend:
-    implementation = "triton" if jax.default_backend() == "gpu" else "xla"
-
+def _jflex(problem: Problem, mods: Bound, implementation: str | None = None) -> Attend:
     def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
         mask, score = mods(captured)
         everywhere = mask if problem.form == "everywhere" else None
@@ -181,6 +190,17 @@ def _jflex(problem: Problem, mods: Bound) -> Attend:
         )
 
     return attend
+
+
+_IMPLEMENTATIONS = {"jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton"}
+
+
+def _backends(problem: Problem, mods: Bound, inputs: Inputs) -> dict[str, str]:
+    """Which backend of jflex runs a problem, for each peer that is jflex."""
+    (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
+    everywhere = mask if problem.form == "everywhere" else None
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere)
+    return {name: account.backend if wanted is None else wanted for name, wanted in _IMPLEMENTATIONS.items()}
 
 
 def _jax_nn(problem: Problem, mods: Bound, implementation: str) -> Attend:
@@ -199,12 +219,12 @@ def _tokamax(problem: Problem, mods: Bound) -> Attend:
     import tokamax  # type: ignore
 
     return lambda query, key, value, captured, block_mask: tokamax.dot_product_attention(
-        query, key, value, is_causal=problem.variant == "causal"
+        query, key, value, is_causal=problem.variant == "causal", implementation="mosaic"
     )
 
 
 _ATTEND: dict[str, Callable[[Problem, Bound], Attend]] = {
-    "jflex": _jflex,
+    **{name: functools.partial(_jflex, implementation=wanted) for name, wanted in _IMPLEMENTATIONS.items()},
     "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),
     "tokamax": _tokamax,

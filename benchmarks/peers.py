@@ -17,7 +17,8 @@ class Peer(NamedTuple):
     Attributes:
       name: For the command line and the results.
       title: For tables.
-      library: ``"jax"`` or ``"torch"``; each has a process of its own.
+      library: ``"jax"``, ``"torch"`` or ``"mosaic"``; each has a process of its own. A kernel that hangs or faults
+        ends its process, and Mosaic GPU's must not end that of the other JAX peers.
       refuses: Why it is not asked for a problem; None if it is.
     """
 
@@ -87,16 +88,20 @@ def _itemised(problem: Problem) -> str | None:
 
 
 _MASKS = ("sliding_window", "prefix_lm", "document_mask")
+_OPTIONS = ("noop", "causal", "softcap", "sliding_window")
 _ITEMISED = ("noop", "causal", "alibi", "pair_bias", *_MASKS)
 PEERS = {peer.name: peer for peer in (
     Peer("jflex", "jflex", "jax", _anything),
+    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _trained),
+    Peer("jflex-triton", "jflex triton", "jax", _trained),
     Peer("torch-flex", "torch FlexAttention", "torch", _trained),
     Peer("jax-cudnn", "jax.nn cuDNN", "jax", _only("noop", "causal", "sliding_window", "pair_bias")),
     Peer("jax-xla", "jax.nn XLA", "jax", _both(_only("noop", "causal", "sliding_window", "pair_bias"), _dense)),
     Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _both(_only("noop", "causal"), _even)),
     Peer("sdpa-flash", "torch SDPA flash", "torch", _both(_only("noop", "causal"), _even)),
     Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _both(_only(*_ITEMISED), _itemised, _trained)),
-    Peer("tokamax", "tokamax", "jax", _both(_only("noop", "causal"), _trained)),
+    Peer("tokamax", "tokamax Mosaic GPU", "jax", _both(_only("noop", "causal"), _trained)),
+    Peer("fa4", "FlashAttention-4 CuTe", "torch", _both(_only(*_OPTIONS), _trained)),
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
@@ -104,9 +109,12 @@ PEERS = {peer.name: peer for peer in (
     Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _both(_shared, _addressed)),
     Peer("flashinfer", "FlashInfer", "torch", _paged),
 )}  # fmt: skip
-FIRST = "jflex"  # the one that the others are compared with
+FIRST = "jflex"  # the one that the others are compared with: as a user who names no implementation gets it
+FIRST_OF = {"hopper": "jflex-mosaic"}  # where it is another
 OF_SUITE = {
     "main": ("jflex", "torch-flex", "jax-cudnn", "tokamax"),
+    "hopper": ("jflex-mosaic", "jflex-triton", "jax-cudnn", "torch-flex", "sdpa-cudnn", "fa4", "tokamax"),
+    "hopper_short": ("jflex", "jflex-mosaic", "jflex-triton"),
     "paper": ("jflex", "torch-flex", "jax-cudnn", "sdpa-flash", "sdpa-efficient"),
     "grid": ("jflex", "torch-flex"),
     "blocks": ("jflex", "torch-flex"),
@@ -119,12 +127,13 @@ OF_SUITE = {
     "cascade": ("jflex", "jflex-flat", "jflex-copies"),
     "quick": ("jflex", "torch-flex", "jax-cudnn"),
     "tiny": ("jflex", "torch-flex", "jax-xla"),
-}  # all, where it says nothing
+    "short": ("jflex", "torch-flex", "jax-cudnn", "jax-xla", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "tokamax"),
+}
 
 
 def peers_of(suite: str, named: Sequence[str] = ()) -> tuple[Peer, ...]:
-    """Those that are named, or those that the suite is measured with: all, if it does not say."""
-    return tuple(PEERS[name] for name in (named or OF_SUITE.get(suite, tuple(PEERS))))
+    """Those that are named, or those that the suite is measured with."""
+    return tuple(PEERS[name] for name in (named or OF_SUITE[suite]))
 
 
 def asked(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ class Problem:
       S: Keys.
       Hq: Query heads.
       Hkv: Key heads.
-      D: Size of a head.
+      D: Size of a head of query and key.
       variant: A name in `benchmarks.variants.VARIANTS`.
       form: How the mask is given: ``"split"`` as a BlockMask with full and partial blocks, ``"partial"`` as one with
         every block partial, ``"everywhere"`` as a bare mask_mod.
@@ -32,6 +32,7 @@ class Problem:
         fewer queries than keys, the queries are the last positions of the keys, as in decoding.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
+      Dv: Size of a head of the values; 0 for D.
       dtype: Of the arrays.
       source: Where the problem comes from.
     """
@@ -49,6 +50,7 @@ class Problem:
     lengths: str = ""
     page: int = 0
     prefix: int = 0
+    Dv: int = 0
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -57,7 +59,13 @@ class Problem:
         """In words, without the variant."""
         heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
         lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
-        return f"B {self.B}, {heads}, {lengths}, D {self.D}{self._cache}"
+        sizes = f"D {self.D}, Dv {self.Dv}" if self.Dv else f"D {self.D}"
+        return f"B {self.B}, {heads}, {lengths}, {sizes}{self._cache}"
+
+    @property
+    def value_size(self) -> int:
+        """Of a head of the values."""
+        return self.Dv or self.D
 
     @property
     def served(self) -> bool:
@@ -92,6 +100,9 @@ def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **mor
     """As many queries as keys."""
     Hq, Hkv = H if isinstance(H, tuple) else (H, H)
     return Problem(B, S, S, Hq, Hkv, D, variant, **more)
+
+
+HOPPER_SHAPES = ((2, 16384, 16, 128), (4, 16384, 16, 64))  # B, S, H, D
 
 
 def _main() -> list[Problem]:
@@ -130,6 +141,23 @@ def _short() -> list[Problem]:
     """Causal with blocks of 64: with 128, a fifth of what is visited at S 256 would be hidden, and a tenth at S 512."""
     return [square(32, S, 16, 64, variant, block=128 if variant == "noop" else 64)
             for variant in ("noop", "causal") for S in (128, 256, 512, 1024)]  # fmt: skip
+
+
+def _hopper() -> list[Problem]:
+    """What is asked of the kernels for Hopper: the variants at two head sizes, grouped heads, other head sizes."""
+    variants = ("causal", "noop", "softcap", "sliding_window", "alibi", "relative_bias", "document_mask")
+    table = [square(*shape, variant) for shape in HOPPER_SHAPES for variant in variants]
+    gathered = square(*HOPPER_SHAPES[0], "relative_table")
+    grouped = square(2, 8192, (32, 8), 128, "causal")
+    sizes = [square(2, 16384, 16, D, variant) for D in (96, 192, 256) for variant in ("causal", "noop")]
+    return [*table, gathered, grouped, *sizes, square(2, 16384, 16, 192, "causal", Dv=128)]
+
+
+def _hopper_short() -> list[Problem]:
+    """As many tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
+    lengths, sizes = (256, 512, 1024, 2048, 4096), (64, 128)
+    even = [square(16384 // S, S, 16, D, variant) for variant in ("causal", "noop") for D in sizes for S in lengths]
+    return even + [square(1, S, 16, 128, "causal") for S in lengths]
 
 
 def _blocks() -> list[Problem]:
@@ -211,12 +239,15 @@ def _tiny() -> list[Problem]:
     return [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")] + forms
 
 
-_SUITES = {"main": _main, "paper": _paper, "grid": _grid, "heads": _heads, "short": _short, "blocks": _blocks,
+_SUITES = {"main": _main, "hopper": _hopper, "hopper_short": _hopper_short,
+           "paper": _paper, "grid": _grid, "heads": _heads, "short": _short, "blocks": _blocks,
            "captured": _captured, "pair_bias": _pair_bias, "decode": _decode, "paged": _paged, "mixed": _mixed,
            "cascade": _cascade, "quick": _quick, "tiny": _tiny}  # fmt: skip
 SUITES = tuple(_SUITES)
 SERVED = ("decode", "paged", "cascade", "mixed")  # Suites of `Problem.served`, which have no backward.
 TITLES = {
+    "hopper": "what is asked of the kernels for Hopper, beside the fastest that there are",
+    "hopper_short": "short sequences, Mosaic GPU beside Triton",
     "main": "long sequences, and the heads of Llama 3 8B",
     "paper": "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighbourhoods",
     "grid": "every variant at every length, key and value 256 MiB",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.environment import describe
+from benchmarks.peers import FIRST, FIRST_OF
 from benchmarks.problems import Problem
 from benchmarks.results import FOLDER
 from benchmarks.summary import Summary
@@ -27,6 +28,7 @@ class Record:
       flops: Over visited blocks.
       moved: Bytes, at least.
       queue: Wall seconds of a call in a queue of calls, where that was asked for.
+      backend: Which backend of jflex ran, if the peer is jflex; "" where that was not recorded.
     """
 
     problem: Problem
@@ -37,6 +39,7 @@ class Record:
     flops: float
     moved: float
     queue: Summary | None = None
+    backend: str = ""
 
     @property
     def tflops(self) -> float:
@@ -66,6 +69,11 @@ class SuiteResult:
     def find(self, problem: Problem, peer: str, direction: str) -> Record | None:
         """The record, if there is one."""
         return next((record for record in self.records if record.key == (problem, peer, direction)), None)
+
+    @property
+    def first(self) -> str:
+        """The peer that the others are compared with."""
+        return FIRST_OF.get(self.suite, FIRST)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -121,11 +129,13 @@ def _to_json(record: Record) -> dict[str, Any]:
     content = {"problem": problem, "peer": record.peer, "direction": record.direction,
                "seconds": short(record.seconds), "TFLOP/s": round(record.tflops, 2), "method": record.method,
                "flops": record.flops, "bytes": record.moved}  # fmt: skip
-    return content | ({"queue": short(record.queue)} if record.queue else {})
+    content |= {"queue": short(record.queue)} if record.queue else {}
+    return content | ({"backend": record.backend} if record.backend else {})
 
 
 def _from_json(content: dict[str, Any]) -> Record:
     queue = Summary(*content["queue"]) if "queue" in content else None
     problem, seconds = Problem.read(content["problem"]), Summary(*content["seconds"])
     work = (content["flops"], content["bytes"])
-    return Record(problem, content["peer"], content["direction"], seconds, content["method"], *work, queue)
+    return Record(problem, content["peer"], content["direction"], seconds, content["method"], *work, queue,
+                  content.get("backend", ""))  # fmt: skip

@@ -10,7 +10,7 @@ import pathlib
 import sys
 from typing import Any
 
-from benchmarks import bars, records, tables
+from benchmarks import bars, hopper_bars, records, tables
 from benchmarks.environment import ROOT
 from benchmarks.problems import SERVED, TITLES
 from benchmarks.records import SuiteResult
@@ -22,15 +22,16 @@ START, END = "<!-- figures -->", "<!-- /figures -->"
 CPU = ("window", "noop", "mask_memory", "training_memory", "documents_compile", "first_call", "paged_scaling",
        "demo_decode")  # fmt: skip
 GPU = ("memory", "block_mask", "first_call", "numerics")
-SUITES = ("main", "paper", "blocks", "heads", "short", "captured", "pair_bias", *SERVED)
-_FIRST = ("main", "paper", "decode", "paged")  # Suites that the README shows.
-_DRAWN = ("paper", "grid")  # Suites of which it shows the plots and the means, and not every figure.
+SUITES = ("main", "hopper", "hopper_short", "paper", "blocks", "heads", "short", "captured", "pair_bias", *SERVED)
+_FIRST = ("main", "hopper", "paper", "decode", "paged")  # Suites that the README shows.
+_SHORTENED = ("hopper", "paper", "grid")  # Suites of which it shows plots, bars and means, and not every figure.
 _METHOD = (
     "Times of suites are those of the kernels alone, as the profilers see them, with a cold L2; torch and JAX take "
     "turns. The backward is measured without the forward. FLOPs are counted for every peer over the blocks of "
     "128 x 128 that the BlockMask visits, and as 2.5 forwards for the backward. The roof is what the same run reached "
     "in a product of matrices of side 8192, or in a copy if that limits."
 )
+_VALUES_METHOD = " Where values have another head size (Dv), the backward is its five products."
 _SERVED_METHOD = (
     " Where queries continue sequences, as in decoding, the work is that of visible keys, and keys that sequences "
     "share count once."
@@ -79,7 +80,9 @@ def _section(device: str, contents: list[dict[str, Any]], suites: list[SuiteResu
         shown = [_suite(device, x, ROOT) for x in suites if x.suite in _FIRST]
     else:
         shown = [*(_suite(device, x, FOLDER) for x in suites), *(_table(x) for x in contents)]
-    method = [_METHOD + _SERVED_METHOD * any(x.suite in SERVED for x in suites)] if suites else []
+    apart = any(problem.Dv for x in suites for problem in x.problems)
+    method = [_METHOD + _VALUES_METHOD * apart + _SERVED_METHOD * any(x.suite in SERVED for x in suites)]
+    method = method if suites else []
     return "\n\n".join([head, *method, *filter(None, [_bars_table(device, contents)]), *shown])
 
 
@@ -94,14 +97,21 @@ def _folder(device: str) -> str:
 def _bars_table(device: str, contents: list[dict[str, Any]]) -> str:
     """What was asked, as far as it was measured."""
     if device == bars.DEVICE:
+        tabled = _tabled(device)
         found = [reading.figure for reading in bars.readings() if reading.figure is not None]
-        titled = [(figure, "") for figure in found]
+        titled = [(figure, "") for figure in found if figure not in tabled]
     else:
         titled = [
             (figure, content["title"].split(";")[0] + ": ") for content in contents for figure in content["figures"]
         ]
     rows = [[title + x.name, _value(x), _bar(x)] for x, title in titled if x.holds is not None]
     return tables.markdown([["", "measured", "asked"], *rows]) if rows else ""
+
+
+def _tabled(device: str) -> list[Figure]:
+    """Those that have a table of their own, beside their suite."""
+    result = records.read(device, "hopper")
+    return [] if result is None else [x for x in hopper_bars.in_table(result) if isinstance(x, Figure)]
 
 
 def _suite(device: str, result: SuiteResult, root: pathlib.Path) -> str:
@@ -111,11 +121,13 @@ def _suite(device: str, result: SuiteResult, root: pathlib.Path) -> str:
         return _served(result)
     lines = [f"*`{result.suite}`: {title}; {result.problems[0].dtype}, "
              "TFLOP/s over visited blocks, forward / backward*"]  # fmt: skip
-    if result.suite not in _DRAWN or root == FOLDER:
+    if result.suite == "hopper" and (targets := hopper_bars.table(result)):
+        lines += [tables.markdown(targets), "*In brackets what is asked, in bold where that was not reached.*"]
+    if result.suite not in _SHORTENED or root == FOLDER:
         lines.append(tables.markdown([tables.pair_header(result), *tables.pair_rows(result)]))
     if queued := tables.queue_rows(result):
         lines.append(tables.markdown([tables.queue_header(result), *queued]))
-    if root == FOLDER or result.suite in _DRAWN:
+    if root == FOLDER or result.suite in _SHORTENED:
         lines += [f"![{path.stem}]({_relative(path, root)})"
                   for path in sorted((FOLDER / device).glob(f"{result.suite}_by_*.png"))]  # fmt: skip
     lines.append("\n".join(f"* {sentence}" for sentence in tables.sentences(result)))

@@ -1,8 +1,9 @@
 """The work of an attention, and how much of the machine's rates it reaches.
 
 FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two products,
-with two FLOPs for each of D elements, per visible or partially visible element; the backward as 2.5 forwards, for its
-five products. Bytes are the least that must move: every array once, and of keys those that are visible.
+with two FLOPs for each of D (or Dv) elements, per visible or partially visible element; the backward as its five
+products, which are 2.5 forwards where D = Dv. Bytes are the least that must move: every array once, and of keys
+those that are visible.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import numpy as np
 from benchmarks.problems import Problem
 from benchmarks.requests import requests_of
 
-_BACKWARD = 2.5
 _ITEM = 2  # bytes of bfloat16 and float16
 
 
@@ -26,18 +26,20 @@ class Work:
     Attributes:
       visited: Elements of the scores of one head that lie in visited blocks.
       forward_flops: Of all heads and the batch.
+      backward_flops: Likewise, for the backward alone.
       forward_bytes: Query, key, value and captured scores read; out and lse written.
       backward_bytes: All of these and the cotangent read; the gradients written.
     """
 
     visited: int
     forward_flops: float
+    backward_flops: float
     forward_bytes: float
     backward_bytes: float
 
     def flops(self, direction: str) -> float:
         """Of ``"forward"`` or ``"backward"``."""
-        return self.forward_flops * (_BACKWARD if direction == "backward" else 1.0)
+        return self.backward_flops if direction == "backward" else self.forward_flops
 
     def moved(self, direction: str) -> float:
         """Bytes of ``"forward"`` or ``"backward"``."""
@@ -62,12 +64,15 @@ def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple
 
 def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = ()) -> Work:
     """The work of a problem that visits so many elements of a head's scores and captures arrays of such shapes."""
-    heads = problem.B * problem.Hq
-    queries, keys = heads * problem.T * problem.D, problem.B * problem.Hkv * problem.S * problem.D
+    heads, D, Dv = problem.B * problem.Hq, problem.D, problem.value_size
+    queries, out = heads * problem.T * D, heads * problem.T * Dv
+    keys_and_values = problem.B * problem.Hkv * problem.S * (D + Dv)
     lse, extra = 4 * heads * problem.T, _ITEM * sum(int(np.prod(shape)) for shape in captured)
-    forward = _ITEM * (2 * queries + 2 * keys) + lse + extra
-    gradients = _ITEM * (queries + 2 * keys) + extra * problem.differentiated
-    return Work(visited, 4.0 * problem.D * heads * visited, forward, forward + _ITEM * queries + gradients)
+    forward = _ITEM * (queries + out + keys_and_values) + lse + extra
+    gradients = _ITEM * (queries + keys_and_values) + extra * problem.differentiated
+    products = (D + Dv, 3 * D + 2 * Dv)  # of the backward: scores, dQ, dK over D; dP, dV over Dv
+    flops = [2.0 * size * heads * visited for size in products]
+    return Work(visited, *flops, forward, forward + _ITEM * out + gradients)
 
 
 def served_work(problem: Problem) -> Work:
@@ -82,7 +87,7 @@ def served_work(problem: Problem) -> Work:
     rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
     item = 4 if problem.dtype == "float32" else _ITEM
     moved = item * problem.D * (2 * rows * problem.Hq + 2 * distinct * problem.Hkv)
-    return Work(visited, 4.0 * problem.D * problem.Hq * visited, float(moved), 0.0)
+    return Work(visited, 4.0 * problem.D * problem.Hq * visited, 0.0, float(moved), 0.0)
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

@@ -71,7 +71,9 @@ class Side(abc.ABC):
     def prepare(
         self, problem: dict[str, Any], peers: Sequence[str], directions: Sequence[str], ahead: bool = False
     ) -> dict[str, Any]:
-        """Compiles and warms up; says which peers are ready, after how many seconds, and why others are not.
+        """Compiles and warms up; says which peers are ready, after how many seconds, and what others cannot.
+
+        A peer that can do one direction is ready for it. What it cannot is told by peer and direction.
 
         Args:
           problem: As `dataclasses.asdict` gives it.
@@ -81,19 +83,37 @@ class Side(abc.ABC):
         """
         self.release()
         told = self.start(Problem.read(problem))
-        ready, unable = {}, {}
+        ready: dict[str, float] = {}
+        unable: dict[str, dict[str, str]] = {}
         for name in peers:
             started = time.perf_counter()
-            try:
-                if ahead:
-                    self.compile_only(name, directions)
-                else:
-                    self._prepared[name] = self._warm(self.build(name, directions))
-            except self.errors() as error:
-                unable[name] = f"{type(error).__name__}: {first_line(error)}"
-            else:
+            reasons = self._prepare_peer(name, tuple(directions), ahead)
+            if reasons:
+                unable[name] = reasons
+            if len(reasons) < len(directions):
                 ready[name] = round(time.perf_counter() - started, 2)
         return {"ready": ready, "unable": unable} | told
+
+    def _prepare_peer(self, peer: str, directions: tuple[str, ...], ahead: bool) -> dict[str, str]:
+        """All directions at once; each alone if that fails. The reasons of those that fail."""
+        try:
+            if ahead:
+                self.compile_only(peer, directions)
+            else:
+                self._keep(peer, self._warm(self.build(peer, directions)))
+        except self.errors() as error:
+            if len(directions) == 1:
+                return {directions[0]: f"{type(error).__name__}: {first_line(error)}"}
+        else:
+            return {}
+        found: dict[str, str] = {}
+        for direction in directions:
+            found |= self._prepare_peer(peer, (direction,), ahead)
+        return found
+
+    def _keep(self, peer: str, new: Prepared) -> None:
+        old = self._prepared.get(peer, Prepared({}, {}))
+        self._prepared[peer] = Prepared(old.calls | new.calls, old.seconds | new.seconds)
 
     def errors(self) -> tuple[type[BaseException], ...]:
         """What a peer that cannot run raises."""
@@ -101,7 +121,7 @@ class Side(abc.ABC):
 
     def measure(self, peer: str, direction: str, runs: int, queue: bool = False) -> dict[str, Any]:
         """Seconds of so many repetitions, fewer of a slow call; of a queue also, if asked for."""
-        if peer not in self._prepared:
+        if peer not in self._prepared or direction not in self._prepared[peer].calls:
             return {"failed": "It was prepared by a process that is gone."}
         prepared = self._prepared[peer]
         call, once = prepared.calls[direction], prepared.seconds[direction]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from benchmarks.peers import FIRST, PEERS
+from benchmarks.peers import PEERS
 from benchmarks.problems import Problem
 from benchmarks.records import Record, SuiteResult
 from benchmarks.roofline import share
@@ -27,12 +27,12 @@ def peers_of(result: SuiteResult, direction: str) -> tuple[str, ...]:
 
 
 def header(result: SuiteResult, direction: str) -> list[str]:
-    """Of the columns of `rows`."""
-    return [direction, *(PEERS[name].title for name in peers_of(result, direction)), "of the roof"]
+    """Of the columns of `rows`; peers by their short names, for the terminal."""
+    return [direction, *peers_of(result, direction), "of the roof"]
 
 
 def rows(result: SuiteResult, direction: str, problems: Sequence[Problem] | None = None) -> list[list[str]]:
-    """A row for each problem: TFLOP/s of every peer, and how many times faster `FIRST` is."""
+    """A row for each problem: TFLOP/s of every peer, and how many times faster the first of the peers is."""
     peers = peers_of(result, direction)
     found = []
     for problem in problems or result.problems:
@@ -43,8 +43,8 @@ def rows(result: SuiteResult, direction: str, problems: Sequence[Problem] | None
 
 
 def _roof(result: SuiteResult, problem: Problem, direction: str) -> str:
-    """How much of the machine's rates `FIRST` reaches."""
-    record = result.find(problem, FIRST, direction)
+    """How much of the machine's rates the first of the peers reaches."""
+    record = result.find(problem, result.first, direction)
     if record is None:
         return "-"
     reached = share(record.flops, record.moved, record.seconds.median, result.about.get("rates", {}).values())
@@ -56,7 +56,7 @@ def _cell(result: SuiteResult, problem: Problem, direction: str, peer: str) -> s
     if record is None:
         return ""
     text = _number(record.tflops)
-    ratio = None if peer == FIRST else result.ratio(problem, direction, FIRST, peer)
+    ratio = None if peer == result.first else result.ratio(problem, direction, result.first, peer)
     return text if ratio is None else f"{text} ({ratio:.2f}x)"
 
 
@@ -66,7 +66,7 @@ def _number(tflops: float) -> str:
 
 def pair_header(result: SuiteResult) -> list[str]:
     """Of the columns of `pair_rows`."""
-    return ["", *(PEERS[name].title for name in _all_peers(result)), f"{FIRST} of the roof"]
+    return ["", *(PEERS[name].title for name in _all_peers(result)), f"{PEERS[result.first].title} of the roof"]
 
 
 def pair_rows(result: SuiteResult) -> list[list[str]]:
@@ -93,7 +93,7 @@ def served_rows(result: SuiteResult) -> list[list[str]]:
     found = []
     for problem in result.problems:
         every = [result.find(problem, name, "forward") for name in _all_or_absent(result)]
-        absent = [_ABSENT if _is_absent(result, name) else "" for name in _all_or_absent(result)]
+        absent = [_ABSENT if is_absent(result, name) else "" for name in _all_or_absent(result)]
         cells = [gap if record is None else _served_cell(result, record)
                  for record, gap in zip(every, absent, strict=True)]  # fmt: skip
         found.append([problem.name, *cells])
@@ -113,10 +113,10 @@ def _microseconds_of(seconds: float) -> str:
 
 def _all_or_absent(result: SuiteResult) -> tuple[str, ...]:
     seen = _all_peers(result)
-    return tuple(name for name in PEERS if name in seen or _is_absent(result, name))
+    return tuple(name for name in PEERS if name in seen or is_absent(result, name))
 
 
-def _is_absent(result: SuiteResult, peer: str) -> bool:
+def is_absent(result: SuiteResult, peer: str) -> bool:
     """Whether a peer was asked, and is not installed."""
     return any(remark.startswith(f"{peer}: ModuleNotFoundError") for remark in result.about["remarks"])
 
@@ -147,23 +147,28 @@ def _all_peers(result: SuiteResult) -> tuple[str, ...]:
 
 
 def means(result: SuiteResult, direction: str) -> dict[str, tuple[float, float, int]]:
-    """Over the problems that `FIRST` and a peer share: geometric mean and least of the ratios, and their number."""
+    """Over the problems that the first and a peer share: geometric mean and least of the ratios, and their number."""
     found = {}
     for name in peers_of(result, direction):
-        ratios = [x for problem in result.problems if (x := result.ratio(problem, direction, FIRST, name)) is not None]
-        if name != FIRST and ratios:
+        every = (result.ratio(problem, direction, result.first, name) for problem in result.problems)
+        ratios = [x for x in every if x is not None]
+        if name != result.first and ratios:
             found[name] = (geometric_mean(ratios), min(ratios), len(ratios))
     return found
 
 
 def sentences(result: SuiteResult) -> list[str]:
-    """The means in words, a line for each peer and direction."""
-    return [
-        f"{direction}: {FIRST} is {mean:.2f} times as fast as {PEERS[name].title} in the geometric mean of {count}, "
+    """The means in words, a line for each peer and direction, and who could not be measured."""
+    first = PEERS[result.first].title
+    told = [
+        f"{direction}: {first} is {mean:.2f} times as fast as {PEERS[name].title} in the geometric mean of {count}, "
         f"{least:.2f} at the least."
         for direction in directions_of(result)
         for name, (mean, least, count) in means(result, direction).items()
     ]
+    in_columns = any(problem.served for problem in result.problems)
+    absent = [] if in_columns else [peer.title for name, peer in PEERS.items() if is_absent(result, name)]
+    return told + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
 
 
 def plain(table: Sequence[Sequence[str]]) -> str:

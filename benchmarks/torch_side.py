@@ -18,7 +18,7 @@ from benchmarks import torch_serving
 from benchmarks.problems import Problem
 from benchmarks.side import PEER_ERRORS, Call, Side, first_line
 from benchmarks.spans import Span, busy_per_call
-from benchmarks.variants import LARGE, VARIANTS, Mods, Operations
+from benchmarks.variants import CAP, LARGE, VARIANTS, WINDOW, Mods, Operations
 
 PROFILER = "kernels seen by the profiler, cold L2"
 EVENTS = "CUDA events around a call, cold L2"
@@ -51,8 +51,9 @@ class TorchSide(Side):
             self._arrays, self._leaves = [], []
             return {}
         heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
-        self._arrays = [torch.randn(problem.B, H, length, problem.D, device=self._device, dtype=dtype)
-                        for H, length in zip(heads, lengths, strict=True)]  # fmt: skip
+        sizes = (problem.D, problem.D, problem.value_size)
+        self._arrays = [torch.randn(problem.B, H, length, size, device=self._device, dtype=dtype)
+                        for H, length, size in zip(heads, lengths, sizes, strict=True)]  # fmt: skip
         variant = VARIANTS[problem.variant]
         self._captured = {
             name: torch.as_tensor(array).to(self._device, dtype if name in LARGE else torch.float32)
@@ -83,6 +84,8 @@ class TorchSide(Side):
     def _attend(self, peer: str) -> Callable[..., Any]:
         if peer in _BACKENDS:
             return self._sdpa(_BACKENDS[peer])
+        if peer == "fa4":
+            return _flash_attention_4(self._problem)
         if peer == "flashinfer":
             return torch_serving.flashinfer_decode(self._problem, self._device)
         if peer.startswith("torch-decode"):
@@ -182,6 +185,25 @@ class TorchSide(Side):
                 return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
         return attend
+
+
+def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
+    """FlashAttention's kernels in CuTe's Python, which know these variants without a mod.
+
+    Raises:
+      ImportError: They are not installed.
+    """
+    from flash_attn.cute import flash_attn_func  # type: ignore
+
+    window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else (None, None)
+    options = {"causal": problem.variant in ("causal", "softcap"), "window_size": window,
+               "softcap": CAP if problem.variant == "softcap" else 0.0}  # fmt: skip
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        return found[0] if isinstance(found, tuple) else found  # with its lse, in some versions
+
+    return attend
 
 
 def _without_gradients(attend: Callable[..., Any], arrays: Sequence[Any]) -> Any:

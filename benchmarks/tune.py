@@ -118,7 +118,7 @@ def tune(heads: Sequence[int], wanted: Wanted, facts: dict[str, str], folder: pa
             pool.submit(called, "benchmarks.tune", "search", {"head_size": D, "wanted": wanted._asdict()}, variables)
             for D in heads
         ]
-        for done in tqdm(concurrent.futures.as_completed(waiting), total=len(heads), unit="head size"):
+        for done in tqdm(concurrent.futures.as_completed(waiting), total=len(heads), unit="head size", disable=None):
             try:
                 entries = done.result()
             except RuntimeError as error:  # the process of this head size failed; the others go on
@@ -223,7 +223,7 @@ def prune(heads: Sequence[int], wanted: Wanted) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
     found: dict[str, list[list[int]]] = {}
     searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in wanted.conditions(D))
-    for kernel, D, mods in tqdm(searched, unit="condition"):
+    for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
         attention = candidates.attentions(D, mods, "short")[0]
         arrays = jax.eval_shape(lambda attention=attention: candidates.inputs(attention))
         fine = []

@@ -68,6 +68,11 @@ def _alibi(problem: Problem, arrays: Mapping[str, Any], operations: Operations) 
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + slopes[h] * operations.floating(kv_idx - q_idx))
 
 
+def _relative_bias(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    """Computed, and not read from a table."""
+    return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + operations.floating(kv_idx - q_idx))
+
+
 def _sliding_window(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
     window = min(WINDOW, problem.S // 2)
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window))
@@ -164,6 +169,7 @@ VARIANTS: dict[str, Variant] = {
     "noop": Variant(lambda problem, arrays, operations: Mods()),
     "causal": Variant(lambda problem, arrays, operations: Mods(_causal)),
     "alibi": Variant(_alibi, _slopes),
+    "relative_bias": Variant(_relative_bias),
     "sliding_window": Variant(_sliding_window),
     "prefix_lm": Variant(_prefix_lm),
     "softcap": Variant(_softcap),

@@ -1,4 +1,4 @@
-"""A process for each library, which lives as long as the run and answers in JSON lines.
+"""A process for each library, and one for Mosaic GPU kernels, which lives as long as the run and answers in JSON lines.
 
 The parent holds `Worker`s; ``python -m benchmarks.workers jax`` is the child. What libraries print goes to a log.
 """
@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.environment import ROOT
 
-SIDES = {"jax": ("benchmarks.jax_side", "JaxSide"), "torch": ("benchmarks.torch_side", "TorchSide")}
+_JAX = ("benchmarks.jax_side", "JaxSide")
+SIDES = {"jax": _JAX, "mosaic": _JAX, "torch": ("benchmarks.torch_side", "TorchSide")}
 START_SECONDS = 180.0  # to import a library and start on the GPU
 
 
@@ -29,7 +30,7 @@ class Worker:
     """A child process with one library.
 
     Args:
-      library: ``"jax"`` or ``"torch"``.
+      library: A name in `SIDES`.
       variables: Added to the variables of the environment.
       log: A file for what the child prints.
     """

@@ -20,7 +20,7 @@ def main() -> None:
     unknown = sorted(set(asked) - set(QUESTIONS))
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(QUESTIONS)}")
-    with tqdm(asked, unit="question", dynamic_ncols=True) as bar:
+    with tqdm(asked, unit="question", dynamic_ncols=True, disable=None) as bar:
         for question in bar:
             bar.set_postfix_str(question)
             module = importlib.import_module(f"benchmarks.cpu.{question}")

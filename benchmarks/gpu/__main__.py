@@ -22,7 +22,7 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(QUESTIONS)}")
     if not gpu_facts():
         parser.error("`nvidia-smi` tells of no GPU here.")
-    with tqdm(asked, unit="question", dynamic_ncols=True) as bar:
+    with tqdm(asked, unit="question", dynamic_ncols=True, disable=None) as bar:
         for question in bar:
             bar.set_postfix_str(question)
             module = importlib.import_module(f"benchmarks.gpu.{question}")
