@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from pallas_kernels.setting import Tiles
+from pallas_kernels.setting import Setting, Tiles
 from pallas_kernels.triton import estimate
-from pallas_kernels.tuning.tables import KERNELS, Key
+from pallas_kernels.tuning.tables import HOPPER_KERNELS, KERNELS, Key
 
 EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
 BOTH_LENGTHS = (32, *EVERY_MOD)
+_REGISTERS = 216  # of a thread, for what a Hopper kernel holds of a tile; it has 232 for all
+_MOST_STAGES = 4
 
 
 class Attention(NamedTuple):
@@ -78,19 +80,25 @@ def captured_by(attention: Attention) -> jax.Array:
     return jnp.float32(50.0)
 
 
-def program(attention: Attention, kernel: str, tiles: Tiles, *, interpret: bool = False) -> Any:
-    """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, and before it what it needs."""
-    config = jflex.Config(**{kernel: jflex.Tiles(*tiles)}, interpret=interpret)
+def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret: bool = False) -> Any:
+    """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, and before it what it needs.
+
+    Without tiles it takes those that jflex chooses.
+    """
+    pass_, implementation = kernel.removesuffix("_sm90"), "mosaic_gpu" if kernel in HOPPER_KERNELS else "triton"
+    config = jflex.Config(**{pass_: tiles and jflex.Tiles(*tiles)}, interpret=interpret)
 
     def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
         mod = None if attention.score is None else SCORES[attention.score](captured)
 
         def attend(query: Any, key: Any, value: Any) -> Any:
-            return jflex.flex_attention(query, key, value, mod, block_mask, implementation="triton", config=config)
+            return jflex.flex_attention(
+                query, key, value, mod, block_mask, implementation=implementation, config=config
+            )
 
-        if kernel == "forward":
+        if pass_ == "forward":
             return attend(query, key, value)
-        if kernel == "dq":
+        if pass_ == "dq":
             return jax.vjp(lambda query: attend(query, key, value), query)[1](d_out)
         return jax.vjp(lambda *kv: attend(query, *kv), key, value)[1](d_out)
 
@@ -108,6 +116,9 @@ def inputs(attention: Attention) -> tuple[Any, ...]:
 
 def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
     """Tiles that may work: 64 rows for wgmma, a second group of 4 warps where there are 64 rows for it."""
+    if kernel in HOPPER_KERNELS:
+        yield from _of_hopper(kernel, head_size)
+        return
     for rows, columns, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
         block_q, block_kv = (columns, rows) if kernel == "dkv" else (rows, columns)
         tiles = Tiles(block_q, block_kv, warps, stages)
@@ -117,7 +128,33 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
             yield tiles
 
 
+def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """One or two warp groups, each with 64 rows or 128, that fit into registers and shared memory."""
+    from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, forward_sm90, memory
+
+    module = {"forward_sm90": forward_sm90, "dkv_sm90": backward_dkv, "dq_sm90": backward_dq}[kernel]
+    length = 1024
+    setting = Setting(1, length, length, 1, 1, 1, head_size, head_size, "BTNH", 1.0, None, None, (128, 128), 1, 1, None,
+                      False)  # fmt: skip
+    for groups, rows, columns in itertools.product((1, 2), (64, 128), (32, 64, 128)):
+        needless = columns < 64 and head_size <= 128
+        if needless or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
+            continue
+        block_q, block_kv = (columns, groups * rows) if kernel == "dkv_sm90" else (groups * rows, columns)
+        for stages in range(2, _MOST_STAGES + 1):
+            tiles = Tiles(block_q, block_kv, 4 * groups, stages)
+            if memory.bytes_of(jax.tree.leaves(module.declare(setting, tiles, jnp.bfloat16))) <= memory.LIMIT:
+                yield tiles
+
+
+def _held(kernel: str, columns: int, head_size: int) -> int:
+    """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
+    sums = {"forward_sm90": 1, "dkv_sm90": 2, "dq_sm90": 1}[kernel] * head_size
+    tiles = columns if kernel == "forward_sm90" else 2 * columns
+    return sums // 2 + tiles // 2 + columns // 4
+
+
 def key(kernel: str, head_size: int, mods: str, length: str) -> Key:
     """The key of a condition in a table."""
-    assert kernel in KERNELS
+    assert kernel in (*KERNELS, *HOPPER_KERNELS)
     return Key(kernel, head_size, 2, mods, length)

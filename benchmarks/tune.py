@@ -3,8 +3,11 @@
 Every head size has a process of its own, which compiles all configurations at once and then waits for the GPU; they are
 timed one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same for all.
 
-On a machine without a GPU, ``--prune FILE`` compiles the configurations for an H200 and writes those whose registers
-spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` says what would be searched.
+The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 dkv_sm90 dq_sm90``. What
+they compute is compared with what Triton's do, and tiles that give something else are left out.
+
+On a machine without a GPU, ``--prune FILE`` compiles Triton's configurations for an H200 and writes those whose
+registers spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` says what would be searched.
 """
 
 from __future__ import annotations
@@ -21,18 +24,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from benchmarks import candidates, gpu_compile, timing
 from benchmarks.children import called
 from benchmarks.environment import ROOT, describe, gpu_facts
 from pallas_kernels.setting import Tiles
-from pallas_kernels.tuning.tables import HEAD_SIZES, KERNELS, LENGTHS, MODS, table_name
+from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, table_name
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
 MOST_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
 _LOCK = pathlib.Path(tempfile.gettempdir()) / "jflex-tune.lock"
 _RUNS = 5
+_ALIKE = 0.05  # of the norm, by which results may differ
 _REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
@@ -40,7 +45,7 @@ class Wanted(NamedTuple):
     """What is searched at a head size.
 
     Attributes:
-      kernels: Of `KERNELS`.
+      kernels: Of `KERNELS` and `HOPPER_KERNELS`.
       mods: Of `MODS`.
       lengths: Of `LENGTHS`.
       allowed: What `--prune` wrote, or None for all configurations.
@@ -62,7 +67,7 @@ class Wanted(NamedTuple):
     def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
         """What is compiled and timed."""
         tiles = list(candidates.configurations(kernel, head_size))
-        if self.allowed is None:
+        if self.allowed is None or kernel in HOPPER_KERNELS:
             return tiles
         kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
         return [x for x in tiles if tuple(x) in kept]
@@ -71,7 +76,8 @@ class Wanted(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, *HOPPER_KERNELS),
+                        help="Triton's, if it is not said")  # fmt: skip
     parser.add_argument("--mods", nargs="+", default=MODS, choices=MODS)
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is begun")
@@ -85,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run:
         print(plan(options.heads, wanted))
         return
+    if options.prune and set(options.kernels) & set(HOPPER_KERNELS):
+        parser.error(f"`--prune` compiles kernels of Triton: {', '.join(KERNELS)}")
     if options.prune:
         options.prune.write_text(json.dumps(prune(options.heads, wanted), indent=1) + "\n")
         return
@@ -177,11 +185,32 @@ def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -
         futures = {}
         for x in tiles:
             programs = [candidates.program(attention, kernel, x) for attention in attentions]
-            lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
+            try:
+                lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
+            except _REFUSALS:
+                continue
             futures[x] = pool.submit(compiled, lowered)
     found = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)
-    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
+    calls = {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
+    return _that_agree(kernel, attentions, arrays, calls) if kernel in HOPPER_KERNELS else calls
+
+
+def _that_agree(
+    kernel: str, attentions: Sequence[Any], arrays: Sequence[Any], calls: dict[Tiles, list[Any]]
+) -> dict[Tiles, list[Any]]:
+    """The configurations whose results are those of Triton's kernel: what is broken may be fast."""
+    wanted = [jax.jit(candidates.program(attention, kernel.removesuffix("_sm90"), None))(*a)
+              for attention, a in zip(attentions, arrays, strict=True)]  # fmt: skip
+    agree = jax.jit(_agree)
+    return {tiles: runs for tiles, runs in calls.items()
+            if all(bool(agree(run(), right)) for run, right in zip(runs, wanted, strict=True))}  # fmt: skip
+
+
+def _agree(found: Any, wanted: Any) -> jax.Array:
+    norm = lambda x: jnp.sqrt(jnp.sum(x.astype(jnp.float32) ** 2))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return jnp.stack([norm(x - y) <= _ALIKE * norm(y) for x, y in pairs]).all()
 
 
 def _entry(head_size: int, condition: tuple[str, str, str], calls: dict[Tiles, list[Any]]) -> dict[str, Any]:

@@ -75,10 +75,13 @@ class TestCommittedTables:
         keys = [tables.Key(**entry["key"]) for entry in content["entries"]]
         assert len(keys) == len(set(keys)) > 0
         for key, tiles in tables.entries(name).items():
-            assert key.kernel in tables.KERNELS
+            assert key.kernel in (*tables.KERNELS, *tables.HOPPER_KERNELS)
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
             jflex.Tiles(*tiles)  # powers of two
+            if key.kernel in tables.HOPPER_KERNELS:
+                assert tiles in candidates.configurations(key.kernel, key.head_size)
+                continue
             by_element = (4 if key.kernel == "dkv" else 2) if key.mods == "elements" else 0
             assert estimate.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
 
@@ -216,6 +219,29 @@ class TestSearch:
         count = none.count("), (") + 1
         assert arithmetic == none.replace("none", "arithmetic")
         assert total == f"{3 * count} programs"  # two attentions stand for none, one for arithmetic
+
+    @pytest.mark.parametrize("kernel", tables.HOPPER_KERNELS)
+    def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):
+        for D in (64, 80, 96, 128):
+            found = list(candidates.configurations(kernel, D))
+            assert len(found) == len(set(found)) > 3
+            for tiles in found:
+                jflex.Tiles(*tiles)
+                rows = tiles.block_kv if kernel == "dkv_sm90" else tiles.block_q
+                assert rows % (tiles.num_warps * 16) == 0
+                assert tiles.num_stages >= 2
+
+    def test_what_computes_something_else_is_left_out(self, monkeypatch):
+        right, wrong = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)
+        monkeypatch.setattr(candidates, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
+        x, far = jnp.ones(8), jnp.ones(8).at[3].set(2.0)
+        calls = {right: [lambda: x], wrong: [lambda: far]}
+        assert list(tune._that_agree("forward_sm90", [None], [(x,)], calls)) == [right]
+
+    def test_kernels_of_hopper_are_not_pruned(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            tune.main(["--kernels", "dq_sm90", "--prune", str(tmp_path / "x.json")])
+        assert "compiles kernels of Triton" in capsys.readouterr().err
 
     def test_only_what_pruning_left_is_searched(self):
         wanted = tune.Wanted(allowed={"forward 64 none": [[64, 64, 4, 2], [16, 16, 4, 2]]})

@@ -18,7 +18,8 @@ from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Tiles
 from pallas_kernels.tuning import rules
 
-KERNELS = ("forward", "dkv", "dq")
+KERNELS = ("forward", "dkv", "dq")  # of Triton
+HOPPER_KERNELS = ("forward_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 MODS = ("none", "arithmetic", "functions", "elements")  # and "other", of which no table has an entry
 LENGTHS = ("short", "long")
@@ -34,7 +35,7 @@ class Key(NamedTuple):
     """What decides on tiles.
 
     Attributes:
-      kernel: One of `KERNELS`.
+      kernel: One of `KERNELS` or `HOPPER_KERNELS`.
       head_size: One of `HEAD_SIZES`: the first that holds both D and Dv.
       itemsize: Bytes of an element of query, key and value.
       mods: See `mods_of`.
