@@ -46,7 +46,7 @@ def visibility(program: Program, known: Evaluation, first: jax.Array, last: jax.
       program: Of a mask.
       known: Its evaluation, with the values of all but the keys.
       first: The first key of each tile, int32 of any shape.
-      last: The last key of each.
+      last: The last key of each; it may lie past the last that there is.
     """
     return _Judge(program, known, first, last).verdict()
 
@@ -88,7 +88,7 @@ class _Judge:
 
     def _of_keys(self, node: Node) -> Interval | None:
         if node.op == "input":
-            return Interval(self.first, self.last, node.bounds) if node.value == "k" and node.bounds else None
+            return self._keys(node.bounds) if node.value == "k" and node.bounds else None
         if node.op == "call":
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
@@ -108,6 +108,11 @@ class _Judge:
             return self._undecided() if is_boolean else None
         low, high = made
         return Interval(low, high, bounds)
+
+    def _keys(self, bounds: Bounds) -> Interval:
+        """Of the keys there are: a tile that is cut short ends with the last one, for what is proven holds up to it."""
+        within = lambda x: jnp.minimum(x, bounds[1])
+        return Interval(within(self.first), within(self.last), bounds)
 
     def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
         """Static bounds of an integer; None if it might wrap."""

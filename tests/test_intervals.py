@@ -13,7 +13,6 @@ from pallas_kernels.mods import Sizes, trace_program
 
 SIZES = Sizes(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
 TILE = 8
-FIRST = jnp.arange(0, SIZES.S, TILE, dtype=jnp.int32)
 LARGE = [intervals.LARGEST - 1, intervals.LARGEST, intervals.LARGEST + 1, 2**30, -(2**31), 2**31 - 1]
 
 
@@ -33,14 +32,15 @@ class Rows(Space):
         return self.operands[node.value][tuple(indices)]
 
 
-def judged(mod, b, q, h, *captured):
+def judged(mod, b, q, h, *captured, tile=TILE):
     """Whether tiles of keys hold any visible element, and only visible ones, for rows of positions and heads."""
+    first = jnp.arange(0, SIZES.S, tile, dtype=jnp.int32)
     operands = [jnp.asarray(x) for x in captured]
     jaxpr = jax.make_jaxpr(mod)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4, *operands)
     program = trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], SIZES)
     indices = {"b": jnp.int32(b), "q": jnp.asarray(q, jnp.int32), "h": jnp.asarray(h, jnp.int32)}
     given = {node: indices[node.value] for node in program.arguments if node.value in indices}
-    seen = intervals.visibility(program, Evaluation(Rows(operands, len(q)), given), FIRST, FIRST + TILE - 1)
+    seen = intervals.visibility(program, Evaluation(Rows(operands, len(q)), given), first, first + tile - 1)
     return np.asarray(seen.some), np.asarray(seen.all)
 
 
@@ -125,6 +125,20 @@ def test_what_is_decided_beside_something_undecided_still_counts():
     some, all_of = judged(mod, 0, [20, 21], [0, 1], np.arange(SIZES.S) % 3 == 0)
     assert some.tolist() == [True, True, True] + [False] * 5
     assert all_of.tolist() == [True] + [False] * 7
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: 40 // (SIZES.S - k) >= 40,
+        lambda b, h, q, k: k * (2**31 // SIZES.S - 1) > 2_000_000_000,
+    ],
+    ids=["quotient", "product"],
+)
+def test_keys_past_the_last_one_of_a_cut_tile_count_for_nothing(mod):
+    """What is proven of numbers of keys holds of those alone: past them a divisor is negative, or a product wraps."""
+    some, _ = judged(mod, 0, [3, 4], [0, 1], tile=24)
+    assert some.tolist() == [False, False, True]
 
 
 # --- any program
