@@ -1,5 +1,6 @@
 """Measured tiles: the order in which they are looked for, their buckets, the committed tables, and the search."""
 
+import dataclasses
 import json
 
 import hypothesis
@@ -10,15 +11,15 @@ from hypothesis import strategies as st
 
 import jflex
 from benchmarks import candidates, gpu_compile, tune
-from jflex.backends import triton
-from jflex.problem import Problem
+from jflex.backends import mosaic_gpu, triton
+from jflex.problem import Blocks, Problem
 from jflex.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.mods import Sizes, trace_program
 from pallas_kernels.setting import Tiles
 from pallas_kernels.triton import estimate
 from pallas_kernels.tuning import tables
 
-CONFIG = jflex.Config()
+CONFIG, GIVEN = jflex.Config(), jflex.Config(forward=jflex.Tiles(64, 64))
 TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
 
 
@@ -38,6 +39,19 @@ class TestLookUp:
         assert described().startswith("forward 32 x 32 (4 warps, 1 stages, by table), dkv ")
         by_rule = described(device="NVIDIA Unheard Of")
         assert (by_rule.count("by rule"), by_rule.count("by table")) == (3, 0)
+
+    @pytest.mark.parametrize(("blocks", "taken"), [(None, True), ((128, 128), True), ((64, 128), False)])
+    def test_hopper_takes_measured_tiles_that_divide_blocks(self, monkeypatch, blocks, taken):
+        key, tiles = tables.Key("forward_sm90", 64, 2, "none", "short"), Tiles(128, 64, 8, 3)
+        monkeypatch.setattr(tables, "entries", lambda name: {key: tiles})
+        given = None if blocks is None else Blocks(blocks, 1, 1)
+        sizes, how = (1, 512, 512, 2, 2, 64, 64, 1), ("bfloat16", "BTNH", 0.125, None, None)
+        problem = Problem(*sizes, *how, given, "gpu", "NVIDIA H200", None, CONFIG)
+        found = mosaic_gpu._measured_tiles(problem, "forward_sm90", 512)
+        assert found == (jflex.Tiles(*tiles) if taken else None)
+        if taken:
+            assert mosaic_gpu._tiles(problem) == found
+            assert mosaic_gpu._tiles(dataclasses.replace(problem, config=GIVEN)) == GIVEN.forward
 
     @pytest.mark.parametrize(("device", "name"), [
         ("NVIDIA H200", "nvidia-h200"), ("NVIDIA H100 80GB HBM3", "nvidia-h200"), ("NVIDIA A100-SXM4-40GB",

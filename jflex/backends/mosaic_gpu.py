@@ -123,13 +123,30 @@ def _limit_of_tiles(problem: Problem) -> str | None:
 
 
 def _tiles(problem: Problem) -> Tiles:
-    """The user's tiles, else a rule's, cut to what divides the mask's blocks."""
+    """The user's tiles, else measured ones where they divide the mask's blocks, else a rule's."""
     from pallas_kernels.mosaic_gpu import rules
 
     if problem.config.forward is not None:
         return problem.config.forward
+    measured = _measured_tiles(problem, "forward_sm90", problem.S)
+    if measured is not None and measured.block_q <= problem.T:
+        return measured
     setting = setting_of(problem)
     return Tiles(*rules.forward_tiles(setting, jnp.dtype(problem.dtype)))
+
+
+def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
+    """Those of a table, for the kernel's name there and the length of its loop."""
+    from pallas_kernels.tuning import tables
+
+    programs, itemsize = known_programs(problem), jnp.dtype(problem.dtype).itemsize
+    key = tables.key_of(kernel, max(problem.D, problem.Dv), itemsize, (programs.score, programs.mask), length)
+    found = tables.look_up(problem.device_kind, key)
+    if found is None:
+        return None
+    tiles, blocks = Tiles(*found), problem.blocks
+    divide = blocks is None or (blocks.size[0] % tiles.block_q == 0 and blocks.size[1] % tiles.block_kv == 0)
+    return tiles if divide else None
 
 
 def _kernel_tiles(problem: Problem) -> Any:
