@@ -73,7 +73,8 @@ class TorchSide(Side):
         attend = self._attend(peer)
         calls: dict[str, Call] = {}
         if "forward" in directions:
-            calls["forward"] = functools.partial(_without_gradients, attend, self._arrays)
+            detached = [x.detach() for x in self._arrays]  # that a backward is wanted, too, must not change it
+            calls["forward"] = functools.partial(_without_gradients, attend, detached)
         if "backward" in directions:
             out = attend(*self._arrays)
             calls["backward"] = functools.partial(
