@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import agreement, ahead, records, roofline, tables
+from benchmarks import agreement, ahead, hopper_bars, records, roofline, tables
 from benchmarks.clocks import Watch
 from benchmarks.deadline import Deadline
 from benchmarks.environment import gpu_facts, results_folder
@@ -269,6 +269,8 @@ def _show(name: str, path: pathlib.Path) -> None:
         print("TFLOP/s (how many times faster jflex is)")
         for direction in tables.directions_of(result):
             print(tables.plain([tables.header(result, direction), *tables.rows(result, direction)]))
+    if name == "hopper" and (targets := hopper_bars.table(result)):
+        print(tables.plain(targets))
     if queued := tables.queue_rows(result):
         print(tables.plain([tables.queue_header(result), *queued]))
     print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))

@@ -26,6 +26,7 @@ TITLE = (
 _JAX, _TORCH = "benchmarks.gpu.numerics_jax", "benchmarks.gpu.numerics_torch"
 # Each with its module and among how many processes its cases are dealt: those that compile long, more.
 PEERS = {
+    "jflex mosaic_gpu": (_JAX, 4),
     "jflex triton": (_JAX, 4),
     "jflex xla": (_JAX, 2),
     "jax.nn xla": (_JAX, 2),
