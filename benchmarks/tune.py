@@ -3,8 +3,8 @@
 Every head size has a process of its own, which compiles all configurations at once and then waits for the GPU; they are
 timed one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same for all.
 
-The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 dkv_sm90 dq_sm90``. What
-they compute is compared with what Triton's do, and tiles that give something else are left out.
+The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. What they
+compute is compared with what Triton's do, and tiles that give something else are left out.
 
 On a machine without a GPU, ``--prune FILE`` compiles Triton's configurations for an H200 and writes those whose
 registers spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` says what would be searched.

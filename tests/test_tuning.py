@@ -241,7 +241,7 @@ class TestSearch:
             assert len(found) == len(set(found)) > 3
             for tiles in found:
                 jflex.Tiles(*tiles)
-                rows = tiles.block_kv if kernel == "dkv_sm90" else tiles.block_q
+                rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q
                 assert rows % (tiles.num_warps * 16) == 0
                 assert tiles.num_stages >= 2
 

@@ -19,7 +19,7 @@ from pallas_kernels.setting import Tiles
 from pallas_kernels.tuning import rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
-HOPPER_KERNELS = ("forward_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU
+HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU; one pass: dK, dV and dQ
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 MODS = ("none", "arithmetic", "functions", "elements")  # and "other", of which no table has an entry
 LENGTHS = ("short", "long")
