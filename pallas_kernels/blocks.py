@@ -171,6 +171,15 @@ def over_queries(
     return walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
 
 
+def count_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any]) -> Any:
+    """How many tiles `over_keys` visits."""
+    if setting.blocks is None:
+        return jnp.int32(-(-setting.S // tiles.block_kv))
+    b, h, tile = here
+    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
+    return (arrays.lists[0][at] + arrays.lists[2][at]) * (setting.blocks[1] // tiles.block_kv)
+
+
 def kinds(setting: Setting, lists: Any) -> jax.Array:
     """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
     assert setting.blocks is not None

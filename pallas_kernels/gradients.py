@@ -24,10 +24,10 @@ class Plan(NamedTuple):
 
 
 class BackwardTiles(NamedTuple):
-    """Tiles of the two kernels."""
+    """Tiles of the two kernels; dq is None where the first computes dQ too."""
 
     dkv: Tiles
-    dq: Tiles
+    dq: Tiles | None
 
 
 class Found(NamedTuple):

@@ -21,7 +21,16 @@ from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows, through_mod
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import inline, memory, padding, scores
-from pallas_kernels.mosaic_gpu.backward_stream import DELTA, SHIFT, Given, Static, give, load_vector, store_sums
+from pallas_kernels.mosaic_gpu.backward_stream import (
+    DELTA,
+    SHIFT,
+    Given,
+    Static,
+    awaited,
+    give,
+    load_vector,
+    store_sums,
+)
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
@@ -173,11 +182,11 @@ def _step(
     """Adds a tile of keys; the state is how many came before, and cotangents of loads by query."""
     count, sums = state
     shift, delta = (lax.broadcast_in_dim(x, known.tile, (0,)) for x in statistics)
-    keys = scratch.keys.wait(count)
+    keys = awaited(scratch.keys, count)
 
     def products(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
         plg.wgmma(raw, own[0], keys.T)
-        plg.wgmma(d_weights, own[1], scratch.values.wait(count).T)
+        plg.wgmma(d_weights, own[1], awaited(scratch.values, count).T)
         tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial)
         p = inline.weights(TILE, tile.s, known.unit, shift)
         d_s = p * (plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)

@@ -4,8 +4,9 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
 
-where dS' is dS pulled back through the score mod. Two kernels compute P and dO V^T each for itself, one for dK and dV,
-one for dQ: seven products, and sums whose order never changes.
+where dS' is dS pulled back through the score mod. One pass computes all of it with five products; what blocks of keys
+add to dQ is summed in no fixed order, so its last bits may differ between runs. Or two kernels compute P and dO V^T
+each for itself, one for dK and dV, one for dQ: seven products, and the same bits in each run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def backward(
 
     Args:
       setting: The setting.
-      tiles: Of the kernels.
+      tiles: Of the kernels; without those for dQ, it is computed in one pass, which is not deterministic.
       arrays: The inputs of the forward pass.
       plan: What is wanted; `unsupported_groups` of its loads must be None.
       saved: Output and lse of the forward pass.
@@ -50,14 +51,24 @@ def backward(
     assert unsupported_groups(groups) is None  # the adapter has asked
     gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
-    if plan.query or groups.rows:
+    one_pass = tiles.dq is None and plan.query
+    if groups.rows or (plan.query and tiles.dq is not None):
+        assert tiles.dq is not None, "cotangents of loads by query are summed by the kernel for dQ"
         found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
         d_query = padding.cut_rows(setting, found.query, given.T, given.D) if plan.query else None
         collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
-    if plan.key_or_value or groups.columns:
-        found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
+    if plan.key_or_value or groups.columns or one_pass:
+        found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups, one_pass=one_pass)
+        if found.query is not None:
+            d_query = _like_query(setting, arrays, given, found.query)
         if plan.key_or_value:
             cut = lambda x, size: sum_batch(setting, padding.cut_rows(setting, x, given.S, size))
             d_key, d_value = cut(found.key, given.D), cut(found.value, given.Dv)
         collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
     return Found(d_query, d_key, d_value, tuple(map(total, gradients.values())))
+
+
+def _like_query(setting: Setting, arrays: Arrays, given: Setting, x: jax.Array) -> jax.Array:
+    """Gives dQ in the layout and dtype of the query, from sums [B, Hq, T, D]."""
+    x = (x[..., : given.D] * given.scale).astype(arrays.query.dtype)
+    return x.swapaxes(1, 2) if setting.layout == "BTNH" else x

@@ -120,3 +120,9 @@ def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
     staged[...] = x
     plg.commit_smem()
     plg.copy_smem_to_gmem(staged, out)
+
+
+def awaited(ring: Ring, nth: Any) -> Any:
+    """The nth tile of a ring, once it is there."""
+    ring.wait(nth)
+    return ring.tile(nth)

@@ -1,0 +1,122 @@
+"""dQ in the kernel for dK and dV: added to global memory by the copy engine, tile by tile.
+
+The warp groups of a block put dS^T of their keys into shared memory. Each then multiplies a part of it with all keys of
+the block, for some of the queries or some of the columns, and has the copy engine add that, in float32, to what other
+blocks of keys have added. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
+
+The product of a tile is started one tile later: no group waits for the other at once, and the products of the next tile
+run while it is stored. Before the first tile, zeros are added.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.memory import WARP_GROUP_ROWS
+from pallas_kernels.mosaic_gpu.tile import TILE
+from pallas_kernels.setting import Setting, Tiles
+
+SLOTS = 2  # tiles of dS: one is read while the next is written
+
+
+class Place(NamedTuple):
+    """Where a tile of queries lies: query head and first query."""
+
+    h: Any
+    first: Any
+
+
+class QueryGradient(NamedTuple):
+    """Shared memory and a barrier.
+
+    Attributes:
+      d_scores: [slots, groups, keys of a group, queries].
+      staged: float32 [groups, 64, columns of dQ that a group computes].
+      written: All groups have written their dS.
+    """
+
+    d_scores: Any
+    staged: Any
+    written: Any
+
+    @classmethod
+    def declare(cls, setting: Setting, tiles: Tiles, dtype: Any) -> QueryGradient:
+        """What to allocate for it."""
+        groups = tiles.num_warps // 4
+        columns = setting.D if _by_queries(tiles) else setting.D // groups
+        return cls(
+            memory.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype),
+            memory.tiled((groups, WARP_GROUP_ROWS, columns), jnp.float32),
+            plg.Barrier(num_arrivals=groups),
+        )
+
+    def begin(self, group: Any) -> None:
+        """Writes zeros, as if they were of a tile before the first."""
+        self.write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
+
+    def write(self, nth: Any, group: Any, d_s: jax.Array) -> None:
+        """Hands the nth tile of dS^T of a group to all of them."""
+        self.d_scores.at[_slot(nth), group][...] = plg.layout_cast(d_s, TILE)
+        plg.commit_smem()
+        plg.barrier_arrive(self.written)
+
+    @property
+    def accumulator(self) -> Any:
+        """Of the products of `start`."""
+        return plg.ACC(self.staged.shape[1:], jnp.float32)
+
+    def start(self, acc: Any, nth: Any, group: Any, keys: Any) -> None:
+        """Starts the product of the nth tile, for the share of a group; `keys` are those of all groups."""
+        plg.barrier_wait(self.written)
+        part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
+        for other in range(keys.shape[0]):
+            d_s, k = self.d_scores.at[_slot(nth), other], keys.at[other]
+            if self._by_queries:
+                d_s = d_s.at[:, part]
+            else:
+                k = k.at[:, pl.ds(group * acc.shape[1], acc.shape[1])]
+            plg.wgmma(acc, d_s.T, k)
+
+    def add(self, out: Any, group: Any, b: Any, place: Place, x: jax.Array) -> None:
+        """Has the copy engine add a group's share of a tile to dQ, float32 [B, Hq, T, D]."""
+        rows, columns = self.staged.shape[1:]
+        staged = self.staged.at[group]
+        plg.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = x
+        plg.commit_smem()
+        first, column = (group * rows, 0) if self._by_queries else (0, group * columns)
+        at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column, columns))
+        plg.copy_smem_to_gmem(staged, out.at[at], reduction_op="add")
+
+    def finish(self) -> None:
+        """Waits until all groups have come here."""
+        plg.barrier_arrive(self.written)
+        plg.barrier_wait(self.written)
+
+    @property
+    def _by_queries(self) -> bool:
+        return self.d_scores.shape[3] == self.staged.shape[0] * WARP_GROUP_ROWS
+
+
+def _by_queries(tiles: Tiles) -> bool:
+    """Whether the groups share dQ by queries, 64 each; else by columns."""
+    return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
+
+
+def _slot(nth: Any) -> Any:
+    return lax.rem(nth + SLOTS, jnp.int32(SLOTS))
+
+
+def fits(setting: Setting, tiles: Tiles) -> bool:
+    """Whether a block of threads can share dQ so: by 64 queries, or by columns of whole swizzled tiles."""
+    groups = tiles.num_warps // 4
+    if _by_queries(tiles):
+        return True
+    return tiles.block_q == WARP_GROUP_ROWS and setting.D % (64 * groups) == 0

@@ -1,0 +1,192 @@
+"""The walk of a warp group over tiles of queries, in the backward kernel that owns keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.gradients import through_mod
+from pallas_kernels.mosaic_gpu import inline, memory, scores
+from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
+from pallas_kernels.mosaic_gpu.backward_stream import DELTA, SHIFT, Static, Stream, awaited, load_vector
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
+from pallas_kernels.setting import Arrays, Setting, Tiles
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block of threads.
+
+    Attributes:
+      keys: [groups, rows, D].
+      values: [groups, rows, Dv].
+      sums: float32 [groups, rows], to store cotangents of loads by key.
+      filled: A barrier a group, for keys and values.
+      stream: What is walked.
+      d_query: For dQ; None without.
+    """
+
+    keys: Any
+    values: Any
+    sums: Any
+    filled: Any
+    stream: Stream
+    d_query: QueryGradient | None
+
+
+def declare(setting: Setting, tiles: Tiles, dtype: Any, *, one_pass: bool = False) -> Scratch:
+    """What a block of threads needs."""
+    groups = tiles.num_warps // 4
+    rows = tiles.block_kv // groups
+    return Scratch(
+        memory.tiled((groups, rows, setting.D), dtype),
+        memory.tiled((groups, rows, setting.Dv), dtype),
+        plg.SMEM((groups, rows), jnp.float32),
+        plg.Barrier(num_arrivals=2, num_barriers=groups),
+        Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups),
+        QueryGradient.declare(setting, tiles, dtype) if one_pass else None,
+    )
+
+
+class State(NamedTuple):
+    """Of a walk over queries: how many tiles came before, and where the last of them lies."""
+
+    count: Any
+    last: Place
+
+
+class Walker(NamedTuple):
+    """What a warp group needs on the way over tiles of queries.
+
+    Attributes:
+      static: Statics.
+      scratch: Shared memory and barriers.
+      group: Its number.
+      b: Batch.
+      first: Its first key.
+      sums: Accumulators of dK and dV.
+      out: dQ, or None.
+    """
+
+    static: Static
+    scratch: Scratch
+    group: Any
+    b: Any
+    first: Any
+    sums: tuple[Any, ...]
+    out: Any
+
+    def begin(self, kv_h: Any) -> State:
+        """Before the first tile."""
+        if self.scratch.d_query is not None:
+            self.scratch.d_query.begin(self.group)
+        return State(jnp.int32(0), Place(kv_h * self.static.setting.group, jnp.int32(0)))
+
+    def end(self, state: State) -> None:
+        """After the last tile."""
+        if self.scratch.d_query is None:
+            return
+
+        def product(acc: Any) -> jax.Array:
+            self.scratch.d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
+            return acc[...]
+
+        x = pl.run_scoped(product, self.scratch.d_query.accumulator)
+        self.scratch.d_query.add(self.out, self.group, self.b, state.last, x)
+
+    def zero_sums(self) -> tuple[jax.Array, ...]:
+        """For cotangents of loads by key."""
+        rows = self.scratch.keys.shape[1]
+        return tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in self.static.groups.columns)
+
+    def step(self, arrays: Arrays, h: Any) -> Any:
+        """The step over a tile of queries of a head: `(state, cotangents of loads by key), first query, is partial`."""
+        static, setting = self.static, self.static.setting
+        known = scores.prepare(
+            setting,
+            arrays,
+            static.captured,
+            (static.tiles.block_q, self.scratch.keys.shape[1]),
+            self.b,
+            h,
+            k_first=self.first,
+            may_end=setting.S % static.tiles.block_kv != 0,
+            nodes=static.nodes,
+        )
+        tile = plg.ACC(known.tile[::-1], jnp.float32)
+
+        def step(carried: tuple[State, Any], query: Any, is_partial: bool) -> tuple[State, Any]:
+            state, sums = carried
+            # An accumulator holds registers from the start of its scope on, so each scope starts late.
+            more = pl.run_scoped(functools.partial(self._tile, known, tile, state, query, is_partial), tile)
+            stream = self.scratch.stream
+            plg.wgmma_wait(1)  # that for dV is done
+            stream.d_out.release(state.count)
+            plg.wgmma_wait(0)
+            stream.queries.release(state.count)
+            sums = tuple(x + y for x, y in zip(sums, more, strict=True))
+            return State(state.count + 1, Place(h, query)), sums
+
+        return step
+
+    def _tile(
+        self, known: scores.Scores, accumulator: Any, state: State, query: Any, is_partial: bool, raw: Any
+    ) -> tuple[jax.Array, ...]:
+        """Starts to add to dK and dV; returns cotangents of loads by key, summed over the tile."""
+        stream, count = self.scratch.stream, state.count
+        q = awaited(stream.queries, count)
+        self._products(state, raw, q)
+        d_s, more = pl.run_scoped(functools.partial(self._d_scores, known, count, query, is_partial, raw), accumulator)
+        plg.wgmma(self.sums[0], d_s, q)
+        if self.scratch.d_query is not None:
+            self.scratch.d_query.write(count, self.group, d_s)
+        return more
+
+    def _products(self, state: State, raw: Any, q: Any) -> None:
+        """Starts the product of keys and queries; adds the tile before to dQ."""
+        own, d_query = self.scratch.keys.at[self.group], self.scratch.d_query
+        if d_query is None:
+            plg.wgmma(raw, own, q.T)
+            return
+
+        def before(acc: Any) -> jax.Array:
+            d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
+            plg.wgmma(raw, own, q.T)
+            return plg.wgmma_accumulator_load(acc, wait_n=1)
+
+        x = pl.run_scoped(before, d_query.accumulator)
+        d_query.add(self.out, self.group, self.b, state.last, x)
+
+    def _d_scores(
+        self, known: scores.Scores, count: Any, query: Any, is_partial: bool, raw: Any, d_weights: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Cotangents of scores, as operand of products, and of loads by key; starts to add to dV."""
+        stream = self.scratch.stream
+        d_out = awaited(stream.d_out, count)
+        plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
+        statistics = awaited(stream.statistics, count)
+        over_rows = lambda which: lax.broadcast_in_dim(
+            load_vector(statistics.at[which], COLUMN), known.tile[::-1], (1,)
+        )
+        tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), query, is_partial)
+        p = inline.weights(TILE, tile.s, known.unit, over_rows(SHIFT))
+        d_p = plg.wgmma_accumulator_load(d_weights, wait_n=0)
+        plg.wgmma(self.sums[1], p.astype(d_out.dtype), d_out)
+        d_s = p * (d_p - over_rows(DELTA))
+        stream.statistics.release(count)
+        d_s, of_load = through_mod(self.static.derivative, tile, d_s)
+        more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
+        return self._existing(known, d_s).astype(d_out.dtype), more
+
+    def _existing(self, known: scores.Scores, d_s: jax.Array) -> jax.Array:
+        """Without keys past the end, whose dS may be anything: dQ sums over keys."""
+        setting = self.static.setting
+        if self.scratch.d_query is None or setting.S % self.static.tiles.block_kv == 0:
+            return d_s
+        rows = self.first + plg.broadcasted_iota(jnp.int32, (known.tile[1],), 0, layout=ROW)
+        return jnp.where(lax.broadcast_in_dim(rows < setting.S, d_s.shape, (0,)), d_s, 0.0)
