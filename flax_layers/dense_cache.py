@@ -129,6 +129,7 @@ class DenseCache:
             [3, 5]
         """
         new = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+        new = new if new.size else new.astype(np.int32)  # an empty list has no integers
         if new.shape != (self.batch_size,) or not jnp.issubdtype(new.dtype, jnp.integer):
             raise ValueError(
                 f"`lengths` must be {self.batch_size} integers, one for each sequence of the cache. Got "

@@ -213,8 +213,10 @@ def cascade_attention(
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
     positions, requests = _checked_rows(q, positions, requests, score_mod, mask_mod)
+    value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
+    levels = [level for level in levels if _has_places(level, q.shape[0])]
     if not levels:
-        return _nothing(q, return_lse)
+        return _nothing(q, value_size, return_lse)
     states = []
     for level in levels:
         score = None if score_mod is None else _PlacedScore(score_mod, level.start, positions, requests)
@@ -230,8 +232,13 @@ def _pages_of(level: CascadeLevel) -> Pages:
     return pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
 
 
-def _nothing(q: jax.Array, return_lse: bool) -> Any:
-    out = jnp.zeros(q.shape, q.dtype)
+def _has_places(level: CascadeLevel, num_tokens: int) -> bool:
+    """Whether there is room for a key that a query could see: of no queries, groups or keys, mods have none to read."""
+    return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
+
+
+def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
+    out = jnp.zeros((*q.shape[:2], value_size), q.dtype)
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 

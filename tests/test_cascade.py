@@ -307,6 +307,26 @@ def test_rows_of_no_group_see_nothing():
     assert lse[2, 0] == -jnp.inf
 
 
+def test_no_queries_no_groups_and_no_keys():
+    """A level without room for keys is as if it were not there."""
+    q, k, v = jnp.ones((3, 4, 8)), jnp.ones((1, 6, 2, 8)), jnp.full((1, 6, 2, 16), 2.0)
+    level = CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 3]))
+    no_groups = CascadeLevel.dense(k[:0], v[:0], qo_indptr=jnp.array([0]))
+    no_keys = CascadeLevel.dense(k[:, :0], v[:, :0], qo_indptr=jnp.array([0, 3]), start=6)
+    no_pages = PagedBatch(jnp.array([0, 3]), jnp.array([0]), jnp.zeros((1, 0), jnp.int32))
+    no_pages = CascadeLevel.paged(PagedCache(k, v), no_pages, start=6)
+    run = lambda q, *levels: jflex.cascade_attention(
+        q, levels, positions=jnp.full(len(q), 9), mask_mod=causal, return_lse=True
+    )
+    out, lse = run(q, no_groups, level, no_keys, no_pages)
+    np.testing.assert_array_equal(out, 2)
+    np.testing.assert_array_equal(lse, run(q, level)[1])
+    out, lse = run(q, no_keys)
+    np.testing.assert_array_equal(out, np.zeros((3, 4, 16)))
+    np.testing.assert_array_equal(lse, -np.inf)
+    assert run(q[:0], CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 0])))[0].shape == (0, 4, 16)
+
+
 def test_other_values_do_not_compile_again():
     traced = []
 

@@ -424,7 +424,7 @@ def test_wrong_paged_calls(name):
 
 def test_no_sequences():
     layer = layer_of()
-    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM))
+    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
     assert (output.shape, cache.k.shape[0]) == ((0, LENGTH, FEATURES), 0)
     empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))
     output, _ = layer.decode_paged(jnp.zeros((0, FEATURES)), layer.init_paged_cache(4, 4), empty)
