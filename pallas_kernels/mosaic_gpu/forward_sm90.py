@@ -35,7 +35,6 @@ class Scratch(NamedTuple):
       queries_filled: A barrier a group.
       keys: Ring of keys.
       values: Ring of values.
-      turns: At the tensor cores; None with one group.
     """
 
     queries: Any
@@ -44,22 +43,23 @@ class Scratch(NamedTuple):
     queries_filled: Any
     keys: Ring
     values: Ring
-    turns: Turns | None
 
 
 class State(NamedTuple):
     """Of the rows of a warp group, after some of the keys.
 
     Attributes:
-      out: Sums of weights times values.
+      out: Sums of weights times values, but for the last tile's.
       top: The largest score so far, in base 2.
       total: Sum of the weights.
+      p: Weights of the last tile, in the dtype of the values.
       count: Tiles so far.
     """
 
     out: jax.Array
     top: jax.Array
     total: jax.Array
+    p: jax.Array
     count: jax.Array
 
 
@@ -74,7 +74,6 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
         plg.Barrier(num_barriers=groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, groups),
-        Turns.declare() if groups == 2 else None,
     )
 
 
@@ -152,51 +151,68 @@ def _compute(
         q_first=first,
         may_end=setting.T % tiles.block_q != 0,
     )
+    turns, count = Turns(group if tiles.num_warps == 8 else None), blocks.count_keys(setting, tiles, arrays, here)
+    step = functools.partial(_step, setting, known, scratch, queries, turns)
     plg.barrier_wait(scratch.queries_filled.at[group])
-    if scratch.turns is not None:
-        pl.when(group == 1)(scratch.turns.switch)
-    step = functools.partial(_step, setting, known, scratch, queries)
-    state = blocks.over_keys(setting, tiles, arrays, here, _start(rows, setting.Dv), step)
-    if scratch.turns is not None:
-        pl.when(group == 0)(scratch.turns.switch)
-    out, lse = _finish(state)
-    _store(setting, scratch, group, (out, lse), outputs, (b, h, first), at)
+    pl.when(group == 1)(turns.end)  # the first turn is the other group's
+    start = _start(rows, tiles.block_kv, setting.Dv, arrays.query.dtype)
+    state = blocks.over_keys(setting, tiles, arrays, here, start, step)
+    pl.when(group == 0)(turns.take)
+    found = _finish(_last_values(scratch, state, count), state)
+    _store(scratch, group, found, outputs, (b, h, first), at)
 
 
-def _start(rows: int, size: int) -> State:
+def _start(rows: int, keys: int, size: int, dtype: Any) -> State:
     row = lambda value: plg.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
-    out = plg.layout_cast(jnp.zeros((rows, size), jnp.float32), TILE)
-    return State(out, row(-jnp.inf), row(0.0), jnp.int32(0))
+    tile = lambda width, dtype: plg.layout_cast(jnp.zeros((rows, width), dtype), TILE)
+    return State(tile(size, jnp.float32), row(-jnp.inf), row(0.0), tile(keys, dtype), jnp.int32(0))
 
 
 def _step(
-    setting: Setting, known: scores.Scores, scratch: Scratch, queries: Any, state: State, first: Any, is_partial: bool
+    setting: Setting,
+    known: scores.Scores,
+    scratch: Scratch,
+    queries: Any,
+    turns: Turns,
+    state: State,
+    first: Any,
+    is_partial: bool,
 ) -> State:
-    """Takes in a tile of keys."""
-    keys = scratch.keys.wait(state.count)
+    """Takes in a tile of keys, and the values of the one before.
 
-    def products(ref: Any) -> jax.Array:
-        plg.wgmma(ref, queries, keys.T)
-        if scratch.turns is not None:
-            scratch.turns.switch()
-        return ref[...]
+    Both products are started together: the tensor cores go from one to the other without a pause. Of the first tile,
+    nothing came before: its own values are multiplied by weights of zero.
+    """
+    nth, last = state.count, jnp.maximum(state.count - 1, 0)
+    scratch.keys.wait(nth)
+    turns.take()
 
-    raw = pl.run_scoped(products, plg.ACC(known.tile, jnp.float32))
-    scratch.keys.release(state.count)
+    def products(sums: Any, raw: Any) -> jax.Array:
+        plg.wgmma(raw, queries, scratch.keys.tile(nth).T)
+        pl.when(nth != 1)(lambda: scratch.values.wait(last))
+        plg.wgmma(sums, state.p, scratch.values.tile(last))
+        turns.end()
+        found = plg.wgmma_accumulator_load(raw, wait_n=1)
+        scratch.keys.release(nth)
+        return found
+
+    def start(refs: Any) -> None:
+        refs[1][...] = pl.run_scoped(functools.partial(products, refs[0]), plg.ACC(known.tile, jnp.float32))
+
+    nothing = plg.layout_cast(jnp.zeros(known.tile, jnp.float32), TILE)
+    out, raw = pl.run_state(start)((plg.ACC.init(state.out), nothing))
+    pl.when(nth > 0)(lambda: scratch.values.release(last))
     tile = scores.modify(known, raw, first, is_partial)
     p, keep, top = _weights(known, tile.s, state.top, setting.mask is not None or setting.score is not None)
     total = state.total * keep + jnp.sum(p, axis=1)
-    out = state.out * _over_columns(keep, state.out.shape)
-    p = p.astype(scratch.values.tiles.dtype)
-    out, total, top, p = lax.optimization_barrier((out, total, top, p))
-    if scratch.turns is not None:
-        scratch.turns.offer()
-    values = scratch.values.wait(state.count)
-    if scratch.turns is not None:
-        scratch.turns.take()
-    out = pl.run_state(lambda ref: plg.wgmma(ref, p, values))(plg.ACC.init(out))
-    scratch.values.release(state.count)
-    return State(out, top, total, state.count + 1)
+    return State(out * _over_columns(keep, out.shape), top, total, p.astype(state.p.dtype), nth + 1)
+
+
+def _last_values(scratch: Scratch, state: State, count: Any) -> jax.Array:
+    """The output with the values of the last of `count` tiles."""
+    last = jnp.maximum(count - 1, 0)
+    pl.when(count > 1)(lambda: scratch.values.wait(last))
+    return pl.run_state(lambda ref: plg.wgmma(ref, state.p, scratch.values.tile(last)))(plg.ACC.init(state.out))
 
 
 def _weights(known: scores.Scores, s: jax.Array, top: jax.Array, may_hide: bool) -> tuple[jax.Array, ...]:
@@ -211,15 +227,16 @@ def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def _finish(state: State) -> tuple[jax.Array, jax.Array]:
+def _finish(out: jax.Array, state: State) -> tuple[jax.Array, jax.Array]:
     """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
     empty = state.total == 0.0
     total = jnp.where(empty, 1.0, state.total)
     lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
-    return state.out * _over_columns(1.0 / total, state.out.shape), lse
+    out = jnp.where(_over_columns(empty, out.shape), 0.0, out)  # where no tile is visited, values were never filled
+    return out * _over_columns(1.0 / total, out.shape), lse
 
 
-def _store(setting: Setting, scratch: Scratch, group: Any, found: Any, outputs: Any, place: Any, at: Any) -> None:
+def _store(scratch: Scratch, group: Any, found: Any, outputs: Any, place: Any, at: Any) -> None:
     """Writes a group's rows: the copy engine drops what lies past the end."""
     out_ref, lse_ref = outputs
     (out, lse), (b, h, first) = found, place

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, math, memref
+from jaxlib.mlir.dialects import arith, llvm, math, memref
 
 
 def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array, dtype: Any = None) -> jax.Array:
@@ -63,3 +63,17 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
         return numbers.foreach(element, create_array=True, is_signed=signed)
 
     return load(ref, index)
+
+
+def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
+    """``bar.arrive`` or ``bar.sync`` of one of the 16 barriers that the hardware numbers.
+
+    They are quicker than barriers in shared memory, which are polled.
+    """
+
+    @plg.inline_mgpu(arg_types=(plg.Layout.WG_SPLAT,))
+    def run(_, which):
+        text = f"bar.{operation} $0, {threads};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [which.registers[()]], text, "r", has_side_effects=True)
+
+    run(number)

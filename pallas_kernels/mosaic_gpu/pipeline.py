@@ -9,10 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu import inline, memory
 
 # Registers of a thread after the roles part: 65536 are shared by two groups that compute and one that copies.
-COMPUTING, COPYING = 232, 40
+COMPUTING, COPYING = 240, 24
+WARP_GROUP_THREADS = 128
 
 
 class Ring(NamedTuple):
@@ -47,39 +48,41 @@ class Ring(NamedTuple):
         pl.when(nth >= self.tiles.shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
         plg.copy_gmem_to_smem(source, self.tiles.at[slot], self.filled.at[slot])
 
-    def wait(self, nth: Any) -> Any:
-        """Waits for the nth tile, and returns it."""
-        slot = self.slot(nth)
-        plg.barrier_wait(self.filled.at[slot])
-        return self.tiles.at[slot]
+    def wait(self, nth: Any) -> None:
+        """Waits for the nth tile."""
+        plg.barrier_wait(self.filled.at[self.slot(nth)])
+
+    def tile(self, nth: Any) -> Any:
+        """The nth tile, which has been waited for."""
+        return self.tiles.at[self.slot(nth)]
 
     def release(self, nth: Any) -> None:
         """Says that this warp group has read the nth tile."""
         plg.barrier_arrive(self.emptied.at[self.slot(nth)])
 
 
+FIRST_FREE_BARRIER = 4  # Mosaic GPU takes the lower ones
+
+
 class Turns(NamedTuple):
     """Two warp groups at the tensor cores by turns: while one computes weights, the products of the other run.
 
-    Without it both tend to do the same at the same time (Shah et al. 2024, arXiv:2407.08608, section 3.1).
+    Without it both tend to do the same at the same time (Shah et al. 2024, arXiv:2407.08608, section 3.1). A turn is
+    the products of weights and values, and those of the next scores. Each group waits at a barrier of its own, at which
+    the other arrives. One group alone needs none.
+
+    Attributes:
+      group: Of this warp group; None if there is but one.
     """
 
-    barrier: Any
-
-    @classmethod
-    def declare(cls) -> Turns:
-        """What to allocate for it."""
-        return cls(plg.Barrier(num_arrivals=2))
-
-    def switch(self) -> None:
-        """Lets the other group go on, and waits until it does the same."""
-        plg.barrier_arrive(self.barrier)
-        plg.barrier_wait(self.barrier)
-
-    def offer(self) -> None:
-        """Lets the other group go on."""
-        plg.barrier_arrive(self.barrier)
+    group: Any
 
     def take(self) -> None:
-        """Waits for the other group."""
-        plg.barrier_wait(self.barrier)
+        """Waits for the other group to end its turn."""
+        if self.group is not None:
+            inline.hardware_barrier("sync", FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS)
+
+    def end(self) -> None:
+        """Lets the other group begin."""
+        if self.group is not None:
+            inline.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.evaluate import Evaluation, Product
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, argument, evaluation, numbers
+from pallas_kernels.nodes import Node, reachable
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
 
 
@@ -40,9 +41,11 @@ class Scores(NamedTuple):
     def unit(self) -> float:
         """What the scores of a tile are to be multiplied by for weights in base 2; positive.
 
-        Without a mod they are the products themselves, up to the sign of the scale.
+        Without a mod they are the products themselves, up to the sign of the scale; with one that adds something to
+        the score they are the products and that much over the scale.
         """
-        return LOG2_E * (abs(self.setting.scale) if self.score is None else 1.0)
+        by_scale = self.score is None or addend(self.setting) is not None
+        return LOG2_E * (abs(self.setting.scale) if by_scale else 1.0)
 
 
 class Tile(NamedTuple):
@@ -124,9 +127,47 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Tile
         score = scores.score.child(
             walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
         )
-        s = score.tile(setting.score.output)
+        added = addend(setting)
+        s = score.tile(setting.score.output) if added is None else _added(setting, score, raw, added)
     visible = visibility(scores, first) if is_partial else None
     return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+
+
+LEAST_SCALE = 2.0**-24  # by whose inverse an addend may be multiplied
+
+
+class Addend(NamedTuple):
+    """What a score mod adds: ``score + sign * factor * term``, the factor the same for all of a tile, or None for 1."""
+
+    sign: int
+    factor: Node | None
+    term: Node
+
+
+def addend(setting: Setting) -> Addend | None:
+    """What a mod adds to the score, if that is all it does (ALiBi, a bias, a table)."""
+    program = setting.score
+    if program is None or setting.scale < LEAST_SCALE or program.output.op not in ("add", "sub"):
+        return None
+    score, (left, right) = argument(program, "score"), program.output.inputs
+    if right is score and program.output.op == "add":
+        left, right = right, left
+    if left is not score or score in reachable([right]):
+        return None
+    sign = 1 if program.output.op == "add" else -1
+    if right.op == "mul" and right.kind == "qk":
+        for factor, term in (right.inputs, right.inputs[::-1]):
+            if factor.kind == "":
+                return Addend(sign, factor, term)
+    return Addend(sign, None, right)
+
+
+def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: Addend) -> jax.Array:
+    """The scores over the scale: one multiply-add for each element, and what the term itself takes."""
+    factor = jnp.float32(added.sign / setting.scale)
+    if added.factor is not None:
+        factor = factor * score(added.factor)
+    return raw + score.tile(added.term) * factor
 
 
 def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
