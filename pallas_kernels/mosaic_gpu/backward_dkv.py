@@ -58,7 +58,7 @@ def dkv(
     d_query = None
     if one_pass:
         d_query = jax.new_ref(jnp.zeros((setting.B, setting.Hq, row_tiles * tiles.block_q, setting.D), jnp.float32))
-    order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q)
+    order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q, static.unit)
     d_key, d_value, *sums = launch(
         functools.partial(_kernel, static),
         (flat_operands(arrays), order, given, d_query),

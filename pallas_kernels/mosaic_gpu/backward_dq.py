@@ -139,7 +139,7 @@ def _compute(
     at = memory.rows_at(setting, b, h, first, rows)
     for source, ref in zip((arrays.query, given.d_out), own, strict=True):
         plg.copy_gmem_to_smem(source.at[at], ref, scratch.filled.at[group])
-    shift, delta = (load_vector(given.statistics.at[b, h, which, pl.ds(first, rows)], ROW) for which in (SHIFT, DELTA))
+    shift, delta = (-load_vector(given.statistics.at[b, h, which, pl.ds(first, rows)], ROW) for which in (SHIFT, DELTA))
     known = scores.prepare(
         setting,
         arrays,

@@ -4,8 +4,8 @@ The warp groups of a block put dS^T of their keys into shared memory. Each then 
 the block, for some of the queries or some of the columns, and has the copy engine add that, in float32, to what other
 blocks of keys have added. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
 
-The product of a tile is started one tile later: no group waits for the other at once, and the products of the next tile
-run while it is stored. Before the first tile, zeros are added.
+The product of a tile is started when the dS of the next is known, so no group waits for the other as long as it is less
+than a tile ahead, and the product for dK runs while dQ is stored. Before the first tile, zeros are added.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class QueryGradient(NamedTuple):
       d_scores: [slots, groups, keys of a group, queries].
       staged: float32 [groups, 64, columns of dQ that a group computes].
       written: All groups have written their dS.
+      read: All groups have read the dS of the tile before.
     """
 
     d_scores: Any
     staged: Any
     written: Any
+    read: Any
 
     @classmethod
     def declare(cls, setting: Setting, tiles: Tiles, dtype: Any) -> QueryGradient:
@@ -55,15 +57,25 @@ class QueryGradient(NamedTuple):
             memory.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype),
             memory.tiled((groups, WARP_GROUP_ROWS, columns), jnp.float32),
             plg.Barrier(num_arrivals=groups),
+            plg.Barrier(num_arrivals=groups),
         )
 
     def begin(self, group: Any) -> None:
         """Writes zeros, as if they were of a tile before the first."""
-        self.write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
+        self._write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
+        self.commit()
+        plg.barrier_arrive(self.read)
 
     def write(self, nth: Any, group: Any, d_s: jax.Array) -> None:
-        """Hands the nth tile of dS^T of a group to all of them."""
+        """Writes the nth tile of dS^T of a group, once all have read the one that lies there."""
+        plg.barrier_wait(self.read)
+        self._write(nth, group, d_s)
+
+    def _write(self, nth: Any, group: Any, d_s: jax.Array) -> None:
         self.d_scores.at[_slot(nth), group][...] = plg.layout_cast(d_s, TILE)
+
+    def commit(self) -> None:
+        """Hands what was written to all groups."""
         plg.commit_smem()
         plg.barrier_arrive(self.written)
 
@@ -86,6 +98,7 @@ class QueryGradient(NamedTuple):
 
     def add(self, out: Any, group: Any, b: Any, place: Place, x: jax.Array) -> None:
         """Has the copy engine add a group's share of a tile to dQ, float32 [B, Hq, T, D]."""
+        plg.barrier_arrive(self.read)
         rows, columns = self.staged.shape[1:]
         staged = self.staged.at[group]
         plg.wait_smem_to_gmem(0, wait_read_only=True)

@@ -14,7 +14,7 @@ from pallas_kernels.gradients import Rows, shift_of
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import memory, scores
 from pallas_kernels.mosaic_gpu.pipeline import Ring
-from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 
 SHIFT, DELTA = 0, 1  # places in the array of statistics
 
@@ -50,6 +50,19 @@ class Static(NamedTuple):
         return self.tiles.num_warps // 4
 
     @property
+    def folds(self) -> bool:
+        """Whether scores are the products, so that these may start from what would be added to them.
+
+        That takes no registers while weights are computed.
+        """
+        return self.setting.score is None and self.setting.scale > 0
+
+    @property
+    def unit(self) -> float:
+        """That of the shift which the kernel is given."""
+        return LOG2_E * self.setting.scale if self.folds else 1.0
+
+    @property
     def nodes(self) -> Any:
         """What to prepare of the score mod."""
         return None if self.derivative is None else self.derivative.nodes
@@ -61,7 +74,7 @@ class Stream(NamedTuple):
     Attributes:
       queries: [rows, D].
       d_out: [rows, Dv].
-      statistics: float32 [2, rows]: what is subtracted from scores in base 2, and delta.
+      statistics: float32 [2, rows]: what is added to scores in base 2, and to cotangents of weights.
     """
 
     queries: Ring
@@ -93,7 +106,7 @@ class Stream(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Per query: cotangent of the output, in the setting's layout, and float32 [B, Hq, 2, T]: shift and delta.
+    """Per query: cotangent of the output, in the setting's layout, and float32 [B, Hq, 2, T]: -shift and -delta.
 
     Past the end the shift is inf, so that weights are 0 there.
     """
@@ -102,11 +115,11 @@ class Given(NamedTuple):
     statistics: Any
 
 
-def give(rows: Rows, multiple: int) -> Given:
-    """Statistics as the kernels read them, for rows up to a multiple."""
+def give(rows: Rows, multiple: int, unit: float = 1.0) -> Given:
+    """Statistics as the kernels read them, for rows up to a multiple; the shift in `unit`, that of `scores.Scores`."""
     end = ((0, 0), (0, 0), (0, -rows.lse.shape[2] % multiple))
-    shift = jnp.pad(shift_of(rows.lse), end, constant_values=jnp.inf)
-    return Given(rows.d_out, jnp.stack((shift, jnp.pad(rows.delta, end)), axis=2))
+    shift = jnp.pad(shift_of(rows.lse) / unit, end, constant_values=jnp.inf)
+    return Given(rows.d_out, -jnp.stack((shift, jnp.pad(rows.delta, end)), axis=2))
 
 
 def load_vector(ref: Any, layout: Any) -> jax.Array:

@@ -122,63 +122,59 @@ class Walker(NamedTuple):
 
         def step(carried: tuple[State, Any], query: Any, is_partial: bool) -> tuple[State, Any]:
             state, sums = carried
-            # An accumulator holds registers from the start of its scope on, so each scope starts late.
-            more = pl.run_scoped(functools.partial(self._tile, known, tile, state, query, is_partial), tile)
-            stream = self.scratch.stream
-            plg.wgmma_wait(1)  # that for dV is done
-            stream.d_out.release(state.count)
+            q = awaited(self.scratch.stream.queries, state.count)
+            products = functools.partial(self._d_scores, known, state.count, query, is_partial, q)
+            d_s, more = pl.run_scoped(products, tile, tile)
+            self._add(state, d_s, q)
             plg.wgmma_wait(0)
-            stream.queries.release(state.count)
+            self.scratch.stream.queries.release(state.count)
             sums = tuple(x + y for x, y in zip(sums, more, strict=True))
             return State(state.count + 1, Place(h, query)), sums
 
         return step
 
-    def _tile(
-        self, known: scores.Scores, accumulator: Any, state: State, query: Any, is_partial: bool, raw: Any
-    ) -> tuple[jax.Array, ...]:
-        """Starts to add to dK and dV; returns cotangents of loads by key, summed over the tile."""
-        stream, count = self.scratch.stream, state.count
-        q = awaited(stream.queries, count)
-        self._products(state, raw, q)
-        d_s, more = pl.run_scoped(functools.partial(self._d_scores, known, count, query, is_partial, raw), accumulator)
-        plg.wgmma(self.sums[0], d_s, q)
-        if self.scratch.d_query is not None:
-            self.scratch.d_query.write(count, self.group, d_s)
-        return more
-
-    def _products(self, state: State, raw: Any, q: Any) -> None:
-        """Starts the product of keys and queries; adds the tile before to dQ."""
-        own, d_query = self.scratch.keys.at[self.group], self.scratch.d_query
+    def _add(self, state: State, d_s: jax.Array, q: Any) -> None:
+        """Starts to add to dK, and adds the tile before to dQ."""
+        d_query, stream = self.scratch.d_query, self.scratch.stream
         if d_query is None:
-            plg.wgmma(raw, own, q.T)
+            plg.wgmma(self.sums[0], d_s, q)
+            plg.wgmma_wait(1)  # that for dV is done
+            stream.d_out.release(state.count)
             return
 
         def before(acc: Any) -> jax.Array:
+            d_query.write(state.count, self.group, d_s)
             d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
-            plg.wgmma(raw, own, q.T)
+            plg.wgmma(self.sums[0], d_s, q)
+            d_query.commit()
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
         x = pl.run_scoped(before, d_query.accumulator)
+        stream.d_out.release(state.count)
         d_query.add(self.out, self.group, self.b, state.last, x)
 
     def _d_scores(
-        self, known: scores.Scores, count: Any, query: Any, is_partial: bool, raw: Any, d_weights: Any
+        self, known: scores.Scores, count: Any, query: Any, is_partial: bool, q: Any, raw: Any, d_weights: Any
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Cotangents of scores, as operand of products, and of loads by key; starts to add to dV."""
         stream = self.scratch.stream
+        statistics = awaited(stream.statistics, count)
+        vector = lambda which: lax.broadcast_in_dim(load_vector(statistics.at[which], COLUMN), known.tile[::-1], (1,))
+        # Before both products: to set an accumulator waits for those that run.
+        if self.static.folds:
+            raw[...] = vector(SHIFT)
+        d_weights[...] = vector(DELTA)
+        plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)
         d_out = awaited(stream.d_out, count)
         plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
-        statistics = awaited(stream.statistics, count)
-        over_rows = lambda which: lax.broadcast_in_dim(
-            load_vector(statistics.at[which], COLUMN), known.tile[::-1], (1,)
-        )
         tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), query, is_partial)
-        p = inline.weights(TILE, tile.s, known.unit, over_rows(SHIFT))
-        d_p = plg.wgmma_accumulator_load(d_weights, wait_n=0)
-        plg.wgmma(self.sums[1], p.astype(d_out.dtype), d_out)
-        d_s = p * (d_p - over_rows(DELTA))
+        if self.static.folds:
+            p = inline.exp2(TILE, tile.s * known.unit)
+        else:
+            p = inline.weights(TILE, tile.s, known.unit, -vector(SHIFT))
         stream.statistics.release(count)
+        d_s = p * plg.wgmma_accumulator_load(d_weights, wait_n=0)
+        plg.wgmma(self.sums[1], p.astype(d_out.dtype), d_out)
         d_s, of_load = through_mod(self.static.derivative, tile, d_s)
         more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
         return self._existing(known, d_s).astype(d_out.dtype), more
