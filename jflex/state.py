@@ -10,6 +10,7 @@ After FlashInfer (Ye et al., 2025, https://arxiv.org/abs/2501.01005, "Attention 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float
 from jflex.problem import DTYPES, LAYOUTS, describe_array
 
 _LSE_DTYPES = ("float32", "float64")
+_FEW = 8  # states that are merged element by element: on a GPU one kernel, where stacking them first is another
 
 
 @jax.tree_util.register_dataclass
@@ -163,7 +165,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     a, b = _checked_state("a", a), _checked_state("b", b)
     _check_alike("b", b, "a", a)
-    return _merge_stacked(_stack((a, b)))
+    return _merge_few((a, b))
 
 
 def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionState:
@@ -205,7 +207,7 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
     checked = [_checked_state(f"states[{position}]", state) for position, state in enumerate(states)]
     for position, state in enumerate(checked):
         _check_alike(f"states[{position}]", state, "states[0]", checked[0])
-    return _merge_stacked(_stack(checked))
+    return _merge_few(checked) if len(checked) <= _FEW else _merge_stacked(_stack(checked))
 
 
 def lse_to_base2(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
@@ -237,6 +239,26 @@ def lse_from_flash(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 def _stack(states: Sequence[AttentionState]) -> AttentionState:
     return AttentionState(jnp.stack([state.out for state in states]), jnp.stack([state.lse for state in states]))
+
+
+def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
+    """As `_merge_stacked`, of states of which no copy is made."""
+    first = states[0]
+    exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
+    lses = [state.lse.astype(exact) for state in states]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(lse - top) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    sees_nothing = total == 0
+    safe_total = jnp.where(sees_nothing, 1, total)
+    terms = [
+        weight[..., None] * jnp.where((state.lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
+        for weight, state in zip(weights, states, strict=True)
+    ]
+    out = functools.reduce(jnp.add, terms) / safe_total[..., None]
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe_total))
+    return AttentionState(out.astype(first.out.dtype), merged_lse.astype(first.lse.dtype))
 
 
 def _merge_stacked(states: AttentionState) -> AttentionState:

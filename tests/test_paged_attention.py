@@ -80,7 +80,10 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
         return_lse=True, **paged_cases.options_of(backend),
     )  # fmt: skip
     first = np.stack([x.values[r][0] for r in (0, 1, *[2] * 17)])
-    np.testing.assert_array_equal(out, np.repeat(first, 2, axis=1))
+    # On a GPU the exponent of the weight, unit * (score - top), is one fused multiply-add of the rounded unit * top:
+    # the weight of the low score is not quite 1, and dividing by it rounds once more.
+    last_bit = 2.0**-23 if backend == "triton" and jax.default_backend() == "gpu" else 0.0
+    np.testing.assert_allclose(out, np.repeat(first, 2, axis=1), rtol=last_bit, atol=0)
     np.testing.assert_array_equal(lse, np.repeat(np.array([0, 0, *[-46341.0] * 17])[:, None], 4, axis=1))
 
 
@@ -306,6 +309,24 @@ def test_derivative_of_the_reference():
         for to, of in zip((expected.k, expected.v), right[1:], strict=True):
             to[table[r, at // 16], at % 16] = of[:length]
     jax.tree.map(assert_close, d_cache, expected)
+
+
+def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
+    case = PagedCase("hidden_nan", (2, 3), (5, 18), mask=mask_pairs.strictly_causal)
+    x, (cache, table) = draw(case), placed(case)
+    batch = paged_cases.batch_of(case, table)
+
+    def loss(factor, query, distance):
+        score_mod = lambda s, b, h, q_idx, kv_idx: s * jnp.sqrt(factor * distance(q_idx - kv_idx).astype(jnp.float32))
+        options = {"score_mod": score_mod, "mask_mod": case.mask.jax({}), "implementation": "reference"}
+        return jnp.sum(jnp.sin(jflex.paged_attention(query, cache, batch, **options)))
+
+    found, right = (
+        jax.jit(jax.grad(functools.partial(loss, distance=distance), (0, 1)))(jnp.float32(1.3), jnp.asarray(x.query))
+        for distance in (lambda d: d, lambda d: jnp.maximum(d, 1))
+    )
+    assert np.isfinite(right[0])
+    jax.tree.map(assert_close, found, right)
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])

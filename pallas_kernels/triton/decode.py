@@ -5,7 +5,7 @@ and the keys that are visited are divided among programs, so that one sequence k
 Flash-Decoding; Dong et al. 2024, arXiv:2412.05496, section 5). A second, small step merges what the programs found.
 
 Where all rows are alike, each is divided into as many parts, which are known ahead; the grid is (parts, key heads,
-batch). Where lengths or lists make them differ, the programs divide them: the grid is (parts, key heads), and
+batch). Where lengths or lists make them differ, the programs divide them: the grid is (key heads, parts), and
 `pallas_kernels.triton.decode_uneven` says which part of which row one takes.
 """
 
@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import blocks, softmax
 from pallas_kernels.setting import Arrays, Setting, Tiles
-from pallas_kernels.triton import decode_uneven, plan, scores
+from pallas_kernels.triton import decode_merge, decode_uneven, plan, scores
 from pallas_kernels.triton.columns import Columns, chunks, load_rows, times, zero_rows
 from pallas_kernels.triton.decode_uneven import Division, Facts
 from pallas_kernels.triton.launch import launch
@@ -51,7 +51,7 @@ def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Ar
     parts = parts_of(setting, tiles)
     if parts == 1:
         return _decode_whole(setting, tiles, arrays)
-    shape = (setting.B, setting.Hkv, parts, tiles.block_q)
+    shape = (setting.B * parts, setting.Hkv, tiles.block_q)
     out, lse = launch(
         functools.partial(_even_kernel, setting, tiles, parts),
         (arrays,),
@@ -61,11 +61,7 @@ def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Ar
         tiles=tiles,
         interpret=setting.interpret,
     )
-    rows = setting.group * setting.T
-    merged, lse = _merge(out[..., :rows, :], lse[..., :rows])
-    by_head = (setting.B, setting.Hq, setting.T)
-    merged = merged.reshape(*by_head, setting.Dv).astype(arrays.query.dtype)
-    return (merged.swapaxes(1, 2) if setting.layout == "BTNH" else merged), lse.reshape(by_head)
+    return decode_merge.merge_even(setting, parts, (out, lse), arrays.query.dtype)
 
 
 def _decode_whole(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -101,28 +97,19 @@ def _decode_uneven(
             jax.ShapeDtypeStruct(slots, jnp.float32),
         ],
         name="jflex_decode",
-        grid=(division.items, division.heads),
+        grid=(division.heads, division.items),
         tiles=tiles,
         interpret=setting.interpret,
     )
     if division.most_parts == 1:
         return out, lse
-    return decode_uneven.merge(division, facts, (parts[0], parts[1]), (out, lse))
+    return decode_merge.merge_uneven(division, facts, (parts[0], parts[1]), (out, lse))
 
 
 def parts_of(setting: Setting, tiles: Tiles) -> int:
     """Among how many programs the keys of a head are divided, where all rows are alike."""
-    wanted = plan.shares_for(max(1, setting.B * setting.Hkv))
+    wanted = plan.even_parts(max(1, setting.B * setting.Hkv))
     return max(1, min(wanted, decode_uneven.all_tiles(setting, tiles) // plan.LEAST_TILES))
-
-
-def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merges softmaxes over parts of the keys, [B, Hkv, parts, rows, Dv] and [B, Hkv, parts, rows]."""
-    top = jnp.max(lse, axis=2, keepdims=True)
-    share = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.sum(share, axis=2)
-    merged = jnp.sum(out * share[..., None], axis=2) / jnp.where(total == 0.0, 1.0, total)[..., None]
-    return merged, jnp.where(total == 0.0, -jnp.inf, top[:, :, 0] + jnp.log(jnp.where(total == 0.0, 1.0, total)))
 
 
 def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
@@ -137,14 +124,14 @@ def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out
     for (first, width), x in zip(chunks(setting.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        plgpu.store(out.at[(b, kv_h, part, line, column)], x, mask=column < setting.Dv)
-    plgpu.store(lse.at[(b, kv_h, part, pl.ds(0, tiles.block_q))], row_lse)
+        plgpu.store(out.at[(b * parts + part, kv_h, line, column)], x, mask=column < setting.Dv)
+    plgpu.store(lse.at[(b * parts + part, kv_h, pl.ds(0, tiles.block_q))], row_lse)
 
 
 def _uneven_kernel(
     setting: Setting, tiles: Tiles, division: Division, arrays: Arrays, lengths: Any, out: Any, lse: Any, *parts: Any
 ) -> None:
-    item, head = pl.program_id(0), pl.program_id(1)
+    head, item = pl.program_id(0), pl.program_id(1)
     facts = Facts(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
     row = division.row_of(facts, item, head)
     step, unit = _step(setting, tiles, arrays, (row.b, row.kv_h), row.end)

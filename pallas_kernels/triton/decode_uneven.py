@@ -2,13 +2,14 @@
 
 How many parts a row is divided into follows from its own tiles of keys, which only the device knows: see
 `pallas_kernels.triton.plan`. A row that stays whole is written at once; of the others the parts are kept, and a second,
-small kernel merges them.
+small kernel (`pallas_kernels.triton.decode_merge`) merges them.
+
+Programs are started longest part first, all key heads of a part side by side: those that come last are short.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,10 +23,8 @@ from pallas_kernels import blocks
 from pallas_kernels.setting import Setting, Tiles
 from pallas_kernels.triton import plan
 from pallas_kernels.triton.columns import Columns, chunks
-from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.parts import Parts, merge_row
 
-MOST_AT_ONCE = 64  # parts that the second kernel reads together
+FEWEST_LANES = 16  # of a vector of facts
 
 
 class Facts(NamedTuple):
@@ -133,10 +132,10 @@ class Division:
             return row, head
         return lax.div(row, self.setting.Hkv), lax.rem(row, self.setting.Hkv)
 
-    def parts(self, facts: Facts) -> jax.Array:
-        """Parts of each row, int32 [rows, rounded up to a power of two]."""
+    def parts(self, facts: Facts) -> tuple[jax.Array, jax.Array]:
+        """Tiles and parts of each row, int32 [rows, rounded up to a power of two]; parts are 0 past the last row."""
         setting = self.setting
-        number = lax.broadcasted_iota(jnp.int32, (1 << self.rows.bit_length(),), 0)
+        number = lax.broadcasted_iota(jnp.int32, (max(FEWEST_LANES, 1 << (self.rows - 1).bit_length()),), 0)
         row = jnp.minimum(number, self.rows - 1)
         b, kv_h = self.place(row, jnp.zeros_like(row))
         end = facts.end(setting, b)
@@ -149,21 +148,20 @@ class Division:
             listed = [plgpu.load(counts.at[at]) for counts in (facts.counts, facts.full_counts)]
             listed = [x if most is None else jnp.minimum(x, most) for x in listed]
             tiles = (listed[0] + listed[1]) * (setting.blocks[1] // self.tiles.block_kv)
-        return plan.parts_of(tiles, (number < self.rows).astype(jnp.int32), self.shares)
+        return tiles, plan.parts_of(tiles, (number < self.rows).astype(jnp.int32), self.shares)
 
     def row_of(self, facts: Facts, item: Any, head: Any) -> Row:
         """What the program of an item works on."""
-        parts = self.parts(facts)
-        row, nth = plan.locate(parts, item)
+        tiles, parts = self.parts(facts)
+        row, nth = plan.locate_longest_first(tiles, parts, item)
         own, exists = plan.at(parts, row), row < self.rows
         b, kv_h = self.place(jnp.minimum(row, self.rows - 1), head)
         share = blocks.Part(jnp.where(exists, nth, 1), jnp.maximum(own, 1))  # the part after the last one is empty
         slot = _slots_before(parts, row) + nth
         return Row(b, kv_h, facts.end(self.setting, b), share, exists, own == 1, slot)
 
-    def divided_row(self, facts: Facts, nth: Any, head: Any) -> Divided:
-        """The nth of the rows that are divided; one of no parts past the last."""
-        parts = self.parts(facts)
+    def divided_row(self, parts: jax.Array, nth: Any, head: Any) -> Divided:
+        """The nth of the rows that are divided."""
         row, _ = plan.locate((parts > 1).astype(jnp.int32), nth)
         b, kv_h = self.place(jnp.minimum(row, self.rows - 1), head)
         return Divided(b, kv_h, _slots_before(parts, row), plan.at(parts, row))
@@ -190,43 +188,6 @@ def _list_position(setting: Setting, b: jax.Array, h: jax.Array) -> tuple[jax.Ar
 def _slots_before(parts: jax.Array, row: Any) -> jax.Array:
     earlier = lax.broadcasted_iota(jnp.int32, parts.shape, 0) < row
     return jnp.sum(jnp.where(earlier & (parts > 1), parts, 0))
-
-
-def merge(
-    division: Division,
-    facts: Facts,
-    parts: tuple[jax.Array, jax.Array],
-    found: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Writes the rows that are divided into out and lse [B, Hq, T], and returns these."""
-    setting = division.setting
-    first_output = len(jax.tree.leaves((facts, parts)))
-    run = min(MOST_AT_ONCE, 1 << (division.most_parts - 1).bit_length())
-    out, lse = launch(
-        functools.partial(_merge_kernel, division, run),
-        (facts, Parts(*parts), found),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
-        name="jflex_decode_merge",
-        grid=(setting.group * setting.T, division.heads, division.divided),
-        tiles=Tiles(run, run, 4, 1),
-        interpret=setting.interpret,
-        aliases={first_output: 0, first_output + 1: 1},
-    )
-    return out, lse
-
-
-def _merge_kernel(division: Division, run: int, facts: Facts, parts: Parts, before: Any, out: Any, lse: Any) -> None:
-    del before  # the memory of `out` and `lse`
-    setting, line, head = division.setting, pl.program_id(0), pl.program_id(1)
-    row = division.divided_row(facts, pl.program_id(2), head)
-    columns, row_lse = merge_row(parts, run, row.slot, row.parts, (head, line))
-    exists = row.parts > 1
-    h, t = row.kv_h * setting.group + lax.div(line, setting.T), lax.rem(line, setting.T)
-    plgpu.store(lse.at[(row.b, h, t)], row_lse, mask=exists)
-    for (first, width), x in zip(chunks(setting.Dv), columns, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-        at = (row.b, t, h, column) if setting.layout == "BTNH" else (row.b, h, t, column)
-        plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < setting.Dv) & exists)
 
 
 def store_part(row: Row, head: Any, rows: Columns, lse: jax.Array, parts: tuple[Any, Any]) -> None:

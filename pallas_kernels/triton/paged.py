@@ -41,20 +41,20 @@ def paged(setting: PagedSetting, works: tuple[Work, ...], arrays: PagedArrays) -
     found: list[jax.Array] = []
     for work in works:
         out, lse, *parts = _attend(setting, work, arrays, found)
-        found = merge_parts(setting, work, arrays, (out, lse), parts)
+        found = merge_parts(setting, work, arrays, (out, lse), parts) if parts else [out, lse]
     out, lse = found
     return out, lse
 
 
 def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: list[jax.Array]) -> list[jax.Array]:
     a, rows = setting.attention, work.tiles.block_q
-    slots = (work.slots(setting), a.Hkv, rows)
     outputs = [
         jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), setting.out_dtype),
         jax.ShapeDtypeStruct((a.T, a.Hq), jnp.float32),
-        jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32),
-        jax.ShapeDtypeStruct(slots, jnp.float32),
     ]
+    if work.most_parts(setting) > 1:
+        slots = (work.slots(setting), a.Hkv, rows)
+        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
     inputs = (arrays, before)
     count = len(jax.tree.leaves(arrays))
     return launch(
@@ -76,8 +76,7 @@ def _kernel(
     before: Any,
     out: Any,
     lse: Any,
-    part_out: Any,
-    part_lse: Any,
+    *parts: Any,
 ) -> None:
     del before  # the memory of `out` and `lse`
     a, tiles = setting.attention, work.tiles
@@ -112,6 +111,9 @@ def _kernel(
     whole = jnp.broadcast_to((here.queries > 0) & (here.parts == 1), row_lse.shape)
     plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
     _store(out, (row.n[:, None], row.h[:, None]), columns, whole)
+    if not parts:
+        return
+    part_out, part_lse = parts
     nth = lax.broadcasted_iota(jnp.int32, (tiles.block_q,), 0)
     parted = row.exists & (here.parts > 1)
     plgpu.store(part_lse.at[(here.slot, kv_h, nth)], row_lse, mask=parted)

@@ -1,7 +1,7 @@
 """Joins what several programs found of one tile of queries, each over a part of the keys.
 
-One program for a query head: it takes the queries of a tile one after the other, and reads all parts of one, some at
-once. The grid is one axis of (tiles of queries with several parts, query heads).
+Programs of one warp take pairs of a query and a query head by turns, as many as there are whose keys are divided: all
+that the GPU runs at once where there are many (the prefix of a cascade), and none of them where nothing is divided.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.setting import Tiles
+from pallas_kernels.triton import plan
 from pallas_kernels.triton.columns import chunks
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.paged_rows import Facts, PagedArrays, PagedSetting, Work, place_to_merge
-from pallas_kernels.triton.parts import Parts, merge_row
-
-RUN = 16  # parts read at once
+from pallas_kernels.triton.paged_rows import (
+    Facts,
+    PagedArrays,
+    PagedSetting,
+    Work,
+    queries_to_merge,
+    query_to_merge,
+    requests,
+)
+from pallas_kernels.triton.parts import Parts, merge_row, parts_at_once
 
 
 def merge_parts(
@@ -34,33 +40,37 @@ def merge_parts(
 ) -> list[jax.Array]:
     """Writes the rows that have several parts into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
     a = setting.attention
-    facts = Facts(arrays.indptr, arrays.lengths)
+    facts, rows = Facts(arrays.indptr, arrays.lengths), work.rows_to_merge(setting)
+    run, warps = parts_at_once(work.most_parts(setting), rows)
     return launch(
-        functools.partial(_kernel, setting, work),
+        functools.partial(_kernel, setting, work, run),
         (facts, Parts(*parts), tuple(found)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_paged_merge",
-        grid=(a.Hq * min(work.row_tiles(setting), work.shares(setting)),),
-        tiles=Tiles(RUN, RUN, 1, 1),
+        grid=(min(rows, plan.MERGING_PROGRAMS),),
+        tiles=Tiles(run, run, warps, 1),
         interpret=a.interpret,
         aliases={4: 0, 5: 1},
     )
 
 
-def _kernel(setting: PagedSetting, work: Work, facts: Facts, parts: Parts, before: Any, out: Any, lse: Any) -> None:
+def _kernel(
+    setting: PagedSetting, work: Work, run: int, facts: Facts, parts: Parts, before: Any, out: Any, lse: Any
+) -> None:
     del before  # the memory of `out` and `lse`
     a = setting.attention
-    h, tile = lax.rem(pl.program_id(0), a.Hq), lax.div(pl.program_id(0), a.Hq)
-    here = place_to_merge(setting, work, facts, tile)
-    kv_h, member = lax.div(h, a.group), lax.rem(h, a.group)
+    of = requests(setting, work, facts)
+    rows = jnp.sum(queries_to_merge(of)) * a.Hq
 
-    def query(t: Any, done: Any) -> Any:
-        columns, row_lse = merge_row(parts, RUN, here.slot, here.parts, (kv_h, t * a.group + member))
-        n = jnp.minimum(here.first + t, a.T - 1)
+    def merge(number: jax.Array) -> None:
+        h = lax.rem(number, a.Hq)
+        row = query_to_merge(setting, work, of, lax.div(number, a.Hq))
+        line = row.t * a.group + lax.rem(h, a.group)
+        columns, row_lse = merge_row(parts, run, row.slot, row.parts, (lax.div(h, a.group), line))
+        n = jnp.minimum(row.n, a.T - 1)
         lse[n, h] = row_lse
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
             plgpu.store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
-        return done
 
-    lax.fori_loop(0, jnp.where(here.parts > 1, jnp.minimum(here.queries, work.queries(setting)), 0), query, 0)
+    plan.by_turns(rows, merge)

@@ -14,6 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.setting import Setting, Tiles
 from pallas_kernels.triton import plan
 
+ROWS_FOR_TILE = 8  # of queries, for each of which a part has another tile of keys
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagedSetting:
@@ -102,13 +104,29 @@ class Work:
         """Into how many shares the work of a key head is divided."""
         return plan.shares_for(setting.attention.Hkv)
 
+    @property
+    def least_tiles(self) -> int:
+        """Fewest tiles of keys of a part: what a part of many rows writes for the merge must be little beside them."""
+        return max(plan.LEAST_TILES, self.tiles.block_q // ROWS_FOR_TILE)
+
+    def most_parts(self, setting: PagedSetting) -> int:
+        """Into how many parts the keys of a tile of queries may be divided."""
+        most = pl.cdiv(setting.capacity, self.tiles.block_kv) // self.least_tiles
+        return max(1, min(most, self.shares(setting) + 1))
+
     def items(self, setting: PagedSetting) -> int:
         """The most parts of tiles of queries that there are."""
-        return plan.most_items(self.row_tiles(setting), self.shares(setting))
+        rows, most = self.row_tiles(setting), self.most_parts(setting)
+        return min(plan.most_items(rows, self.shares(setting)), rows * most)
 
     def slots(self, setting: PagedSetting) -> int:
         """The most parts of those tiles that have several: 2 of at least 1.2 shares, or more of more."""
-        return 2 * self.shares(setting)
+        return min(2 * self.shares(setting), self.items(setting))
+
+    def rows_to_merge(self, setting: PagedSetting) -> int:
+        """The most pairs of a query and a query head whose keys are divided."""
+        tiles = min(self.row_tiles(setting), self.shares(setting))
+        return setting.attention.Hq * min(setting.attention.T, tiles * self.queries(setting))
 
 
 class Requests(NamedTuple):
@@ -148,7 +166,11 @@ def requests(setting: PagedSetting, work: Work, arrays: PagedArrays | Facts) -> 
     per_tile = work.queries(setting)
     tiles = jnp.where(taken, lax.div(queries + (per_tile - 1), per_tile), 0)
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-    return Requests(start, queries, length, tiles, plan.parts_of(key_tiles, tiles, work.shares(setting)))
+    if work.most_parts(setting) == 1:
+        parts = (tiles > 0).astype(jnp.int32)
+    else:
+        parts = plan.parts_of(key_tiles, tiles, work.shares(setting), work.least_tiles)
+    return Requests(start, queries, length, tiles, parts)
 
 
 class QueryRows(NamedTuple):
@@ -204,14 +226,34 @@ def place_of(setting: PagedSetting, work: Work, arrays: PagedArrays, item: Any) 
     return _place(setting, work, of, number, tile)._replace(part=part, parts=parts, slot=slot)
 
 
-def place_to_merge(setting: PagedSetting, work: Work, arrays: Facts, nth: Any) -> Place:
-    """The nth tile of queries whose keys are divided; `slot` is that of its first part, `parts` is 0 past the last."""
-    of = requests(setting, work, arrays)
-    number, tile = plan.locate(jnp.where(of.parts > 1, of.tiles, 0), nth)
-    parts = plan.at(of.parts, number)
+class ToMerge(NamedTuple):
+    """One query whose keys are divided: packed, where its first part is kept, how many there are, and its place there.
+
+    Attributes:
+      n: The query, packed.
+      slot: Of the first part.
+      parts: How many.
+      t: Which query of the tile it is.
+    """
+
+    n: Any
+    slot: Any
+    parts: Any
+    t: Any
+
+
+def queries_to_merge(of: Requests) -> jax.Array:
+    """Of each request, the queries whose keys are divided."""
+    return jnp.where(of.parts > 1, of.queries, 0)
+
+
+def query_to_merge(setting: PagedSetting, work: Work, of: Requests, nth: Any) -> ToMerge:
+    """The nth of the queries whose keys are divided."""
+    number, query = plan.locate(queries_to_merge(of), nth)
+    parts, per_tile = plan.at(of.parts, number), work.queries(setting)
     earlier = lax.broadcasted_iota(jnp.int32, of.parts.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + tile * parts
-    return _place(setting, work, of, number, tile)._replace(parts=parts, slot=slot)
+    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * parts
+    return ToMerge(plan.at(of.start, number) + query, slot, parts, lax.rem(query, per_tile))
 
 
 def _place(setting: PagedSetting, work: Work, of: Requests, number: Any, tile: Any) -> Place:

@@ -20,6 +20,21 @@ class Parts(NamedTuple):
     lse: Any
 
 
+RUN = 16  # parts that a warp reads at once: 64 registers of a thread at 128 columns
+MANY_ROWS = 132  # from which on there are programs enough without more warps
+
+
+def parts_at_once(most: int, rows: int) -> tuple[int, int]:
+    """How many parts a program that merges reads at once, and its warps.
+
+    Args:
+      most: Parts that a row may have.
+      rows: How many rows there may be to merge: if few, each of them may have many parts.
+    """
+    run = min(1 << (most - 1).bit_length(), RUN if rows > MANY_ROWS else 4 * RUN)
+    return max(run, 2), max(1, run // RUN)
+
+
 def merge_row(
     parts: Parts, run: int, slot: Any, count: Any, at: tuple[Any, Any]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:

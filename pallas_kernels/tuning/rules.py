@@ -22,6 +22,9 @@ def is_heavy(score: Program | None, mask: Program | None) -> bool:
     return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
 
 
+SHORT = 1024  # keys of a request, up to which a deep pipeline takes longer to fill than it saves
+
+
 class Need(NamedTuple):
     """What decides on tiles.
 
@@ -121,17 +124,20 @@ def dq_tiles(need: Need) -> Tiles:
 def decode_tiles(need: Need, rows: int) -> Tiles:
     """Tiles of the Triton kernel for few queries, which holds `rows` of them and streams keys and values.
 
-    H200, jax 0.11.2, bf16, one query, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128) 136,
-    (1, 32, 8, 65536, 128) 69, (32, 32, 8, 4096, 128) 131 with 64 keys, 4 warps, 3 stages; (4, 16, 16, 16384, 64) 67 and
-    (16, 16, 16, 4096, 64) 71 with 64 keys, 2 warps, 3 stages, 69 and 72 with 4 warps. That is 3.8 to 4.1 TB/s; cuDNN
-    takes 128, 68, 126, 67, 64.
+    H200, jax 0.11.2, bf16, one query, cold L2, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128)
+    132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5;
+    (32, 32, 8, 4096, 128) 132, 131 with 3, 133 with 5. (4, 16, 16, 16384, 64) 75.1 with 128 keys, 4 warps, 4 stages,
+    76.4 with 3, 78 with 64 keys, 1 or 2 warps; (16, 16, 16, 4096, 64) 72.2, 72.5 with 64 keys, 2 warps, 3 stages. cuDNN
+    takes 136, 76.9, 133, 83, 71.5.
     """
     block_q = decode_rows(rows)
     if need.itemsize == 4:
         return Tiles(block_q, 32, 4, 2 if need.head_size <= 128 else 1)
     if need.head_size > 128:
         return Tiles(block_q, 32, 4, 2)
-    return Tiles(block_q, 64, 2 if need.head_size <= 64 and block_q == 16 else 4, 3 if need.large_memory else 2)
+    if not need.large_memory:
+        return Tiles(block_q, 64, 2 if need.head_size <= 64 and block_q == 16 else 4, 2)
+    return Tiles(block_q, 128 if need.head_size <= 64 and block_q == 16 and not need.heavy else 64, 4, 4)
 
 
 def decode_rows(rows: int) -> int:
@@ -139,16 +145,26 @@ def decode_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def paged_decode_tiles(need: Need, rows: int, looked_up: bool) -> Tiles:
+def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
     """Tiles of the paged Triton kernel for requests with few queries.
 
-    Those of `decode_tiles`. Where pages are `looked_up` in the loop, a load of keys waits for one of the table, and the
-    pipeline needs stages for both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64,
-    the kernel alone 128 us with 64 keys, 4 warps, 7 stages, 150 with 5, 140 with 3; 132 with 128 keys, 5 stages; pages
-    of 16 take the same.
+    Where pages are looked up in the loop, a load of keys waits for one of the table, and the pipeline needs stages for
+    both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
+    merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where there are few tiles to a
+    program, filling a deep pipeline takes longer than it saves: 64 requests, 32 heads of both, of 128 keys 45 us with 3
+    stages, 50 with 5, 62 with 7; of 1024 keys 254, 257 and 258.
+
+    Args:
+      need: What decides.
+      rows: Queries times query heads of a key head.
+      pages: Pages that a request may have.
+      capacity: Keys that it may have.
     """
     tiles = decode_tiles(need, rows)
-    return tiles._replace(num_stages=2 * tiles.num_stages + 1) if looked_up else tiles
+    if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
+        block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
+        return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
+    return tiles._replace(num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
 
 
 def paged_prefill_tiles(need: Need) -> Tiles:

@@ -83,8 +83,10 @@ def _tiles(p: PagedProblem, kernel: str, rows: int) -> Tiles:
         programs.score is not None,
         rules.has_large_memory(p.device_kind),
     )
-    looked_up = p.max_pages > 1
-    made = rules.paged_decode_tiles(need, rows, looked_up) if kernel == "decode" else rules.paged_prefill_tiles(need)
+    if kernel == "decode":
+        made = rules.paged_decode_tiles(need, rows, p.max_pages, p.S)
+    else:
+        made = rules.paged_prefill_tiles(need)
     tiles = Tiles(*made) if given is None else given
     least = rules.decode_rows(rows)
     block_q = least if kernel == "decode" else max(tiles.block_q, least)
