@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -38,12 +39,11 @@ class PagedReference(PagedBackend):
             return jnp.repeat(own, p.group, axis=2)  # [N, S, Hq, D]
 
         s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
-        over = lambda mod, operands, *scores: _on_all(mod, operands, scores, request, jnp.arange(p.Hq), n, j)
-        if p.score is not None:
-            s = over(p.score, inputs.score_operands, s.astype(jnp.float32)).astype(exact)
         visible = jnp.broadcast_to(exists[:, None], s.shape)
         if p.mask is not None:
-            visible &= over(p.mask, inputs.mask_operands)
+            visible &= _seen(p.mask, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
+        if p.score is not None:
+            s = _modified(p.score, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
         s = jnp.where(visible, s, -jnp.inf)
         top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
         weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)
@@ -55,10 +55,24 @@ class PagedReference(PagedBackend):
         return out.astype(p.out_dtype), lse.astype(jnp.float32)
 
 
-def _on_all(mod: TracedMod, operands, scores, request, h, n, j) -> jax.Array:
-    """A mod on [N, Hq, S]."""
-    at = lambda *scalars: mod(operands, *scalars)
-    given = (0,) * len(scores)
-    at = jax.vmap(at, in_axes=(*given, None, None, None, 0))
-    at = jax.vmap(at, in_axes=(*given, None, 0, None, None))
-    return jax.vmap(at, in_axes=(*given, 0, None, 0, None))(*scores, request, h.astype(jnp.int32), n, j)
+def _seen(mask: TracedMod, operands, request, h, n, j) -> jax.Array:
+    """A mask on [N, Hq, S]."""
+    at = functools.partial(mask, operands)
+    at = jax.vmap(at, in_axes=(None, None, None, 0))
+    at = jax.vmap(at, in_axes=(None, 0, None, None))
+    return jax.vmap(at, in_axes=(0, None, 0, None))(request, h, n, j)
+
+
+def _modified(mod: TracedMod, operands, s: jax.Array, visible: jax.Array, request: jax.Array) -> jax.Array:
+    """The score mod on [N, Hq, S]; what is hidden takes the place of something that its head sees.
+
+    There a mod may be NaN (``sqrt(q_idx - kv_idx)``), and 0 times its derivative would reach all that it depends on.
+    """
+    n, h, j = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in range(3))
+    seen = jnp.argmax(visible.swapaxes(0, 1).reshape(s.shape[1], -1), axis=1).astype(jnp.int32)
+    at = (seen // s.shape[2], jnp.arange(s.shape[1], dtype=jnp.int32), seen % s.shape[2])
+    s, n, j = (jnp.where(visible, x, x[at][None, :, None]) for x in (s, n, j))
+    call = functools.partial(mod, operands)
+    for _ in range(3):
+        call = jax.vmap(call)
+    return call(s, request[n], h, n, j)
