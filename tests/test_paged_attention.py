@@ -80,7 +80,10 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
         return_lse=True, **paged_cases.options_of(backend),
     )  # fmt: skip
     first = np.stack([x.values[r][0] for r in (0, 1, *[2] * 17)])
-    np.testing.assert_array_equal(out, np.repeat(first, 2, axis=1))
+    # On a GPU the exponent of the weight, unit * (score - top), is one fused multiply-add of the rounded unit * top:
+    # the weight of the low score is not quite 1, and dividing by it rounds once more.
+    last_bit = 2.0**-23 if backend == "triton" and jax.default_backend() == "gpu" else 0.0
+    np.testing.assert_allclose(out, np.repeat(first, 2, axis=1), rtol=last_bit, atol=0)
     np.testing.assert_array_equal(lse, np.repeat(np.array([0, 0, *[-46341.0] * 17])[:, None], 4, axis=1))
 
 
