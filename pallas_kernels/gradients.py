@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.cotangents import scatter
 from pallas_kernels.mods import Derivative
 from pallas_kernels.nodes import Node
-from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
+from pallas_kernels.setting import LOG2_E, Arrays, Setting
 
 
 class Plan(NamedTuple):
@@ -21,13 +21,6 @@ class Plan(NamedTuple):
     query: bool
     key_or_value: bool
     derivative: Derivative | None
-
-
-class BackwardTiles(NamedTuple):
-    """Tiles of the two kernels; dq is None where the first computes dQ too."""
-
-    dkv: Tiles
-    dq: Tiles | None
 
 
 class Found(NamedTuple):

@@ -22,7 +22,7 @@ from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.backward_stream import Given, Static, give, store_sums
+from pallas_kernels.mosaic_gpu.backward_stream import Given, Static, accumulator, give, store_sums
 from pallas_kernels.mosaic_gpu.backward_walk import Scratch, State, Walker, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING
@@ -130,7 +130,7 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
         walker.end(_over_heads(setting, kv_h, state, one_head))
         return accumulators[0][...] * setting.scale, accumulators[1][...]
 
-    found = pl.run_scoped(walk, *(plg.ACC((rows, size), jnp.float32) for size in (setting.D, setting.Dv)))
+    found = pl.run_scoped(walk, *(accumulator(rows, size) for size in (setting.D, setting.Dv)))
     _store(scratch, group, found, (d_key, d_value), memory.rows_at(setting, b, kv_h, first, rows))
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic_gpu.backward_stream import (
     SHIFT,
     Given,
     Static,
+    accumulator,
     awaited,
     give,
     load_vector,
@@ -159,7 +160,7 @@ def _compute(
         _, sums = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), sums), step)
         return d_query[...] * setting.scale, sums
 
-    found, sums = pl.run_scoped(walk, plg.ACC((rows, setting.D), jnp.float32))
+    found, sums = pl.run_scoped(walk, accumulator(rows, setting.D))
     for ref, x in zip(outputs[1:], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
     own[0][...] = found.astype(own[0].dtype)
@@ -194,7 +195,7 @@ def _step(
         d_s, of_load = through_mod(static.derivative, tile, d_s)
         return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))
 
-    acc = plg.ACC(known.tile, jnp.float32)
+    acc = accumulator(*known.tile)
     d_s, sums = pl.run_scoped(products, acc, acc)
     plg.wgmma(d_query, d_s.astype(keys.dtype), keys)
     plg.wgmma_wait(0)

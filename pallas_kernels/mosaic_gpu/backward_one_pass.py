@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu.backward_stream import accumulator
 from pallas_kernels.mosaic_gpu.memory import WARP_GROUP_ROWS
 from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.setting import Setting, Tiles
@@ -80,9 +81,9 @@ class QueryGradient(NamedTuple):
         plg.barrier_arrive(self.written)
 
     @property
-    def accumulator(self) -> Any:
-        """Of the products of `start`."""
-        return plg.ACC(self.staged.shape[1:], jnp.float32)
+    def product(self) -> Any:
+        """The accumulator of `start`."""
+        return accumulator(*self.staged.shape[1:])
 
     def start(self, acc: Any, nth: Any, group: Any, keys: Any) -> None:
         """Starts the product of the nth tile, for the share of a group; `keys` are those of all groups."""

@@ -11,12 +11,26 @@ each for itself, one for dK and dV, one for dQ: seven products, and the same bit
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, NamedTuple
+
 import jax
 
 from pallas_kernels.cotangents import LoadGroups, group_loads
-from pallas_kernels.gradients import BackwardTiles, Found, Plan, collect, row_statistics, sum_batch, total
-from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, padding
-from pallas_kernels.setting import Arrays, Setting
+from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, memory, padding
+from pallas_kernels.mosaic_gpu.backward_one_pass import fits
+from pallas_kernels.setting import Arrays, Setting, Tiles
+
+WIDEST = 128  # head size
+ITEMSIZE = 2  # bytes, of float16 and bfloat16
+
+
+class BackwardTiles(NamedTuple):
+    """Tiles of the kernels; dq is None where one pass computes dQ too, which is not deterministic."""
+
+    dkv: Tiles
+    dq: Tiles | None
 
 
 def unsupported_groups(groups: LoadGroups) -> str | None:
@@ -24,6 +38,45 @@ def unsupported_groups(groups: LoadGroups) -> str | None:
     if groups.repeated or groups.stores or groups.atomics:
         return "the gradient of an array that is read by query and key at once needs additions by element"
     return None
+
+
+def unsupported_sizes(setting: Setting) -> str | None:
+    """Which head sizes do not fit, as part of a sentence, or None."""
+    widest = max(setting.D, setting.Dv)
+    if widest > WIDEST:
+        return f"sums for dK and dV of head size {widest} do not fit the registers of a warp group"
+    return None
+
+
+def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = False) -> BackwardTiles | None:
+    """The tiles that an H200 measured as best, cut to what divides the blocks; None if nothing fits them.
+
+    In one pass, where that is possible and `deterministic` does not forbid it. Cotangents of loads by query are summed
+    by the kernel for dQ alone, so with them there are two.
+    """
+    setting, blocks = _padded(setting), setting.blocks or (128, 128)
+    if any(size % 64 for size in blocks):
+        return None
+    narrow = max(setting.D, setting.Dv) <= 64
+    pair = lambda size: 2 if size % 128 == 0 else 1
+    groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
+    block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
+    dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
+    if not deterministic and not groups.rows and fits(setting, dkv):
+        return BackwardTiles(dkv, None)
+    return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
+
+
+def _padded(setting: Setting) -> Setting:
+    D, Dv = (memory.rows_padded(size, ITEMSIZE) for size in (setting.D, setting.Dv))
+    return dataclasses.replace(setting, D=D, Dv=Dv)
+
+
+def declare(setting: Setting, tiles: BackwardTiles, dtype: Any) -> list[Any]:
+    """What a block of threads of each kernel needs, for `memory.bytes_of` of its leaves."""
+    setting = _padded(setting)
+    declared = [backward_walk.declare(setting, tiles.dkv, dtype, one_pass=tiles.dq is None)]
+    return declared if tiles.dq is None else [*declared, backward_dq.declare(setting, tiles.dq, dtype)]
 
 
 def backward(
@@ -38,7 +91,7 @@ def backward(
 
     Args:
       setting: The setting.
-      tiles: Of the kernels; without those for dQ, it is computed in one pass, which is not deterministic.
+      tiles: Of the kernels; without those for dQ, one pass computes all.
       arrays: The inputs of the forward pass.
       plan: What is wanted; `unsupported_groups` of its loads must be None.
       saved: Output and lse of the forward pass.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -117,6 +118,8 @@ class Given(NamedTuple):
 
 def give(rows: Rows, multiple: int, unit: float = 1.0) -> Given:
     """Statistics as the kernels read them, for rows up to a multiple; the shift in `unit`, that of `scores.Scores`."""
+    # On an H200 the sum behind delta and this stack took 0.57 ms as one kernel of XLA (B 2, H 16, T 16384, D 128).
+    rows = rows._replace(delta=lax.optimization_barrier(rows.delta))
     end = ((0, 0), (0, 0), (0, -rows.lse.shape[2] % multiple))
     shift = jnp.pad(shift_of(rows.lse) / unit, end, constant_values=jnp.inf)
     return Given(rows.d_out, -jnp.stack((shift, jnp.pad(rows.delta, end)), axis=2))
@@ -139,3 +142,8 @@ def awaited(ring: Ring, nth: Any) -> Any:
     """The nth tile of a ring, once it is there."""
     ring.wait(nth)
     return ring.tile(nth)
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Of products of a warp group."""
+    return plg.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

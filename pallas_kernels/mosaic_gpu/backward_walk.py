@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels.gradients import through_mod
 from pallas_kernels.mosaic_gpu import inline, memory, scores
 from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
-from pallas_kernels.mosaic_gpu.backward_stream import DELTA, SHIFT, Static, Stream, awaited, load_vector
+from pallas_kernels.mosaic_gpu.backward_stream import DELTA, SHIFT, Static, Stream, accumulator, awaited, load_vector
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
@@ -89,15 +89,16 @@ class Walker(NamedTuple):
 
     def end(self, state: State) -> None:
         """After the last tile."""
-        if self.scratch.d_query is None:
+        d_query = self.scratch.d_query
+        if d_query is None:
             return
 
         def product(acc: Any) -> jax.Array:
-            self.scratch.d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
+            d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
             return acc[...]
 
-        x = pl.run_scoped(product, self.scratch.d_query.accumulator)
-        self.scratch.d_query.add(self.out, self.group, self.b, state.last, x)
+        x = pl.run_scoped(product, d_query.product)
+        d_query.add(self.out, self.group, self.b, state.last, x)
 
     def zero_sums(self) -> tuple[jax.Array, ...]:
         """For cotangents of loads by key."""
@@ -118,7 +119,7 @@ class Walker(NamedTuple):
             may_end=setting.S % static.tiles.block_kv != 0,
             nodes=static.nodes,
         )
-        tile = plg.ACC(known.tile[::-1], jnp.float32)
+        tile = accumulator(known.tile[1], known.tile[0])
 
         def step(carried: tuple[State, Any], query: Any, is_partial: bool) -> tuple[State, Any]:
             state, sums = carried
@@ -149,7 +150,7 @@ class Walker(NamedTuple):
             d_query.commit()
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
-        x = pl.run_scoped(before, d_query.accumulator)
+        x = pl.run_scoped(before, d_query.product)
         stream.d_out.release(state.count)
         d_query.add(self.out, self.group, self.b, state.last, x)
 

@@ -16,12 +16,21 @@ reached without a mod.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 
 from pallas_kernels.cotangents import group_loads
-from pallas_kernels.gradients import BackwardTiles, Found, Plan, collect, row_statistics, sum_batch, total
-from pallas_kernels.setting import Arrays, Setting
+from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import backward_captured, backward_dkv, backward_dq
+
+
+class BackwardTiles(NamedTuple):
+    """Tiles of the two kernels."""
+
+    dkv: Tiles
+    dq: Tiles
 
 
 def backward(
