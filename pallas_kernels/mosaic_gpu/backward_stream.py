@@ -127,7 +127,7 @@ def give(rows: Rows, multiple: int, unit: float = 1.0) -> Given:
 
 def load_vector(ref: Any, layout: Any) -> jax.Array:
     """A vector of the statistics, over the columns or rows of a tile."""
-    return plg.load(ref, layout=layout, optimized=False)
+    return plg.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (JAX 0.10 wants an index)
 
 
 def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
