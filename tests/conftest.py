@@ -1,6 +1,7 @@
 """Settings of every test: the platform, eight simulated devices on the CPU, strict dtypes and ranks."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -30,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # know), and on one thread, where pytest-xdist runs as many workers as there are cores.
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+
+@pytest.fixture
+def in_haste() -> Iterator[None]:
+    """Compiles without most of XLA's optimisations, on the CPU; see `tests.evaluation.compiled_in_haste`."""
+    from tests import evaluation
+
+    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
+        yield
 
 
 def require_gpu() -> None:

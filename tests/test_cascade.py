@@ -11,7 +11,8 @@ import pytest
 import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
-from tests import evaluation
+
+pytestmark = pytest.mark.usefixtures("in_haste")
 
 BACKENDS = {
     "reference": {"implementation": "reference"},
@@ -186,13 +187,6 @@ def cascade(tree: str, levels, mods: Mods, **how):
 def assert_right(found, right):
     for name, a, b in zip(("out", "lse"), found, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU."""
-    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
-        yield
 
 
 @pytest.mark.parametrize(("tree", "mods"), [*(("append", mods) for mods in MODS),

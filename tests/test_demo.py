@@ -20,7 +20,7 @@ from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, next_byte_
 SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
 
 # The optimizers of optax mix counts with floats, which strict promotion refuses.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "in_haste")
 
 
 @pytest.fixture

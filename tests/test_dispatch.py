@@ -15,6 +15,8 @@ from jflex.backends.base import Backend
 from jflex.choice import choose
 from jflex.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 B, T, H, D = 1, 256, 2, 64
 X = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
 

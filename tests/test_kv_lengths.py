@@ -15,6 +15,8 @@ from tests import evaluation
 from tests.cases import LENGTHS
 from tests.test_transforms import shapes_made
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
 BACKENDS = {
     "xla": {"implementation": "xla"},
@@ -22,13 +24,6 @@ BACKENDS = {
 }
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU."""
-    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
-        yield
 
 
 def drawn(seed=0, batch=B, queries=T):

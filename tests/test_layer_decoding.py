@@ -11,7 +11,8 @@ from flax import nnx
 import jflex
 from flax_layers.nnx import DenseCache, FlexAttention
 from jflex.paged import PagedBatch, PagedCache
-from tests import evaluation
+
+pytestmark = pytest.mark.usefixtures("in_haste")
 
 FEATURES, HEADS, LENGTH, ROOM = 24, 4, 21, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
@@ -42,12 +43,6 @@ def layer_of(**options) -> FlexAttention:
 
 def inputs_of(*batch: int, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(1).normal(size=(*batch, length, FEATURES)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def in_haste():
-    with evaluation.compiled_in_haste(True):
-        yield
 
 
 # Compiled once for all tests: most of them take three sequences, and nine tokens or one of each at a time.

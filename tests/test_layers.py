@@ -12,6 +12,8 @@ import jflex
 from flax_layers import functional
 from flax_layers.nnx import FlexAttention
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 IN_FEATURES, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 24, 4, 2, 8, 19
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 

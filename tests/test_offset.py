@@ -14,6 +14,8 @@ from jflex.offset import OffsetMask, OffsetScore
 from jflex.trace import trace_mask_mod, trace_score_mod
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 B, LENGTH, T, HQ, HKV, D = 2, 48, 4, 4, 2, 16
 F32 = jnp.float32
 BACKENDS = {

@@ -18,17 +18,12 @@ from tests import evaluation
 from tests.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.test_transforms import shapes_made
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 F32 = jnp.float32
 backends = pytest.mark.parametrize("backend", evaluation.BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 tree_close = lambda found, right: jax.tree.map(assert_close, found, right)
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    """In haste on the CPU."""
-    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
-        yield
 
 
 def boundaries(*lengths: int) -> jax.Array:

@@ -20,7 +20,10 @@ BACKENDS = {
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
+    pytest.mark.usefixtures("in_haste"),
+]
 
 
 def mesh_of(kind=jax.sharding.AxisType.Auto):

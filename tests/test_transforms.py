@@ -14,6 +14,8 @@ import jflex
 from jflex.backends.triton import Triton
 from jflex.backends.xla import Xla
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 B, T, H, D = 2, 40, 2, 16
 BACKENDS = {
     "xla": {"implementation": "xla"},
