@@ -22,7 +22,9 @@ LEAST_TILES = 2  # of a part: with fewer, starting and merging would take longer
 LEAST_BUSY = 0.75  # of the multiprocessors, for one program on each to be enough
 MERGING_PROGRAMS = 16 * MULTIPROCESSORS  # of one warp each: what runs at once
 SORTED = 64  # rows that are put in order by comparing each with each
-ROUND_UP, ROUND = 0.8, 0.5  # shares below 2: 1.2 of one is halved, else it would end last; others: the nearest number
+# What is added to the share of a row before it is cut to a whole number of parts: 1.2 shares are halved, else they
+# would end last; of 8.25 or 16.5 the rest is little, and another part for each row would be more than run at once.
+ROUND_UP, ROUND_MANY = 0.8, 2.0
 
 
 def shares_for(heads: int) -> int:
@@ -63,7 +65,7 @@ def parts_of(tiles: jax.Array, copies: jax.Array, shares: int, least: int = LEAS
     total = jnp.sum((tiles * copies).astype(jnp.float32))
     share = tiles.astype(jnp.float32) * (shares / jnp.maximum(total, 1.0))
     most = jnp.maximum(lax.div(tiles, least), 1)
-    rounded = jnp.floor(share + jnp.where(share < 2.0, ROUND_UP, ROUND)).astype(jnp.int32)
+    rounded = jnp.floor(share + jnp.minimum(ROUND_UP, ROUND_MANY / jnp.maximum(share, 1.0))).astype(jnp.int32)
     parts = jnp.minimum(jnp.maximum(rounded, 1), most)
     return jnp.where(copies > 0, parts, 0)
 
