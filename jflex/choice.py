@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,6 +76,14 @@ def choose(
         warnings.warn(
             f"{caller} runs on the slower implementation 'xla' on this GPU. {told}. Pass "
             "implementation='xla' to accept that.",
-            stacklevel=3,
+            stacklevel=_level_of_user(),
         )
     return name
+
+
+def _level_of_user() -> int:
+    """The first caller outside of this package, as `warnings.warn` in the function that asks counts levels."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    return level

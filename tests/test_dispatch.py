@@ -13,6 +13,7 @@ from benchmarks import gpu_compile
 from jflex import backends
 from jflex.backends.base import Backend
 from jflex.choice import choose
+from jflex.paged import PagedBatch, PagedCache
 from jflex.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -60,6 +61,22 @@ def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(("triton", "xla"), backends.get, problem("gpu", D=300)) == "xla"
+
+
+def test_the_warning_points_to_the_line_of_the_user(monkeypatch):
+    for module in ("jflex.attention", "jflex.paged.run"):
+        monkeypatch.setattr(f"{module}.current_device", lambda *_: ("gpu", ""))
+    x, ends = jnp.zeros((2, 1, 264)), jnp.array([0, 2])
+    cache = PagedCache.create(2, 16, 1, 264, dtype=jnp.float32)
+    batch = PagedBatch(ends, jnp.array([2]), jnp.array([[1]]))
+    for call in (
+        lambda: jflex.flex_attention(x[None], x[None], x[None]),
+        lambda: jflex.paged_attention(x, cache, batch),
+        lambda: jflex.flex_attention_varlen(x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends),
+    ):
+        with pytest.warns(UserWarning, match="slower implementation 'xla'") as found:
+            call()
+        assert [warning.filename for warning in found] == [__file__]
 
 
 def test_the_first_of_a_sequence_that_can_run_is_taken():
