@@ -22,9 +22,9 @@ from jflex.choice import Implementation
 from jflex.config import Config
 from jflex.kv_lengths import check_kv_lengths
 from jflex.paged.attention import check_queries, pages_of
-from jflex.paged.batch import PagedBatch, check_batch, check_fields, is_known
+from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_rules import check_rules, indptr_rules
-from jflex.paged.cache import PagedCache, check_int32, checked_layer
+from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, Pages, attend
 from jflex.problem import describe_array
 from jflex.state import merge_all
@@ -95,7 +95,7 @@ class CascadeLevel:
         groups, length = key.shape[:2]
         filled = np.full((groups,), length, np.int32) if lengths is None else lengths
         table = np.arange(groups, dtype=np.int32)[:, None]
-        made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length), jnp.asarray(table))
+        made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
         check_fields(made)
         return cls(PagedCache(jnp.asarray(key), jnp.asarray(value)), made, _starts(start, groups), is_dense=True)
 

@@ -33,18 +33,18 @@ from jflex.problem import Blocks, Problem, describe_array
 from jflex.trace import TracedMod
 
 
-def check_kv_lengths(kv_lengths: Any, B: int, S: int) -> Any:
-    """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`.
+def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") -> Any:
+    """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`; `name` is the argument's.
 
     Raises:
       TypeError: They are no array, or not int32.
       ValueError: They are not one for each batch entry, or a known one is negative or beyond S.
     """
-    rule = f"`kv_lengths` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
+    rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
     if kv_lengths is None:
         return None
     if not (hasattr(kv_lengths, "shape") and hasattr(kv_lengths, "dtype")):
-        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray(kv_lengths, jnp.int32)`.")
+        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
     if kv_lengths.dtype != jnp.int32:
         raise TypeError(f"{rule}. Got {describe_array(kv_lengths)}; cast it with `.astype(jnp.int32)`.")
     if tuple(kv_lengths.shape) != (B,):
@@ -54,8 +54,8 @@ def check_kv_lengths(kv_lengths: Any, B: int, S: int) -> Any:
     if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
         wrong = int(np.argmax((known < 0) | (known > S)))
         raise ValueError(
-            f"`kv_lengths` must lie between 0 and S, the {S} keys that there are. Batch entry {wrong} has "
-            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip(kv_lengths, 0, {S})`."
+            f"`{name}` must lie between 0 and S, the {S} keys that there are. Batch entry {wrong} has "
+            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
         )
     return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
 

@@ -104,8 +104,8 @@ def test_a_traced_layer_outside_drops_all(layer):
 
 
 def test_slots_given_twice_are_fine_where_no_token_lives():
-    cache, (k, v) = drawn(), tokens(4)
-    new = write(cache, k, v, INT([0, 0, -1, -1]))
+    cache, (k, v) = drawn(), tokens(6)
+    new = write(cache, k, v, INT([0, 0, -1, -1, 10**6, 10**6]))
     np.testing.assert_array_equal(new.k[1:], cache.k[1:])
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
 from jflex.mask_sizes import checked_size
 from jflex.paged.batch_rules import Rule, check_rules, indptr_rules, length_rules, table_rule
-from jflex.paged.cache import PagedCache, check_cache, check_int32
+from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known
 from jflex.paged.sizes import checked_page_size
 from jflex.problem import describe_array
 
@@ -232,15 +231,6 @@ def _rules(fields: Sequence[Any], max_pages: int, cache: PagedCache, num_tokens:
         yield from length_rules(kv_lengths, max_pages, cache.num_pages, cache.page_size)
         if page_table is not None:
             yield table_rule(kv_lengths, page_table, cache.num_pages, cache.page_size)
-
-
-def is_known(x: Any) -> bool:
-    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of.
-
-    >>> is_known(jnp.arange(3))
-    True
-    """
-    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
 
 
 def _check_shapes(batch: Any, cache: Any, num_tokens: Any) -> int:

@@ -144,7 +144,7 @@ def write(
     """
     check_cache(cache)
     _check_tokens(cache, k, v, slots)
-    _check_slots_differ(slots, cache.page_size)
+    _check_slots_differ(slots, cache.num_pages, cache.page_size)
     slots = jnp.asarray(slots)
     index: tuple[Any, ...] = (slots // cache.page_size, slots % cache.page_size)
     checked = checked_layer(cache, layer)
@@ -263,6 +263,15 @@ def check_int32(name: str, x: Any, of: str) -> None:
         )
 
 
+def is_known(x: Any) -> bool:
+    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of.
+
+    >>> is_known(jnp.arange(3))
+    True
+    """
+    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
+
+
 def _check_tokens(cache: PagedCache, k: Any, v: Any, slots: Any) -> None:
     for name, x, pages in (("k", k, cache.k), ("v", v, cache.v)):
         if not isinstance(x, jax.Array | np.ndarray):
@@ -286,12 +295,12 @@ def _check_tokens(cache: PagedCache, k: Any, v: Any, slots: Any) -> None:
         )
 
 
-def _check_slots_differ(slots: Any, page_size: int) -> None:
+def _check_slots_differ(slots: Any, num_pages: int, page_size: int) -> None:
     """Where values are known: a slot that is given twice would hold either token."""
-    if isinstance(slots, Tracer):
+    if not is_known(slots):
         return
     used, counts = np.unique(np.asarray(slots), return_counts=True)
-    twice = used[(counts > 1) & (used >= page_size)]
+    twice = used[(counts > 1) & (used >= page_size) & (used < num_pages * page_size)]
     if twice.size:
         raise ValueError(
             f"`slots` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
@@ -300,7 +309,7 @@ def _check_slots_differ(slots: Any, page_size: int) -> None:
 
 
 def _check_copies(src: Any, dst: Any, num_pages: int) -> None:
-    if isinstance(src, Tracer) or isinstance(dst, Tracer):
+    if not (is_known(src) and is_known(dst)):
         return
     src, dst = np.asarray(src), np.asarray(dst)
     inside = (dst >= 0) & (dst < num_pages)

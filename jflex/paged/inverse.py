@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jflex.paged.batch import is_known
 from jflex.paged.batch_rules import check_rules, length_rules, table_rule
-from jflex.paged.cache import check_int32
+from jflex.paged.cache import check_int32, is_known
 from jflex.paged.sizes import checked_pages
 from jflex.problem import describe_array
 
