@@ -18,7 +18,8 @@ from jflex.backends.paged.base import PagedBackend
 from jflex.backends.paged.bounds import walk_of
 from jflex.paged.problem import PagedInputs, PagedProblem
 
-# Milliseconds on 2 cores, 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32: to be measured.
+# 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
+# 256, 512 and 1024: what is smaller wastes less on short requests.
 KEYS = 256
 FEW = 16  # queries of a request from which on it takes larger tiles
 _AXES = "kgqs"
