@@ -1,4 +1,4 @@
-"""Lowers programs for an NVIDIA H200 and compiles their Triton kernels to machine code, on a machine without a GPU.
+"""Lowers programs for an NVIDIA H200 and compiles their kernels to machine code, on a machine without a GPU.
 
 Interpret mode accepts what the GPU refuses (a primitive without a lowering, too much shared memory) and says nothing of
 registers that spill. Compiling needs what the extra `gpu-compile` installs; lowering needs JAX alone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import os
 import pathlib
 import re
 import subprocess
@@ -108,20 +109,52 @@ def _on_gpu(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
-    """Compiles a function and reports its Triton kernels, sorted by name.
+    """Compiles a function and reports its kernels through Pallas, sorted by name.
+
+    A kernel through Mosaic GPU is compiled once in a process: of a second function that has it, it is not reported.
 
     Raises whatever Pallas, Triton, XLA or ptxas raise when they refuse it. Needs `missing()` to be None.
     """
     lowered = lower(function, *jax.tree.map(_on_gpu, arrays))
     with tempfile.TemporaryDirectory() as folder:
         # The emitter writes PTX for every kernel, also for those that XLA fuses itself.
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        with _mosaic_dump(pathlib.Path(folder, "mosaic")) as mosaic:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
         calls = (line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
         names = {re.sub(r"\W", "_", re.findall(r'\bname = "([^"]+)"', line)[-1]) for line in calls}
         texts = (path.read_text() for path in pathlib.Path(folder).glob("*.ptx"))
         shared = _shared(folder)
         kernels = (_assembled(text, folder, shared) for text in texts if re.sub(r"__\d+$", "", _entry(text)) in names)
-        return sorted(kernels)
+        return sorted([*kernels, *_mosaic_kernels(mosaic.read_text(errors="replace"), folder)])
+
+
+@contextlib.contextmanager
+def _mosaic_dump(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Has Mosaic GPU print PTX and the code that launches it; it prints from C++, so all of the output is turned."""
+    wanted = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_HOST_LLVM": "1"}
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.environ.update(wanted)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            yield path
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        for name in wanted:
+            del os.environ[name]
+
+
+def _mosaic_kernels(dump: str, folder: str) -> list[Kernel]:
+    """Kernels of a dump: of each the PTX, then the host's code, which names grid, cluster, block and shared memory."""
+    found = []
+    for text in re.split(r"(?m)^(?=\.version )", dump)[1:]:
+        ptx, host = re.split(r"(?m)^; ModuleID", text)[:2]
+        launched = re.search(r"@mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr %\w+((?:, i32 \d+){10})", host)
+        shared = 0 if launched is None else int(re.findall(r"i32 (\d+)", launched[1])[-1])
+        found.append(_assembled(ptx, folder, {_entry(ptx): shared}))
+    return found
 
 
 def _entry(ptx: str) -> str:

@@ -49,6 +49,9 @@ class Config:
       dq: Tile of the backward kernel that computes dQ.
       decode: Tile of the kernel for few queries, which runs where it can unless `forward` is set. Its `block_q` is not
         used: the tile holds the queries of all query heads that share a key head.
+      deterministic: Add in an order that is the same in each run, where a kernel could add faster in any: the gradient
+        of the query by `mosaic_gpu` is then computed by a kernel of its own. Gradients of captured arrays that are read
+        by query and key at once, and repeatedly, are added in any order on a GPU all the same.
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests.
 
     >>> Config(forward=Tiles(64, 64)).dq is None
@@ -59,4 +62,5 @@ class Config:
     dkv: Tiles | None = None
     dq: Tiles | None = None
     decode: Tiles | None = None
+    deterministic: bool = False
     interpret: bool = False

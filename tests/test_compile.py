@@ -37,12 +37,12 @@ KNOWN_SPILLS = {
 SUPPORTED = [case for case in [*CASES, *LENGTHS] if "triton" not in case.unsupported]
 
 
-def program_of(case):
+def program_of(case, backend="triton"):
     """Forward and backward pass, with all gradients, and the shapes of its arguments."""
     x = evaluation.draw(case)
 
     def run(x, blocks, floats):
-        attend = lambda q, k, v, c: evaluation.call(case, "triton", q, k, v, {**x.score, **c}, x.mask, blocks)
+        attend = lambda q, k, v, c: evaluation.call(case, backend, q, k, v, {**x.score, **c}, x.mask, blocks)
         out, pull = jax.vjp(attend, x.query, x.key, x.value, floats)
         return out, pull((x.d_out, x.d_lse))
 

@@ -36,7 +36,7 @@ class MosaicGpu(Backend):
         programs = programs_of(problem)
         if isinstance(programs, str):
             return programs
-        return _limit_of_mods(problem) or _limit_of_tiles(problem)
+        return _limit_of_mods(problem) or _limit_of_tiles(_as_run(problem)) or _limit_of_gradients(problem)
 
     def slower(self, problem: Problem) -> str | None:
         """Few queries leave most of a tile of 64 rows empty."""
@@ -45,9 +45,12 @@ class MosaicGpu(Backend):
         return None
 
     def describe(self, problem: Problem) -> str:
-        """The tiles of its kernels."""
-        t = _tiles(problem)
-        return f"forward {t.block_q} x {t.block_kv} ({t.num_warps} warps that compute, {t.num_stages} stages)"
+        """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""
+        own = _own_backward(_as_run(problem), _all_wanted(problem))
+        if isinstance(own, str):
+            return f"{_told('forward', _tiles(problem))}; gradients by 'triton', because {own}"
+        kernels = [_told("dkv" if own.dq else "dkv and dq", own.dkv), *([_told("dq", own.dq)] if own.dq else [])]
+        return ", ".join([_told("forward", _tiles(problem)), *kernels])
 
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel."""
@@ -60,8 +63,78 @@ class MosaicGpu(Backend):
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
     ) -> Gradients:
-        """Runs the kernels of `triton`."""
-        return triton.Triton().backward(problem, inputs, saved, d_saved, wanted)
+        """Runs the backward kernels, or those of `triton` where these cannot compute what is wanted."""
+        from pallas_kernels.gradients import Plan
+        from pallas_kernels.mosaic_gpu import backward_sm90
+
+        tiles = _own_backward(_as_run(problem), wanted)
+        if isinstance(tiles, str):
+            return triton.Triton().backward(problem, inputs, saved, d_saved, wanted)
+        if problem.kv_lengths:
+            lengthless = kv_lengths.without_lengths(problem, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))
+            return kv_lengths.shared_again(problem, self.backward(*lengthless, saved, d_saved, wanted))
+        plan = Plan(wanted.query, wanted.key or wanted.value, _derivative(problem, wanted))
+        found = backward_sm90.backward(
+            setting_of(problem), tiles, arrays_of(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse)
+        )
+        captured = tuple(
+            g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True)
+        )
+        return Gradients(found.query, found.key, found.value, captured)
+
+
+def _as_run(problem: Problem) -> Problem:
+    """The problem as the kernels see it: they know no lengths."""
+    if not problem.kv_lengths:
+        return problem
+    bounded = kv_lengths.bounded_problem(problem, (LENGTHS_BLOCK, LENGTHS_BLOCK))
+    return dataclasses.replace(bounded, Bkv=problem.B)
+
+
+def _all_wanted(problem: Problem) -> Wanted:
+    operands = () if problem.score is None else problem.score.operands
+    return Wanted(True, True, True, tuple(jnp.issubdtype(dtype, jnp.floating) for _, dtype in operands))
+
+
+def _derivative(problem: Problem, wanted: Wanted) -> Any:
+    return None if problem.score is None else known_programs(problem).derivative(wanted.score_operands)
+
+
+def _own_backward(problem: Problem, wanted: Wanted) -> Any:
+    """Tiles of the backward kernels (`backward_sm90.BackwardTiles`), or the reason why they cannot run."""
+    from pallas_kernels import setting
+    from pallas_kernels.cotangents import group_loads
+    from pallas_kernels.mosaic_gpu import backward_sm90, memory, rules
+    from pallas_kernels.mosaic_gpu.primitives import lacking
+
+    facts, derivative = setting_of(problem), _derivative(problem, wanted)
+    groups = group_loads(facts, derivative)
+    reason = backward_sm90.unsupported_sizes(facts) or backward_sm90.unsupported_groups(groups)
+    if reason is None and derivative is not None:
+        reason = lacking(derivative.nodes)
+        if rules.too_much_arithmetic(derivative):
+            reason = "the derivative of the score mod computes more on each element than registers hold"
+    if reason is not None:
+        return reason
+    given = problem.config.dkv, problem.config.dq
+    if any(given):
+        dkv, dq = (None if x is None else setting.Tiles(*dataclasses.astuple(x)) for x in given)
+        if dkv is None:
+            return "`config` sets tiles for dq alone"
+        tiles = backward_sm90.BackwardTiles(dkv, dq)
+    else:
+        tiles = backward_sm90.tiles_for(facts, groups, deterministic=problem.config.deterministic)
+    if tiles is None:
+        return "no tile of them divides the blocks of the mask"
+    needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype)]
+    if max(needed) > memory.LIMIT:
+        return f"their tiles need {max(needed)} bytes of shared memory, of which there are {memory.LIMIT}"
+    return tiles
+
+
+def _told(kernel: str, tiles: Any) -> str:
+    t = tiles
+    return f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps that compute, {t.num_stages} stages)"
 
 
 def _limit_of_machine(problem: Problem) -> str | None:
@@ -120,6 +193,13 @@ def _limit_of_tiles(problem: Problem) -> str | None:
     if needed > memory.LIMIT:
         return f"its tile needs {needed} bytes of shared memory, of which there are {memory.LIMIT}"
     return None
+
+
+def _limit_of_gradients(problem: Problem) -> str | None:
+    """Why neither these kernels nor those of `triton` could compute gradients."""
+    own = _own_backward(_as_run(problem), _all_wanted(problem))
+    others = triton.Triton().unsupported(problem) if isinstance(own, str) else None
+    return None if others is None else f"for gradients, {own}; and of 'triton': {others}"
 
 
 def _tiles(problem: Problem) -> Tiles:

@@ -129,8 +129,13 @@ def _slot(nth: Any) -> Any:
 
 
 def fits(setting: Setting, tiles: Tiles) -> bool:
-    """Whether a block of threads can share dQ so: by 64 queries, or by columns of whole swizzled tiles."""
+    """Whether a block of threads can share dQ so: by 64 queries, or by columns of whole swizzled tiles.
+
+    A product of two tiles in shared memory wants both swizzled alike: keys as dS, whose rows have 128 bytes or more.
+    """
     groups = tiles.num_warps // 4
+    if setting.D % 64 != 0:
+        return False
     if _by_queries(tiles):
         return True
     return tiles.block_q == WARP_GROUP_ROWS and setting.D % (64 * groups) == 0

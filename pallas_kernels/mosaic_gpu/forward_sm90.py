@@ -67,13 +67,14 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
+    D, Dv = padding.head_sizes(setting, dtype)
     return Scratch(
-        memory.tiled((groups, rows, setting.D), dtype),
-        None if setting.Dv == setting.D else memory.tiled((groups, rows, setting.Dv), dtype),
+        memory.tiled((groups, rows, D), dtype),
+        None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
         plg.Barrier(num_barriers=groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, D, dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, Dv, dtype, groups),
     )
 
 
@@ -197,10 +198,13 @@ def _step(
         return found
 
     def start(refs: Any) -> None:
-        refs[1][...] = pl.run_scoped(functools.partial(products, refs[0]), plg.ACC(known.tile, jnp.float32))
+        refs[1][...] = pl.run_scoped(
+            functools.partial(products, refs[0]), plg.WGMMAAccumulatorRef(known.tile, jnp.float32)
+        )
 
     nothing = plg.layout_cast(jnp.zeros(known.tile, jnp.float32), TILE)
-    out, raw = pl.run_state(start)((plg.ACC.init(state.out), nothing))
+    out: Any
+    out, raw = pl.run_state(start)((plg.WGMMAAccumulatorRef.init(state.out), nothing))
     pl.when(nth > 0)(lambda: scratch.values.release(last))
     tile = scores.modify(known, raw, first, is_partial)
     p, keep, top = _weights(known, tile.s, state.top, setting.mask is not None or setting.score is not None)
@@ -212,7 +216,8 @@ def _last_values(scratch: Scratch, state: State, count: Any) -> jax.Array:
     """The output with the values of the last of `count` tiles."""
     last = jnp.maximum(count - 1, 0)
     pl.when(count > 1)(lambda: scratch.values.wait(last))
-    return pl.run_state(lambda ref: plg.wgmma(ref, state.p, scratch.values.tile(last)))(plg.ACC.init(state.out))
+    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, scratch.values.tile(last)))
+    return add(plg.WGMMAAccumulatorRef.init(state.out))
 
 
 def _weights(known: scores.Scores, s: jax.Array, top: jax.Array, may_hide: bool) -> tuple[jax.Array, ...]:

@@ -62,7 +62,7 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
         element = lambda i, _: memref.load(source, [arith.index_cast(ir.IndexType.get(), i)])
         return numbers.foreach(element, create_array=True, is_signed=signed)
 
-    return load(ref, index)
+    return load(ref, index)  # pyright: ignore[reportCallIssue]  (what it decorates takes a context first)
 
 
 def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
@@ -76,4 +76,4 @@ def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
         text = f"bar.{operation} $0, {threads};"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [which.registers[()]], text, "r", has_side_effects=True)
 
-    run(number)
+    run(number)  # pyright: ignore[reportCallIssue]

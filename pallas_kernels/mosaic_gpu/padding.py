@@ -19,14 +19,18 @@ ROWS = 8
 
 def padded(setting: Setting, arrays: Arrays) -> tuple[Setting, Arrays]:
     """The setting with padded head sizes, and the arrays; lengths in the setting stay the true ones."""
-    itemsize = arrays.query.dtype.itemsize
-    D, Dv = (memory.rows_padded(size, itemsize) for size in (setting.D, setting.Dv))
+    D, Dv = head_sizes(setting, arrays.query.dtype)
     wide = arrays._replace(
         query=pad_rows(setting, arrays.query, D),
         key=pad_rows(setting, arrays.key, D),
         value=pad_rows(setting, arrays.value, Dv),
     )
     return dataclasses.replace(setting, D=D, Dv=Dv), wide
+
+
+def head_sizes(setting: Setting, dtype: Any) -> tuple[int, ...]:
+    """Head sizes of query and key, and of value, padded to what a swizzle divides."""
+    return tuple(memory.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (setting.D, setting.Dv))
 
 
 def pad_rows(setting: Setting, x: jax.Array, size: int) -> jax.Array:

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from pallas_kernels.mods import Derivative, Program
 from pallas_kernels.mosaic_gpu import forward_sm90, memory
+from pallas_kernels.mosaic_gpu.tile import LIBRARY
+from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Setting, Tiles
 
 MOST_STAGES = 4
 
 
 def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
-    """Tiles of the forward kernel: two warp groups of 64 queries, and as many stages as fit."""
+    """Tiles of the forward kernel: two warp groups of 64 queries, and as many stages as fit.
+
+    A thread holds half a tile's columns of scores in registers, beside half of Dv for the output: 128 keys go with
+    head sizes up to 128, if a mod does not compute much on each element (it spills 1420 bytes where it has a gelu and
+    a softplus). H200, jax 0.11.2, bf16, S 16384, no mod: head size 128 in 6.84 ms with 128 keys, 8.32 with 64; head
+    size 64 in 9.12 with 128 keys, 11.58 with 64.
+    """
     blocks = setting.blocks or (128, 128)
     groups = 2 if blocks[0] % 128 == 0 and setting.T > 64 else 1
-    wide = max(setting.D, setting.Dv) <= 128 and blocks[1] % 128 == 0
+    light = not (much_arithmetic(setting.score) or much_arithmetic(setting.mask))
+    wide = max(setting.D, setting.Dv) <= 128 and blocks[1] % 128 == 0 and light
     block_kv = 128 if wide else 64
     for stages in range(MOST_STAGES, 1, -1):
         tiles = Tiles(64 * groups, block_kv, 4 * groups, stages)
         if memory.bytes_of(jax.tree.leaves(forward_sm90.declare(setting, tiles, dtype))) <= memory.LIMIT:
             break
     return tiles
+
+
+MUCH = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
+TOO_MUCH = 32  # the same of its derivative, beside which a tile of 64 by 64 does not fit either
+CALL = 16  # values that a function of CUDA's device library holds
+_CALLS = frozenset({"atan2", "cos", "sin", *LIBRARY})
+
+
+def much_arithmetic(program: Program | None) -> bool:
+    """Whether a mod computes so much on each element that it takes the registers of a large tile."""
+    return program is not None and _values(program.nodes) > MUCH
+
+
+def too_much_arithmetic(derivative: Derivative) -> bool:
+    """Whether a derivative computes so much that no tile of the backward kernels holds it.
+
+    Compiled for sm_90a, one of three functions of the score, a sine among them, spills 3228 bytes.
+    """
+    return _values(derivative.nodes) > TOO_MUCH
+
+
+def _values(nodes: Iterable[Node]) -> int:
+    return sum(CALL if node.op in _CALLS else 1 for node in nodes if node.kind == "qk")

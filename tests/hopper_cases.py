@@ -1,0 +1,52 @@
+"""The table of cases as the Hopper kernels take it: 16-bit inputs, and masks in blocks of at least 64."""
+
+import dataclasses
+
+import numpy as np
+
+from tests import captured_pairs as captured
+from tests import mask_pairs as masks
+from tests import score_pairs as scores
+from tests.cases import CASES, LENGTHS, Case, Sizes
+
+BF16 = {"dtype": "bfloat16"}
+REFUSED = {
+    "sorting": r"score_mod.*sort.*implementation='xla'",
+    "table_of_wrapped": r"computes in int8, for which Mosaic GPU has no arithmetic",
+    "head_size_300": r"head sizes up to 256, not 300",
+}
+
+
+def _on_hopper(case: Case) -> Case:
+    block = case.block
+    if block is not None:
+        block = tuple(max(64, -(-size // 64) * 64) for size in (block if isinstance(block, tuple) else (block,) * 2))
+    reason = REFUSED.get(case.name)
+    return dataclasses.replace(
+        case,
+        block=block,
+        dtype="bfloat16" if case.dtype == "float32" else case.dtype,
+        precision=None,
+        unsupported={} if reason is None else {"mosaic_gpu": reason},
+    )
+
+
+# Two warp groups of 64 queries need blocks of 128; most of the table's are smaller.
+WIDE = [
+    Case("two_groups_causal", mask=masks.causal, sizes=Sizes(T=300, Hq=4, Hkv=2, D=64), block=128, **BF16),
+    Case("two_groups_more_keys", scores.alibi, masks.causal, Sizes(T=200, S=520, D=128), block=128, **BF16),
+    Case("two_groups_many_tiles", mask=masks.window, sizes=Sizes(B=1, T=1030, D=64), block=128, dtype="float16"),
+    Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
+    Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),
+    Case("two_groups_documents", mask=masks.documents, sizes=Sizes(T=384, D=128), block=128, by_batch=True, **BF16),
+    Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
+    Case(
+        "two_groups_own_lists",
+        mask=masks.random_elements,
+        sizes=Sizes(T=384, Hq=2, D=64),
+        block=128,
+        kinds=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)),
+        **BF16,
+    ),
+]
+HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.kinds is None] + WIDE

@@ -1,0 +1,98 @@
+"""The kernels through Mosaic GPU: results on a Hopper GPU; without one, that they lower, and compile without spills."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jflex
+from benchmarks import gpu_compile
+from tests import evaluation
+from tests.hopper_cases import HOPPER
+from tests.test_compile import program_of
+
+NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
+BACKEND = "mosaic_gpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_results_and_gradients(case):
+    if evaluation.refused(case, BACKEND):
+        return
+    evaluation.check_forward(case, BACKEND)
+    evaluation.check_gradients(case, BACKEND, ("query", "key", "value", *evaluation.draw(case).floats()))
+
+
+# Bytes that a thread stores away. The backward kernels hold sums for dK and dV that fill the registers: what they store
+# away are mostly addresses, and with 444 bytes (a soft cap at head size 64) they are faster than with smaller tiles.
+SPILLS = {"forward": 16, "backward": 460}
+KNOWN_SPILLS = {"switch": 480}  # it computes more on each element than registers hold
+
+
+@NEEDS_011
+@pytest.mark.parametrize("case", [case for case in HOPPER if not case.unsupported], ids=str)
+def test_compiles(case):
+    program = program_of(case, BACKEND)
+    if gpu_compile.missing():
+        gpu_compile.lower(*program)
+        pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+    kernels = [kernel for kernel in gpu_compile.compile_kernels(*program) if "sm90" in kernel.name]
+    assert kernels
+    assert {kernel.tensor for kernel in kernels} == {"wgmma"}
+    for kernel in kernels:
+        allowed = SPILLS["forward" if "forward" in kernel.name else "backward"]
+        assert kernel.spill <= KNOWN_SPILLS.get(case.name, allowed), kernel
+
+
+def on_absent_gpu(call, *shapes):
+    """Traces a call for the GPU that is not there."""
+    with gpu_compile.absent_gpu():
+        return jax.jit(call).trace(*shapes)
+
+
+X = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+REFUSALS = [
+    ("float32", jax.ShapeDtypeStruct(X.shape, jnp.float32), {}, r"bfloat16 or float16, not float32"),
+    ("head size", jax.ShapeDtypeStruct((1, 256, 2, 300), X.dtype), {}, r"head sizes up to 256, not 300"),
+    (
+        "blocks",
+        X,
+        {"block_mask": jflex.create_block_mask(jflex.masks.causal(), None, None, 256, 256, block_size=32)},
+        r"blocks of the mask are 32 x 32 \(create the mask with a `block_size` that is a multiple of 64\)",
+    ),
+    (
+        "rows of a warp group",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=8))},
+        r"64 or 128 queries.*32 queries and 8 warps",
+    ),
+    (
+        "shared memory",
+        jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
+        {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
+        r"needs \d+ bytes of shared memory, of which there are 232448",
+    ),
+    (
+        "a primitive",
+        X,
+        {"score_mod": lambda s, b, h, q, k: jax.lax.erf_inv(s)},
+        r"`score_mod` .* cannot run in its kernels: primitive `erf_inv` has no lowering for Mosaic GPU",
+    ),
+    ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
+]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(("x", "arguments", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
+def test_refuses(x, arguments, message):
+    call = functools.partial(jflex.flex_attention, implementation=BACKEND, **arguments)
+    with pytest.raises(jflex.UnsupportedError, match=message):
+        on_absent_gpu(call, x, x, x)
+
+
+def test_is_refused_off_hopper():
+    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    with pytest.raises(jflex.UnsupportedError, match=r"needs a Hopper GPU \(H100, H200\), and this call runs on cpu"):
+        jflex.flex_attention(x, x, x, implementation=BACKEND)
