@@ -125,6 +125,8 @@ class Graph:
         dtype = np.dtype(dtype)
         if node.dtype == dtype:
             return node
+        if node.op == "literal" and node.dtype.itemsize > 4:  # a number of Python, under `jax_enable_x64`
+            return self.literal(node.value.astype(dtype), dtype)
         by_parts = dtype == np.float32 and node.kind == "qk" and node.op in _EXACT_IN_FLOAT
         if by_parts and is_exact_in_float(node, *node.inputs):
             return self.apply(node.op, _EXACT_IN_FLOAT[node.op], [self.cast(x, dtype) for x in node.inputs], dtype)

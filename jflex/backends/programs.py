@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
 
 from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
@@ -14,6 +17,20 @@ from jflex.trace import TracedMod
 _OPERAND_DTYPES = frozenset(
     {"bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"}
 )
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def in_32_bits(function: _F) -> _F:
+    """Traces kernels as without ``jax_enable_x64``, under which the Python numbers in them would have 64 bits."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        with jax.enable_x64(False):
+            return function(*args)
+
+    return cast(_F, traced)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +72,7 @@ def programs_of(problem: Problem | PagedProblem, *, heads_in_rows: bool = False)
 
 
 @functools.lru_cache(maxsize=256)
+@in_32_bits
 def _programs_of(problem: Problem | PagedProblem, heads_in_rows: bool) -> Programs | _Refusal:
     from pallas_kernels.mods import Sizes, differentiate, trace_program
     from pallas_kernels.views import NotOnTile
@@ -70,6 +88,9 @@ def _programs_of(problem: Problem | PagedProblem, heads_in_rows: bool) -> Progra
             return _Refusal(mod.kind, reason)
         try:
             program = trace_program(mod.jaxpr, mod.operands, sizes)
+            wide = next((node.dtype for node in program.nodes if node.dtype.itemsize > 4), None)
+            if wide is not None:
+                return _Refusal(mod.kind, f"it computes in {wide}, where kernels take up to 32 bits (cast it)")
             if mod.kind == "score" and isinstance(problem, Problem):  # paged attention has no derivative
                 differentiate(program, [True] * len(mod.operands))
         except NotOnTile as error:
