@@ -79,6 +79,13 @@ def test_compiles_for_a_gpu(call):
         assert gpu_compile.compile_kernels(program, q)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its kernels need JAX 0.11")
+def test_lowers_for_hopper():
+    attend = lambda q: jnp.sum(jflex.flex_attention(q, q, q, alibi, mask_mod=seen, implementation="mosaic_gpu"))
+    with jax.enable_x64(True):
+        gpu_compile.lower(jax.grad(attend), jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16))
+
+
 def test_mods_that_compute_in_64_bits_are_refused():
     """A number of Python times an integer is float64 there."""
     far = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)

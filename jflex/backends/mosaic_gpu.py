@@ -13,7 +13,7 @@ from jflex import kv_lengths
 from jflex.backends import triton
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.kernel_inputs import arrays_of, known_programs, setting_of
-from jflex.backends.programs import programs_of
+from jflex.backends.programs import in_32_bits, programs_of
 from jflex.config import Tiles
 from jflex.problem import Problem
 
@@ -52,6 +52,7 @@ class MosaicGpu(Backend):
         kernels = [_told("dkv" if own.dq else "dkv and dq", own.dkv), *([_told("dq", own.dq)] if own.dq else [])]
         return ", ".join([_told("forward", _tiles(problem)), *kernels])
 
+    @in_32_bits
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel."""
         from pallas_kernels.mosaic_gpu import forward_sm90
@@ -60,6 +61,7 @@ class MosaicGpu(Backend):
             problem, inputs = kv_lengths.without_lengths(problem, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))
         return Saved(*forward_sm90.forward(setting_of(problem), _kernel_tiles(problem), arrays_of(inputs)))
 
+    @in_32_bits
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
     ) -> Gradients:
