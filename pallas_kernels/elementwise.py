@@ -90,6 +90,8 @@ def substitute(primitive: str, params: dict) -> Callable[[jax.Array], jax.Array]
     """A formula for a primitive of float32, made of common ones, or None if it needs none."""
     if primitive == "round":
         return round_even if params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN else round_away
+    if primitive == "integer_pow" and params["y"] < -1:
+        return lambda x: 1.0 / lax.integer_pow(x, -params["y"])
     if primitive == "reduce_precision" and params["exponent_bits"] in (8, 5):
         return lambda x: reduce_precision(x, params["exponent_bits"], params["mantissa_bits"])
     return {"erf": erf, "erfc": erfc}.get(primitive)

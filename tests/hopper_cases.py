@@ -11,6 +11,7 @@ from tests.cases import CASES, LENGTHS, Case, Sizes
 
 BF16 = {"dtype": "bfloat16"}
 REFUSED = {
+    "remainder": r"primitive `rem` has a lowering for Mosaic GPU for integers alone",
     "sorting": r"score_mod.*sort.*implementation='xla'",
     "table_of_wrapped": r"computes in int8, for which Mosaic GPU has no arithmetic",
     "head_size_300": r"head sizes up to 256, not 300",

@@ -25,6 +25,8 @@ def lacking(nodes: Iterable[Node]) -> str | None:
     for node in nodes:
         if node.op not in _KNOWN:
             return f"primitive `{node.op}` has no lowering for Mosaic GPU"
+        if node.op == "rem" and node.dtype.kind not in "iu":
+            return "primitive `rem` has a lowering for Mosaic GPU for integers alone"
         if str(node.dtype) not in (_LOADED if node.op == "load" else _DTYPES):
             return f"it computes in {node.dtype}, for which Mosaic GPU has no arithmetic"
     return None
