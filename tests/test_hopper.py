@@ -96,3 +96,38 @@ def test_is_refused_off_hopper():
     x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
     with pytest.raises(jflex.UnsupportedError, match=r"needs a Hopper GPU \(H100, H200\), and this call runs on cpu"):
         jflex.flex_attention(x, x, x, implementation=BACKEND)
+
+
+def chosen(T, block=None, **arguments):
+    """What would run, on a Hopper GPU, where no implementation is named."""
+    x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+    mask = None if block is None else jflex.create_block_mask(jflex.masks.causal(), None, None, T, T, block_size=block)
+    with gpu_compile.absent_gpu():
+        return jflex.explain(x, x, x, block_mask=mask, **arguments)
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "block", "backend", "reason"),
+    [
+        (1024, None, "mosaic_gpu", None),
+        (1024, 128, "mosaic_gpu", None),
+        (1024, 64, "triton", "blocks of 64 queries keep one"),
+        (256, None, "triton", "below 512 queries or keys"),
+        (4, None, "triton", "for so few queries"),
+    ],
+)
+def test_is_first_where_it_is_faster(length, block, backend, reason):
+    account = chosen(length, block)
+    assert account.backend == backend
+    assert reason is None or reason in account.reasons["mosaic_gpu"]
+    assert chosen(length, block, implementation=BACKEND).backend == BACKEND
+
+
+@NEEDS_011
+def test_explain_says_which_kernels_compute_gradients():
+    assert "dkv and dq 128 x 128" in chosen(1024).tiles
+    assert "dq 128 x 128" in chosen(1024, config=jflex.Config(deterministic=True)).tiles.split("dkv")[1]
+    table = jnp.zeros(2048)
+    by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
+    assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles

@@ -19,6 +19,8 @@ from jflex.problem import Problem
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
 ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
+WARPS_OF_GROUP = 4
+SHORTEST = 512  # queries and keys from which on it is preferred
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
 
@@ -39,9 +41,15 @@ class MosaicGpu(Backend):
         return _limit_of_mods(problem) or _limit_of_tiles(_as_run(problem)) or _limit_of_gradients(problem)
 
     def slower(self, problem: Problem) -> str | None:
-        """Few queries leave most of a tile of 64 rows empty."""
+        """What leaves most of a block of threads without work."""
         if triton.decodes(problem):
             return "for so few queries the kernels of 'triton' are faster"
+        if min(problem.T, problem.S) < SHORTEST:
+            return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"
+        if _tiles(_as_run(problem)).num_warps == WARPS_OF_GROUP:
+            return (
+                "blocks of 64 queries keep one of its two computing warp groups idle (a `block_size` of 128 does not)"
+            )
         return None
 
     def describe(self, problem: Problem) -> str:

@@ -68,7 +68,7 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
 def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
     """``bar.arrive`` or ``bar.sync`` of one of the 16 barriers that the hardware numbers.
 
-    They are quicker than barriers in shared memory, which are polled.
+    Threads that wait sleep there; at barriers in shared memory they ask again and again.
     """
 
     @plg.inline_mgpu(arg_types=(plg.Layout.WG_SPLAT,))
