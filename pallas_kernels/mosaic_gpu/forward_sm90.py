@@ -6,11 +6,12 @@ running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2).
 one run, the other computes exponentials.
 
 In a step a group starts the products of queries and keys, and behind them those of the weights and values of the step
-before. On an H200 (jax 0.11.2, bf16, S 16384, B 2, H 16, head size 128) that reaches 705 TFLOP/s causal and 724 without a
-mask; the values of the same tile, whose products begin when the weights are there, 672 and 654; the values of the step
-before, awaited only after the softmax, 685 and 696. At head size 64 (B 4) the three reach 438 and 448, 448 and 459, 422
-and 459. There the exponentials take as long as the products (one for each score at 16 a cycle and multiprocessor), and
-what is reached is about what both would take one after the other; why they do not overlap more is not known.
+before. On an H200 (jax 0.11.2, bf16, S 16384, B 2, H 16, head size 128) that reaches 705 TFLOP/s causal and 724 without
+a mask; the values of the same tile, whose products begin when the weights are there, 672 and 654; the values of the
+step before, awaited only after the softmax, 685 and 696. At head size 64 (B 4) the three reach 438 and 448, 448 and
+459, 422 and 459. There the exponentials take as long as the products (one for each score at 16 a cycle and
+multiprocessor), and what is reached is about what both would take one after the other; why they do not overlap more is
+not known.
 """
 
 from __future__ import annotations
