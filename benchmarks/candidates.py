@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -134,11 +135,15 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
 def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     """One or two warp groups, each with 64 rows or 128, that fit into registers and shared memory.
 
-    The backward in one pass takes more of both, so that not all of its tiles compile.
+    The backward in one pass takes more registers, so that not all of its tiles compile.
     """
-    from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, forward_sm90, memory
+    from pallas_kernels.mosaic_gpu import backward_dq, backward_walk, forward_sm90, memory
 
-    module = {"forward_sm90": forward_sm90, "dq_sm90": backward_dq}.get(kernel, backward_dkv)
+    one_pass = functools.partial(backward_walk.declare, one_pass=True)
+    declare = {
+        "forward_sm90": forward_sm90.declare, "dq_sm90": backward_dq.declare, "one_pass_sm90": one_pass,
+    }.get(kernel, backward_walk.declare)  # fmt: skip
+    by_keys = kernel in ("one_pass_sm90", "dkv_sm90")
     length = 1024
     setting = Setting(1, length, length, 1, 1, 1, head_size, head_size, "BTNH", 1.0, None, None, (128, 128), 1, 1, None,
                       False)  # fmt: skip
@@ -146,10 +151,10 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
         needless = columns < 64 and head_size <= 128
         if needless or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
             continue
-        block_q, block_kv = (columns, groups * rows) if module is backward_dkv else (groups * rows, columns)
+        block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
         for stages in range(2, _MOST_STAGES + 1):
             tiles = Tiles(block_q, block_kv, 4 * groups, stages)
-            if memory.bytes_of(jax.tree.leaves(module.declare(setting, tiles, jnp.bfloat16))) <= memory.LIMIT:
+            if memory.bytes_of(jax.tree.leaves(declare(setting, tiles, jnp.bfloat16))) <= memory.LIMIT:
                 yield tiles
 
 

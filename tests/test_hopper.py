@@ -131,3 +131,20 @@ def test_explain_says_which_kernels_compute_gradients():
     table = jnp.zeros(2048)
     by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
     assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles
+
+
+@NEEDS_011
+def test_takes_measured_tiles(monkeypatch):
+    from pallas_kernels.setting import Tiles
+    from pallas_kernels.tuning import tables
+
+    table = {
+        "forward_sm90": Tiles(128, 64, 8, 3),
+        "one_pass_sm90": Tiles(64, 128, 8, 2),
+        "dkv_sm90": Tiles(64, 64, 4, 2),
+        "dq_sm90": Tiles(64, 64, 4, 3),
+    }
+    monkeypatch.setattr(tables, "look_up", lambda device, key: table.get(key.kernel))
+    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 128" in chosen(1024).tiles
+    in_order = chosen(1024, config=jflex.Config(deterministic=True)).tiles
+    assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order

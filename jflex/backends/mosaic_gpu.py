@@ -133,7 +133,9 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
             return "`config` sets tiles for dq alone"
         tiles = backward_sm90.BackwardTiles(dkv, dq)
     else:
-        tiles = backward_sm90.tiles_for(facts, groups, deterministic=problem.config.deterministic)
+        deterministic = problem.config.deterministic
+        tiles = _measured_backward(problem, one_pass=not (deterministic or groups.rows))
+        tiles = tiles or backward_sm90.tiles_for(facts, groups, deterministic=deterministic)
     if tiles is None:
         return "no tile of them divides the blocks of the mask"
     needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype)]
@@ -237,6 +239,19 @@ def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
     tiles, blocks = Tiles(*found), problem.blocks
     divide = blocks is None or (blocks.size[0] % tiles.block_q == 0 and blocks.size[1] % tiles.block_kv == 0)
     return tiles if divide else None
+
+
+def _measured_backward(problem: Problem, *, one_pass: bool) -> Any:
+    """Measured tiles of the backward kernels, of one pass where that is allowed; None if nobody measured."""
+    from pallas_kernels import setting
+    from pallas_kernels.mosaic_gpu.backward_sm90 import BackwardTiles
+
+    names = {"one_pass_sm90": problem.T} if one_pass else {"dkv_sm90": problem.T, "dq_sm90": problem.S}
+    found = [_measured_tiles(problem, name, length) for name, length in names.items()]
+    if any(tiles is None for tiles in found):
+        return None
+    dkv, *dq = (setting.Tiles(*dataclasses.astuple(tiles)) for tiles in found if tiles is not None)
+    return BackwardTiles(dkv, dq[0] if dq else None)
 
 
 def _kernel_tiles(problem: Problem) -> Any:
