@@ -10,29 +10,34 @@ from hypothesis import strategies as st
 from pallas_kernels.triton import plan
 
 ROWS = st.lists(st.integers(0, 1000), min_size=1, max_size=16)
+SIZE = 32  # of what rows are padded to
+ITEMS = jnp.arange(300, dtype=jnp.int32)  # more than there are parts
+# Compiled once for all rows and shares.
+parts_of = jax.jit(plan.parts_of, static_argnums=(2, 3))
+part_of = jax.jit(jax.vmap(plan.part_of))
+locate = jax.jit(jax.vmap(plan.locate, (None, 0)))
+locate_longest_first = jax.jit(jax.vmap(plan.locate_longest_first, (None, None, 0)))
 
 
-def divided(tiles, shares):
-    """Parts of each row, padded to the next power of two as kernels do."""
-    size = 1 << len(tiles).bit_length()
-    padded = np.zeros(size, np.int32)
+def divided(tiles, shares, least=plan.LEAST_TILES):
+    """Tiles and parts of each row, padded as in kernels: with rows of which there are no copies."""
+    padded = np.zeros(SIZE, np.int32)
     padded[: len(tiles)] = tiles
-    copies = (np.arange(size) < len(tiles)).astype(np.int32)
-    return padded, np.asarray(plan.parts_of(jnp.asarray(padded), jnp.asarray(copies), shares))
+    copies = (np.arange(SIZE) < len(tiles)).astype(np.int32)
+    return padded, np.asarray(parts_of(padded, copies, shares, least))
 
 
 @given(ROWS, st.sampled_from([1, 5, 17, 33, 264]))
 def test_every_tile_is_walked_once(tiles, shares):
     padded, parts = divided(tiles, shares)
+    rows, nth = map(np.asarray, locate(parts, ITEMS))
+    real = np.minimum(rows, SIZE - 1)
+    starts, ends = map(np.asarray, part_of(padded[real], nth, parts[real]))
     seen = [[] for _ in tiles]
-    for item in range(int(parts.sum()) + 2):
-        row, nth = (int(x) for x in plan.locate(jnp.asarray(parts), jnp.int32(item)))
-        if row >= len(tiles):
-            assert item >= parts.sum()
-            continue
-        start, end = (int(x) for x in plan.part_of(jnp.int32(padded[row]), jnp.int32(nth), jnp.int32(parts[row])))
+    for row, start, end in zip(rows[: parts.sum()], starts, ends, strict=False):
         seen[row] += range(start, end)
     assert seen == [list(range(n)) for n in tiles]
+    assert (rows[parts.sum() :] == SIZE).all()
 
 
 @given(ROWS, st.sampled_from([1, 5, 17, 33, 264]))
@@ -62,15 +67,11 @@ def test_no_part_is_much_longer_than_a_share(rows, heads, kind):
 @given(ROWS, st.sampled_from([5, 33]), st.sampled_from([2, 8]))
 def test_longest_parts_come_first(tiles, shares, least):
     """Each part once, those of a row side by side, and none after a shorter one."""
-    size = max(16, 1 << (len(tiles) - 1).bit_length())
-    padded, copies = np.zeros(size, np.int32), (np.arange(size) < len(tiles)).astype(np.int32)
-    padded[: len(tiles)] = tiles
-    parts = plan.parts_of(jnp.asarray(padded), jnp.asarray(copies), shares, least)
-    items = jnp.arange(int(parts.sum()) + 1, dtype=jnp.int32)
-    rows, nth = jax.vmap(lambda item: plan.locate_longest_first(jnp.asarray(padded), parts, item))(items)
-    assert rows[-1] == size
-    rows, nth, parts = np.asarray(rows[:-1]), np.asarray(nth[:-1]), np.asarray(parts)
-    assert sorted(zip(rows, nth, strict=True)) == [(r, n) for r in range(size) for n in range(parts[r])]
+    padded, parts = divided(tiles, shares, least)
+    rows, nth = map(np.asarray, locate_longest_first(padded, parts, ITEMS))
+    assert (rows[parts.sum() :] == SIZE).all()
+    rows, nth = rows[: parts.sum()], nth[: parts.sum()]
+    assert sorted(zip(rows, nth, strict=True)) == [(r, n) for r in range(SIZE) for n in range(parts[r])]
     lengths = -(-padded[rows] // parts[rows])
     assert (np.diff(lengths) <= 0).all()
 

@@ -7,6 +7,8 @@ import tomllib
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("in_haste")
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
