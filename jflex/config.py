@@ -13,7 +13,8 @@ class Tiles:
       block_q: Queries in a tile.
       block_kv: Keys in a tile.
       num_warps: Warps that share a tile (GPU kernels only).
-      num_stages: Depth of the software pipeline over the loop (GPU kernels only).
+      num_stages: Depth of the software pipeline over the loop (GPU kernels only). The kernels of `triton` take 1 where
+        a score mod indexes an array by the score, which Triton does not pipeline rightly.
 
     Raises:
       ValueError: A size is not a positive integer, or not a power of two where the hardware wants one.

@@ -18,6 +18,7 @@ CAPTURED = "jflex_backward_captured"  # only where something captured is read by
 KNOWN_SPILLS = {
     # Much arithmetic on each element.
     "switch": 480,
+    "table_by_score": 32,  # not pipelined, see `estimate.can_pipeline`
     "scan": 64,
     # Tiles that fill the registers; measured beside smaller ones, they win.
     "own_lists": 32,

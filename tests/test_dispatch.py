@@ -15,6 +15,7 @@ from jflex.backends.base import Backend
 from jflex.choice import choose
 from jflex.paged import PagedBatch, PagedCache
 from jflex.problem import Problem
+from jflex.trace import trace_score_mod
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -250,3 +251,14 @@ def test_a_config_for_forward_is_not_passed_over():
     config = jflex.Config(decode=jflex.Tiles(64, 32, num_warps=8), interpret=True)
     account = str(jflex.explain(query, key, key, implementation="triton", config=config))
     assert "decode 16 x 32 (8 warps, 2 stages, by config)" in account
+
+
+def test_what_is_indexed_by_the_score_is_not_pipelined():
+    table = jnp.zeros(2)
+    by_score, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(s > 0).astype(jnp.int32)])
+    by_index, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(q > k).astype(jnp.int32)])
+    given = jflex.Config(forward=jflex.Tiles(64, 64, num_stages=3))
+    told = lambda score, config: backends.get("triton").describe(problem("gpu", score=score, config=config))
+    for config in (jflex.Config(), given):
+        assert told(by_score, config).count(" 1 stages") == 3
+        assert " 1 stages" not in told(by_index, config)

@@ -141,6 +141,16 @@ def _tiles(problem: Problem, kernel: str) -> Tiles:
 
 
 def _tiles_and_source(problem: Problem, kernel: str) -> tuple[Tiles, str]:
+    """The tiles, and where they come from; of one stage where the loop must not be pipelined."""
+    from pallas_kernels.triton import estimate
+
+    tiles, source = _chosen_tiles(problem, kernel)
+    if estimate.can_pipeline(known_programs(problem, heads_in_rows=kernel == "decode").score):
+        return tiles, source
+    return dataclasses.replace(tiles, num_stages=1), source
+
+
+def _chosen_tiles(problem: Problem, kernel: str) -> tuple[Tiles, str]:
     """The user's tiles, else measured ones, else a rule's; and which of these: ``config``, ``table`` or ``rule``.
 
     Those of jflex are cut to what divides the mask's blocks and is no larger than the problem.

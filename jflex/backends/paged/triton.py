@@ -72,6 +72,7 @@ def _works(p: PagedProblem) -> list[tuple[Tiles, int, int]]:
 
 def _tiles(p: PagedProblem, kernel: str, rows: int) -> Tiles:
     """The user's, else those of the rules for dense keys; at least so many rows."""
+    from pallas_kernels.triton import estimate
     from pallas_kernels.tuning import rules
 
     given = getattr(p.config, kernel)
@@ -94,7 +95,8 @@ def _tiles(p: PagedProblem, kernel: str, rows: int) -> Tiles:
     if given is None and block_q > 64:
         tiles = dataclasses.replace(tiles, num_warps=8)
     block_kv = min(tiles.block_kv, max(SMALLEST_TILE, 1 << (p.S - 1).bit_length())) if given is None else tiles.block_kv
-    return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+    stages = tiles.num_stages if estimate.can_pipeline(programs.score) else 1
+    return dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv, num_stages=stages)
 
 
 @functools.lru_cache(maxsize=256)
