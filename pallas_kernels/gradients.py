@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.cotangents import scatter
 from pallas_kernels.mods import Derivative
 from pallas_kernels.nodes import Node
+from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
 
 
@@ -54,7 +55,7 @@ def shift_of(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
-def through_mod(derivative: Derivative | None, tile: Any, d_s: jax.Array) -> tuple[jax.Array, Any]:
+def through_mod(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) -> tuple[jax.Array, Any]:
     """Cotangents of the raw scores, and a function that gives those of a load, all of the size of a tile.
 
     Args:

@@ -65,6 +65,10 @@ class Program:
         """All nodes that the output needs, inputs first."""
         return reachable([self.output])
 
+    def argument(self, name: str) -> Node:
+        """The node of ``score``, ``b``, ``h``, ``q`` or ``k``."""
+        return next(node for node in self.arguments if node.value == name)
+
     @property
     def loads(self) -> list[Node]:
         """The loads from captured arrays."""

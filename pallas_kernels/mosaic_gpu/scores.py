@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.evaluate import Evaluation, Product
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, argument, evaluation, numbers
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, evaluation, numbers
 from pallas_kernels.nodes import Node, reachable
+from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
 
 
@@ -46,20 +47,6 @@ class Scores(NamedTuple):
         """
         by_scale = self.score is None or addend(self.setting) is not None
         return LOG2_E * (abs(self.setting.scale) if by_scale else 1.0)
-
-
-class Tile(NamedTuple):
-    """A tile of scores.
-
-    Attributes:
-      s: The scores, in the unit of `Scores.unit`; -inf where nothing is seen.
-      visible: What is seen, or None where everything is.
-      score: The evaluation of the score mod, for its derivative.
-    """
-
-    s: jax.Array
-    visible: jax.Array | None
-    score: Evaluation | None
 
 
 def prepare(
@@ -109,7 +96,7 @@ def prepare(
     return Scores(setting, tile, transposed, score, mask)
 
 
-def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Tile:
+def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> ScoreTile:
     """Scores of a tile.
 
     Args:
@@ -125,12 +112,12 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Tile
         assert setting.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
         score = scores.score.child(
-            walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
+            walked_index(scores, setting.score, first), {setting.score.argument("score"): scaled}
         )
         added = addend(setting)
         s = score.tile(setting.score.output) if added is None else _added(setting, score, raw, added)
     visible = visibility(scores, first) if is_partial else None
-    return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+    return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
 LEAST_SCALE = 2.0**-24  # by whose inverse an addend may be multiplied
@@ -149,7 +136,7 @@ def addend(setting: Setting) -> Addend | None:
     program = setting.score
     if program is None or setting.scale < LEAST_SCALE or program.output.op not in ("add", "sub"):
         return None
-    score, (left, right) = argument(program, "score"), program.output.inputs
+    score, (left, right) = program.argument("score"), program.output.inputs
     if right is score and program.output.op == "add":
         left, right = right, left
     if left is not score or score in reachable([right]):
@@ -172,7 +159,7 @@ def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: Addend) -
 
 def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
     """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
-    return {argument(program, "q" if scores.transposed else "k"): _walked(scores, first)}
+    return {program.argument("q" if scores.transposed else "k"): _walked(scores, first)}
 
 
 def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:

@@ -106,8 +106,3 @@ def numbers(first: Any, count: int, length: int, layout: Any, *, may_end: bool) 
     """Numbers of `count` queries or keys from `first` on; past the end the last one, so that nothing is read there."""
     index = first + plg.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
     return jnp.minimum(index, length - 1) if may_end else index
-
-
-def argument(program: Program, name: str) -> Node:
-    """The node of an argument."""
-    return next(node for node in program.arguments if node.value == name)

@@ -20,6 +20,7 @@ from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.mods import Derivative
+from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.columns import (
@@ -126,7 +127,7 @@ def _write(
     setting: Setting,
     tiles: Tiles,
     ref: Any,
-    tile: scores.Tile,
+    tile: ScoreTile,
     load: Any,
     cotangent: jax.Array,
     first: tuple[Any, Any],

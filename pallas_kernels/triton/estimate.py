@@ -83,8 +83,7 @@ def can_pipeline(score: Program | None) -> bool:
     """
     if score is None:
         return True
-    own = next(node for node in score.arguments if node.value == "score")
-    return not any(own in reachable(load.inputs) for load in score.loads)
+    return not any(score.argument("score") in reachable(load.inputs) for load in score.loads)
 
 
 def stages_that_fit(

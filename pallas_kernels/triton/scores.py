@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.evaluate import Evaluation, Product
+from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
 from pallas_kernels.triton.columns import Columns, inner
-from pallas_kernels.triton.tile import argument, evaluation, k_indices, q_indices
+from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
 
 
 class Scores(NamedTuple):
@@ -42,20 +43,6 @@ class Scores(NamedTuple):
         Without a mod they are the products themselves, up to the sign of the scale.
         """
         return LOG2_E * (abs(self.setting.scale) if self.score is None else 1.0)
-
-
-class Tile(NamedTuple):
-    """A tile of scores.
-
-    Attributes:
-      s: The scores, in the unit of `Scores.unit`; -inf where nothing is seen.
-      visible: What is seen, or None where everything is.
-      score: The evaluation of the score mod, for its derivative.
-    """
-
-    s: jax.Array
-    visible: jax.Array | None
-    score: Evaluation | None
 
 
 def prepare(
@@ -111,7 +98,7 @@ def prepare(
     return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k", end)
 
 
-def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> Tile:
+def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> ScoreTile:
     """Scores of a tile.
 
     Args:
@@ -130,13 +117,13 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
         assert setting.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
         score = scores.score.child(
-            walked_index(scores, setting.score, first), {argument(setting.score, "score"): scaled}
+            walked_index(scores, setting.score, first), {setting.score.argument("score"): scaled}
         )
         s = score.tile(setting.score.output)
     if is_partial is False:
-        return Tile(s, None, score)
+        return ScoreTile(s, None, score)
     visible = _visible(scores, first, is_partial)
-    return Tile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+    return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
 def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
@@ -144,9 +131,9 @@ def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Arra
     setting = scores.setting
     if scores.walked == "q":
         may_end = setting.walk_passes_end("q", scores.tile[0])
-        return {argument(program, "q"): q_indices(first, scores.tile, setting.T, transposed=True, may_end=may_end)}
+        return {program.argument("q"): q_indices(first, scores.tile, setting.T, transposed=True, may_end=may_end)}
     may_end = setting.walk_passes_end("k", scores.tile[1])
-    return {argument(program, "k"): k_indices(first, scores.tile, setting.S, may_end=may_end)}
+    return {program.argument("k"): k_indices(first, scores.tile, setting.S, may_end=may_end)}
 
 
 def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:

@@ -117,8 +117,3 @@ def k_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: boo
 def _indices(first: Any, count: int, length: int, axis: int, may_end: bool) -> jax.Array:
     index = first + lax.broadcasted_iota(jnp.int32, (count, 1) if axis == 0 else (1, count), axis)
     return jnp.minimum(index, length - 1) if may_end else index
-
-
-def argument(program: Program, name: str) -> Node:
-    """The node of an argument."""
-    return next(node for node in program.arguments if node.value == name)

@@ -1,0 +1,23 @@
+"""What every kernel knows of a tile of scores, once mod and mask are applied."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.evaluate import Evaluation
+
+
+class ScoreTile(NamedTuple):
+    """A tile of scores.
+
+    Attributes:
+      s: The scores, in the unit of the kernel's own; -inf where nothing is seen.
+      visible: What is seen, or None where everything is.
+      score: The evaluation of the score mod, for its derivative.
+    """
+
+    s: jax.Array
+    visible: jax.Array | None
+    score: Evaluation | None
