@@ -98,6 +98,16 @@ def test_is_refused_off_hopper():
         jflex.flex_attention(x, x, x, implementation=BACKEND)
 
 
+@NEEDS_011
+@pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
+def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
+    from pallas_kernels.mosaic_gpu import toolkit
+
+    monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
+    reason = chosen(1024).reasons.get("mosaic_gpu")
+    assert reason is None if refused is None else f"the assembler of CUDA {refused} miscompiles" in reason
+
+
 def chosen(T, block=None, **arguments):
     """What would run, on a Hopper GPU, where no implementation is named."""
     x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)

@@ -157,6 +157,11 @@ def _limit_of_machine(problem: Problem) -> str | None:
         return f"it needs a Hopper GPU (H100, H200), and this call runs on {where}"
     if jax.__version_info__ < (0, 11):
         return f"it needs JAX 0.11 or later, and this is {jax.__version__}"
+    from pallas_kernels.mosaic_gpu.toolkit import miscompiling_cuda
+
+    cuda = miscompiling_cuda()
+    if cuda is not None:
+        return f"the assembler of CUDA {cuda} miscompiles kernels like its own (from 12.9.1 on it does not)"
     return None
 
 
