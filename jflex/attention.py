@@ -95,10 +95,12 @@ def flex_attention(
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
-      implementation: ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names of which the first that can run
-        is taken; it never falls back to one that is not named. None takes the first that can run of ``jflex.ORDER``,
-        and warns on a GPU if that is ``"xla"``.
-      config: Tile sizes; None for the tuned ones.
+      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names of which the
+        first that can run is taken; it never falls back to one that is not named, but that ``"mosaic_gpu"`` has
+        ``"triton"`` compute the gradients that its own kernels cannot. None takes the first of
+        ``jflex.ORDER`` that can run and knows of none that is faster, and warns on a GPU if that is ``"xla"``.
+      config: Tile sizes, None for the tuned ones; and whether sums have an order that is the same in each run, without
+        which the gradient of the query may differ in its last bits between runs, by ``"mosaic_gpu"``.
 
     Returns:
       The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts.
