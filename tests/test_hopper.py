@@ -150,11 +150,28 @@ def test_takes_measured_tiles(monkeypatch):
 
     table = {
         "forward_sm90": Tiles(128, 64, 8, 3),
-        "one_pass_sm90": Tiles(64, 128, 8, 2),
+        "one_pass_sm90": Tiles(64, 64, 4, 3),
         "dkv_sm90": Tiles(64, 64, 4, 2),
         "dq_sm90": Tiles(64, 64, 4, 3),
     }
     monkeypatch.setattr(tables, "look_up", lambda device, key: table.get(key.kernel))
-    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 128" in chosen(1024).tiles
+    assert "forward 128 x 64 (8 warps that compute, 3 stages), dkv and dq 64 x 64 (4 warps" in chosen(1024).tiles
     in_order = chosen(1024, config=jflex.Config(deterministic=True)).tiles
     assert "dkv 64 x 64 (4 warps that compute, 2 stages), dq 64 x 64 (4 warps that compute, 3 stages)" in in_order
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"dq": jflex.Tiles(128, 64, num_warps=8)}, "sets tiles for dq alone"),
+        ({"dkv": jflex.Tiles(64, 64, num_warps=8)}, "takes 64 rows, and `config` sets for dkv `block_kv` 64"),
+        ({"dkv": jflex.Tiles(128, 128, num_warps=8), "deterministic": True}, "no tiles for dq, which a kernel of its"),
+        ({"dkv": jflex.Tiles(64, 128, num_warps=8)}, "no tiles for dq, which a kernel of its own"),
+        ({"dkv": jflex.Tiles(128, 128, num_warps=8)}, None),
+    ],
+)
+def test_leaves_gradients_to_triton_where_set_tiles_do_not_do(config, reason):
+    tiles = chosen(1024, config=jflex.Config(**config)).tiles
+    assert "dkv and dq 128 x 128" in tiles if reason is None else "gradients by 'triton', because " in tiles
+    assert reason is None or reason in tiles

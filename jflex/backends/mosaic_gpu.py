@@ -43,7 +43,7 @@ class MosaicGpu(Backend):
     def slower(self, problem: Problem) -> str | None:
         """What leaves most of a block of threads without work."""
         if triton.decodes(problem):
-            return "for so few queries the kernels of 'triton' are faster"
+            return "for so few queries only 'triton' has kernels of their own"
         if min(problem.T, problem.S) < SHORTEST:
             return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"
         if _tiles(_as_run(problem)).num_warps == WARPS_OF_GROUP:
@@ -126,16 +126,18 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return reason
+    one_pass = not (problem.config.deterministic or groups.rows)
     given = problem.config.dkv, problem.config.dq
     if any(given):
         dkv, dq = (None if x is None else setting.Tiles(*dataclasses.astuple(x)) for x in given)
-        if dkv is None:
-            return "`config` sets tiles for dq alone"
+        reason = backward_sm90.unsupported_tiles(facts, dkv, dq, one_pass=one_pass)
+        if reason is not None:
+            return reason
+        assert dkv is not None  # or there was a reason
         tiles = backward_sm90.BackwardTiles(dkv, dq)
     else:
-        deterministic = problem.config.deterministic
-        tiles = _measured_backward(problem, one_pass=not (deterministic or groups.rows))
-        tiles = tiles or backward_sm90.tiles_for(facts, groups, deterministic=deterministic)
+        tiles = _measured_backward(problem, one_pass=one_pass)
+        tiles = tiles or backward_sm90.tiles_for(facts, groups, deterministic=problem.config.deterministic)
     if tiles is None:
         return "no tile of them divides the blocks of the mask"
     needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype)]
@@ -161,7 +163,7 @@ def _limit_of_machine(problem: Problem) -> str | None:
 
     cuda = miscompiling_cuda()
     if cuda is not None:
-        return f"the assembler of CUDA {cuda} miscompiles kernels like its own (from 12.9.1 on it does not)"
+        return f"the assembler of CUDA {cuda} miscompiles attention through Mosaic GPU (from 12.9.1 on it does not)"
     return None
 
 
@@ -249,14 +251,15 @@ def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
 def _measured_backward(problem: Problem, *, one_pass: bool) -> Any:
     """Measured tiles of the backward kernels, of one pass where that is allowed; None if nobody measured."""
     from pallas_kernels import setting
-    from pallas_kernels.mosaic_gpu.backward_sm90 import BackwardTiles
+    from pallas_kernels.mosaic_gpu.backward_sm90 import BackwardTiles, unsupported_tiles
 
     names = {"one_pass_sm90": problem.T} if one_pass else {"dkv_sm90": problem.T, "dq_sm90": problem.S}
     found = [_measured_tiles(problem, name, length) for name, length in names.items()]
     if any(tiles is None for tiles in found):
         return None
     dkv, *dq = (setting.Tiles(*dataclasses.astuple(tiles)) for tiles in found if tiles is not None)
-    return BackwardTiles(dkv, dq[0] if dq else None)
+    measured = BackwardTiles(dkv, dq[0] if dq else None)
+    return None if unsupported_tiles(setting_of(problem), *measured, one_pass=one_pass) else measured
 
 
 def _kernel_tiles(problem: Problem) -> Any:

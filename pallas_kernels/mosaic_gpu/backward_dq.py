@@ -90,7 +90,7 @@ def dq(
         functools.partial(_kernel, static),
         (flat_operands(arrays), blocks.row_order(setting, tiles, arrays), give(rows, tiles.block_q)),
         [
-            padding.like_rows(setting, arrays.query, setting.D),
+            padding.like_rows(arrays.query, setting.D),
             *(per_row for _ in groups.rows),
         ],
         declare(setting, tiles, arrays.query.dtype),

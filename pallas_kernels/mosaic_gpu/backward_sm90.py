@@ -15,15 +15,15 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.cotangents import LoadGroups, group_loads
 from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
-from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, memory, padding
+from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, padding
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
 WIDEST = 128  # head size
-ITEMSIZE = 2  # bytes, of float16 and bfloat16
 
 
 class BackwardTiles(NamedTuple):
@@ -48,6 +48,31 @@ def unsupported_sizes(setting: Setting) -> str | None:
     return None
 
 
+def unsupported_tiles(setting: Setting, dkv: Tiles | None, dq: Tiles | None, *, one_pass: bool) -> str | None:
+    """Which tiles that a user set cannot be, as part of a sentence, or None.
+
+    Args:
+      setting: The setting.
+      dkv: Of the kernel for dK and dV.
+      dq: Of that for dQ; None if one pass is to compute it.
+      one_pass: Whether one pass may.
+    """
+    if dkv is None:
+        return "`config` sets tiles for dq alone"
+    for name, tiles, own, walked in (("dkv", dkv, "block_kv", "block_q"), ("dq", dq, "block_q", "block_kv")):
+        if tiles is None:
+            continue
+        sizes = tiles._asdict()
+        if tiles.num_warps not in (4, 8) or sizes[own] != 16 * tiles.num_warps or sizes[walked] % 64:
+            return (
+                f"a warp group of 4 warps takes 64 rows, and `config` sets for {name} `{own}` {sizes[own]} and "
+                f"`{walked}` {sizes[walked]} with {tiles.num_warps} warps"
+            )
+    if dq is None and not (one_pass and fits(_padded(setting), dkv)):
+        return "`config` sets no tiles for dq, which a kernel of its own computes here"
+    return None
+
+
 def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = False) -> BackwardTiles | None:
     """The tiles that an H200 measured as best, cut to what divides the blocks; None if nothing fits them.
 
@@ -68,7 +93,7 @@ def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = Fal
 
 
 def _padded(setting: Setting) -> Setting:
-    D, Dv = (memory.rows_padded(size, ITEMSIZE) for size in (setting.D, setting.Dv))
+    D, Dv = padding.head_sizes(setting, jnp.bfloat16)  # float16 is as wide
     return dataclasses.replace(setting, D=D, Dv=Dv)
 
 

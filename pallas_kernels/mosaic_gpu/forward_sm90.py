@@ -96,7 +96,7 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
         functools.partial(_kernel, setting, tiles, captured),
         (flat_operands(arrays), order),
         [
-            padding.like_rows(setting, arrays.query, setting.Dv),
+            padding.like_rows(arrays.query, setting.Dv),
             jax.ShapeDtypeStruct((setting.B, setting.Hq, rows * tiles.block_q), jnp.float32),
         ],
         declare(setting, tiles, arrays.query.dtype),

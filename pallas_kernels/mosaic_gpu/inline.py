@@ -16,13 +16,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref
 
 
-def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array, dtype: Any = None) -> jax.Array:
+def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> jax.Array:
     """Applies a function of Mosaic GPU's register arrays, all of one shape and layout."""
     shape = args[0].shape
 
     @plg.inline_mgpu(
         arg_types=(layout,) * len(args),
-        return_type=plg.ShapeDtypeStruct(shape, dtype or args[0].dtype, layout=layout),
+        return_type=plg.ShapeDtypeStruct(shape, args[0].dtype, layout=layout),
     )
     def apply(_, *registers):
         return function(*registers)

@@ -41,9 +41,9 @@ def pad_rows(setting: Setting, x: jax.Array, size: int) -> jax.Array:
     return x if widths == [(0, 0)] * 4 else jnp.pad(x, widths)
 
 
-def like_rows(setting: Setting, x: jax.Array, size: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+def like_rows(x: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     """The shape of an array like `x`, which is padded, with rows of `size`."""
-    return jax.ShapeDtypeStruct((*x.shape[:3], size), dtype or x.dtype)
+    return jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype)
 
 
 def cut_rows(setting: Setting, x: jax.Array, length: int, size: int) -> jax.Array:

@@ -77,9 +77,9 @@ def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
 def can_pipeline(score: Program | None) -> bool:
     """Whether the loop may be pipelined: not where a score mod indexes an array by the score.
 
-    Such a load waits for a product of the same step. Triton, through XLA of JAX 0.11, then moves that product to a step
-    before, and with wgmma the kernel for dK and dV computes something else: on an H200 (bf16, tiles of 64 x 64) dK was
-    wrong, by 0.25 in the mean. With one stage nothing is moved.
+    Such a load waits for a product of the same step, which Triton (XLA of JAX 0.11) then moves to a step before. On an
+    H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read off
+    the PTX, where with one stage nothing is moved.
     """
     if score is None:
         return True
