@@ -114,7 +114,7 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
     """Tiles of the backward kernels (`backward_sm90.BackwardTiles`), or the reason why they cannot run."""
     from pallas_kernels import setting
     from pallas_kernels.cotangents import group_loads
-    from pallas_kernels.mosaic_gpu import backward_sm90, memory, rules
+    from pallas_kernels.mosaic_gpu import arithmetic, backward_sm90, memory
     from pallas_kernels.mosaic_gpu.primitives import lacking
 
     facts, derivative = setting_of(problem), _derivative(problem, wanted)
@@ -122,7 +122,7 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
     reason = backward_sm90.unsupported_sizes(facts) or backward_sm90.unsupported_groups(groups)
     if reason is None and derivative is not None:
         reason = lacking(derivative.nodes)
-        if rules.too_much_arithmetic(derivative):
+        if arithmetic.too_much_arithmetic(derivative):
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return reason

@@ -1,17 +1,13 @@
 """Forward kernel for Hopper.
 
 A block of threads computes a tile of queries of one head. One warp group walks the listed blocks of keys and has the
-copy engine bring keys and values into rings; two others hold half of the queries each, and their weights, output and
-running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take turns: while the products of
-one run, the other computes exponentials.
+copy engine bring keys and values into a ring; two others hold half of the queries each, and their weights, output and
+running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take turns at what is scarce: the
+tensor cores, or the exponentials (`forward_step`).
 
-In a step a group starts the products of queries and keys, and behind them those of the weights and values of the step
-before. On an H200 (jax 0.11.2, bf16, S 16384, B 2, H 16, head size 128) that reaches 705 TFLOP/s causal and 724 without
-a mask; the values of the same tile, whose products begin when the weights are there, 672 and 654; the values of the
-step before, awaited only after the softmax, 685 and 696. At head size 64 (B 4) the three reach 438 and 448, 448 and
-459, 422 and 459. There the exponentials take as long as the products (one for each score at 16 a cycle and
-multiprocessor), and what is reached is about what both would take one after the other; why they do not overlap more is
-not known.
+Several tiles for a block of threads, one after the other, lost: the loads of the next tile hide behind the end of one,
+but the longest tiles of a causal mask last too long. H200, jax 0.11.2, bf16, S 16384, one and up to four tiles: causal
+714 and 671 TFLOP/s at head size 128, 519 and 501 at 64; a window of 1024 keys 556 and 557, 368 and 388.
 """
 
 from __future__ import annotations
@@ -26,11 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
-from pallas_kernels.mosaic_gpu import inline, memory, padding, scores
+from pallas_kernels.mosaic_gpu import forward_step, memory, padding, scores
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
-from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
-from pallas_kernels.mosaic_gpu.tile import ROW, TILE
-from pallas_kernels.setting import LN_2, Arrays, Setting, Tiles
+from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, KeyValueRing, Turns
+from pallas_kernels.setting import Arrays, Setting, Tiles
 
 
 class Scratch(NamedTuple):
@@ -38,37 +33,17 @@ class Scratch(NamedTuple):
 
     Attributes:
       queries: [groups, rows, D].
-      out: [groups, rows, Dv].
-      lse: [groups, rows].
       queries_filled: A barrier a group.
-      keys: Ring of keys.
-      values: Ring of values.
+      ring: Keys and values.
+      out: [groups, rows, Dv]; None if it takes the place of the queries.
+      lse: [groups, rows].
     """
 
     queries: Any
+    queries_filled: Any
+    ring: KeyValueRing
     out: Any
     lse: Any
-    queries_filled: Any
-    keys: Ring
-    values: Ring
-
-
-class State(NamedTuple):
-    """Of the rows of a warp group, after some of the keys.
-
-    Attributes:
-      out: Sums of weights times values, but for the last tile's.
-      top: The largest score so far, in base 2.
-      total: Sum of the weights.
-      p: Weights of the last tile, in the dtype of the values.
-      count: Tiles so far.
-    """
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
-    p: jax.Array
-    count: jax.Array
 
 
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
@@ -78,11 +53,10 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     D, Dv = padding.head_sizes(setting, dtype)
     return Scratch(
         memory.tiled((groups, rows, D), dtype),
+        plg.Barrier(num_barriers=groups),
+        KeyValueRing.declare(tiles.num_stages, tiles.block_kv, (D, Dv), dtype, groups),
         None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
-        plg.Barrier(num_barriers=groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, D, dtype, groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, Dv, dtype, groups),
     )
 
 
@@ -114,22 +88,24 @@ def _kernel(
     b, h, nth = place
     here = (b, h, blocks.row_at(setting, order, b, h, nth, pl.cdiv(setting.T, tiles.block_q)))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    pl.when(group == groups)(lambda: _copy(setting, tiles, arrays, here, scratch))
+    pl.when(group == groups)(lambda: _copy(setting, tiles, arrays, here, scratch.ring))
     pl.when(group < groups)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
 
 
-def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, scratch: Scratch) -> None:
+def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, ring: KeyValueRing) -> None:
     """The warp group that brings keys and values."""
     plg.set_max_registers(COPYING, action="decrease")
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
+    at = lambda first: memory.rows_at(setting, b, h, first, tiles.block_kv)
 
-    def step(count: Any, first: Any, _: bool) -> Any:
-        at = memory.rows_at(setting, b, h, first, tiles.block_kv)
-        scratch.keys.fill(count, arrays.key.at[at])
-        scratch.values.fill(count, arrays.value.at[at])
-        return count + 1
+    def step(state: Any, first: Any, _: bool) -> Any:
+        stage, before = state
+        before = jnp.where(stage == 0, first, before)
+        ring.fill(stage, arrays.key.at[at(first)], arrays.value.at[at(before)])
+        return stage + 1, first
 
-    blocks.over_keys(setting, tiles, arrays, here, jnp.int32(0), step)
+    end, last = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), jnp.int32(0)), step)
+    pl.when(end > 0)(lambda: ring.fill(end, None, arrays.value.at[at(last)]))
 
 
 def _compute(
@@ -144,8 +120,7 @@ def _compute(
 ) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
-    b, h, row = here
-    rows = tiles.block_q // (tiles.num_warps // 4)
+    (b, h, row), rows = here, scratch.queries.shape[1]
     first = row * tiles.block_q + group * rows
     queries = scratch.queries.at[group]
     at = memory.rows_at(setting, b, h, first, rows)
@@ -160,93 +135,15 @@ def _compute(
         q_first=first,
         may_end=setting.T % tiles.block_q != 0,
     )
-    turns, count = Turns(group if tiles.num_warps == 8 else None), blocks.count_keys(setting, tiles, arrays, here)
-    step = functools.partial(_step, setting, known, scratch, queries, turns)
+    turns = Turns(group if tiles.num_warps == 8 else None)
     plg.barrier_wait(scratch.queries_filled.at[group])
+    pl.when(blocks.count_keys(setting, tiles, arrays, here) > 0)(lambda: scratch.ring.wait(jnp.int32(0)))
     pl.when(group == 1)(turns.end)  # the first turn is the other group's
-    start = _start(rows, tiles.block_kv, setting.Dv, arrays.query.dtype)
+    start = forward_step.start(rows, tiles.block_kv, setting.Dv, arrays.query.dtype)
+    step = forward_step.Step(known, queries, scratch.ring, turns)
     state = blocks.over_keys(setting, tiles, arrays, here, start, step)
     pl.when(group == 0)(turns.take)
-    found = _finish(_last_values(scratch, state, count), state)
-    _store(scratch, group, found, outputs, (b, h, first), at)
-
-
-def _start(rows: int, keys: int, size: int, dtype: Any) -> State:
-    row = lambda value: plg.layout_cast(jnp.full((rows,), value, jnp.float32), ROW)
-    tile = lambda width, dtype: plg.layout_cast(jnp.zeros((rows, width), dtype), TILE)
-    return State(tile(size, jnp.float32), row(-jnp.inf), row(0.0), tile(keys, dtype), jnp.int32(0))
-
-
-def _step(
-    setting: Setting,
-    known: scores.Scores,
-    scratch: Scratch,
-    queries: Any,
-    turns: Turns,
-    state: State,
-    first: Any,
-    is_partial: bool,
-) -> State:
-    """Takes in a tile of keys, and the values of the one before.
-
-    Both products are started together: the tensor cores go from one to the other without a pause. Of the first tile,
-    nothing came before: its own values are multiplied by weights of zero.
-    """
-    nth, last = state.count, jnp.maximum(state.count - 1, 0)
-    scratch.keys.wait(nth)
-    turns.take()
-
-    def products(sums: Any, raw: Any) -> jax.Array:
-        plg.wgmma(raw, queries, scratch.keys.tile(nth).T)
-        pl.when(nth != 1)(lambda: scratch.values.wait(last))
-        plg.wgmma(sums, state.p, scratch.values.tile(last))
-        turns.end()
-        found = plg.wgmma_accumulator_load(raw, wait_n=1)
-        scratch.keys.release(nth)
-        return found
-
-    def start(refs: Any) -> None:
-        refs[1][...] = pl.run_scoped(
-            functools.partial(products, refs[0]), plg.WGMMAAccumulatorRef(known.tile, jnp.float32)
-        )
-
-    nothing = plg.layout_cast(jnp.zeros(known.tile, jnp.float32), TILE)
-    out: Any
-    out, raw = pl.run_state(start)((plg.WGMMAAccumulatorRef.init(state.out), nothing))
-    pl.when(nth > 0)(lambda: scratch.values.release(last))
-    tile = scores.modify(known, raw, first, is_partial)
-    p, keep, top = _weights(known, tile.s, state.top, setting.mask is not None or setting.score is not None)
-    total = state.total * keep + jnp.sum(p, axis=1)
-    return State(out * _over_columns(keep, out.shape), top, total, p.astype(state.p.dtype), nth + 1)
-
-
-def _last_values(scratch: Scratch, state: State, count: Any) -> jax.Array:
-    """The output with the values of the last of `count` tiles."""
-    last = jnp.maximum(count - 1, 0)
-    pl.when(count > 1)(lambda: scratch.values.wait(last))
-    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, scratch.values.tile(last)))
-    return add(plg.WGMMAAccumulatorRef.init(state.out))
-
-
-def _weights(known: scores.Scores, s: jax.Array, top: jax.Array, may_hide: bool) -> tuple[jax.Array, ...]:
-    """The weights of a tile, what to keep of those before, and the largest score so far."""
-    new = jnp.maximum(top, jnp.max(s, axis=1) * known.unit)
-    shift = jnp.where(new == -jnp.inf, 0.0, new) if may_hide else new
-    p = inline.exp2(TILE, s * known.unit - _over_columns(shift, s.shape))
-    return p, inline.exp2(ROW, top - shift), new
-
-
-def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (0,))
-
-
-def _finish(out: jax.Array, state: State) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
-    empty = state.total == 0.0
-    total = jnp.where(empty, 1.0, state.total)
-    lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
-    out = jnp.where(_over_columns(empty, out.shape), 0.0, out)  # where no tile is visited, values were never filled
-    return out * _over_columns(1.0 / total, out.shape), lse
+    _store(scratch, group, forward_step.finish(scratch.ring, state), outputs, (b, h, first), at)
 
 
 def _store(scratch: Scratch, group: Any, found: Any, outputs: Any, place: Any, at: Any) -> None:

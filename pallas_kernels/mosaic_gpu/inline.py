@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, memref
+from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 
 def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> jax.Array:
@@ -77,3 +78,96 @@ def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [which.registers[()]], text, "r", has_side_effects=True)
 
     run(number)  # pyright: ignore[reportCallIssue]
+
+
+TILE_COLUMNS = 8  # of the pattern that is repeated in the layout of accumulators; a thread holds two of a row
+
+
+def continue_columns(layout: Any, x: jax.Array, columns: int, sign: int) -> jax.Array:
+    """Continues rows of numbers, of which the first `TILE_COLUMNS` are given, in steps of `sign`."""
+
+    @plg.inline_mgpu(
+        arg_types=(layout,), return_type=plg.ShapeDtypeStruct((x.shape[0], columns), x.dtype, layout=layout)
+    )
+    def run(_, start):
+        repeated = [start._pointwise(arith.addf, float(sign * i)) for i in range(0, columns, TILE_COLUMNS)]
+        return _like(start, np.concatenate([part.registers for part in repeated], axis=1))
+
+    return run(x)  # pyright: ignore[reportCallIssue]
+
+
+def sum_columns(layout: Any, x: jax.Array) -> jax.Array:
+    """Sums over every `TILE_COLUMNS` columns: each thread sums what it holds of a row.
+
+    The sums begin in the middle: the assembler adds up as soon as it can, and each addition would wait for the
+    exponential just started.
+    """
+
+    @plg.inline_mgpu(
+        arg_types=(layout,), return_type=plg.ShapeDtypeStruct((x.shape[0], TILE_COLUMNS), x.dtype, layout=layout)
+    )
+    def run(_, tile):
+        count = tile.registers.shape[1]
+        parts = [tile.registers[:, i : i + 1] for i in range(count)]
+        found = parts.pop(count // 2).copy()
+        for part in parts:
+            for at in np.ndindex(found.shape):
+                found[at] = arith.addf(found[at], part[at])
+        return _like(tile, found)
+
+    return run(x)  # pyright: ignore[reportCallIssue]
+
+
+def after_barrier(number: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+    """``bar.sync``, and `x` as a value that comes after it.
+
+    The assembler moves arithmetic over barriers, and sees through copies. So the value is chosen by the upper half of
+    the clock, which never gets to all ones.
+    """
+    text = f"bar.sync $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
+    return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", number, layout, x)
+
+
+def before_barrier(number: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+    """``bar.arrive``, not before `x` is known, of which no element is negative: if one were, at another barrier."""
+    return _tied(
+        "setp.ne.u32 never, 0, 0;",
+        "mov.b32 $to, $of; setp.lt.or.f32 never, $of, 0f00000000, never;",
+        number,
+        layout,
+        x,
+        after=f"selp.u32 word, 1, 0, never; add.u32 word, word, $number; bar.arrive word, {threads};",
+    )
+
+
+def _tied(before: str, each: str, number: jax.Array, layout: Any, x: jax.Array, *, after: str = "") -> jax.Array:
+    """Assembly around the registers of an array: `each` makes ``$to`` of ``$of``."""
+
+    @plg.inline_mgpu(
+        arg_types=(plg.Layout.WG_SPLAT, layout), return_type=plg.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+    )
+    def run(_, which, array):
+        registers, element = list(array.registers.flat), ir.F32Type.get()
+        width = ir.VectorType(registers[0].type).shape[0]
+        values = [vector.extract(register, [], [i]) for register in registers for i in range(width)]
+        count = len(values)
+        lines = [each.replace("$to", f"${i}").replace("$of", f"${count + i}") for i in range(count)]
+        text = " ".join(("{ .reg .pred never; .reg .b32 word;", before, *lines, after, "}"))
+        found: Any = llvm.inline_asm(
+            ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>"),
+            [*values, which.registers[()]],
+            text.replace("$number", f"${2 * count}"),
+            ",".join(["=f"] * count + ["f"] * count + ["r"]),
+            has_side_effects=True,
+        )
+        values = [llvm.extractvalue(element, found, [i]) for i in range(count)]
+        new = np.empty_like(array.registers)
+        for i, at in enumerate(np.ndindex(new.shape)):
+            new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
+        return _like(array, new)
+
+    return run(number, x)  # pyright: ignore[reportCallIssue]
+
+
+def _like(array: Any, registers: Any) -> Any:
+    return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)

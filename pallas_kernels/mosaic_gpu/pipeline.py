@@ -61,15 +61,62 @@ class Ring(NamedTuple):
         plg.barrier_arrive(self.emptied.at[self.slot(nth)])
 
 
+class KeyValueRing(NamedTuple):
+    """As `Ring`, for keys and values that are multiplied in the same step: keys of a tile, values of the one before.
+
+    Attributes:
+      keys: Shared memory [stages, rows, D].
+      values: Shared memory [stages, rows, Dv].
+      filled: A barrier a stage: both copies have arrived.
+      emptied: A barrier a stage: all readers are done.
+    """
+
+    keys: Any
+    values: Any
+    filled: Any
+    emptied: Any
+
+    @classmethod
+    def declare(cls, stages: int, rows: int, sizes: tuple[int, int], dtype: Any, readers: int) -> KeyValueRing:
+        """What to allocate for rows of D and of Dv numbers."""
+        return cls(
+            memory.tiled((stages, rows, sizes[0]), dtype),
+            memory.tiled((stages, rows, sizes[1]), dtype),
+            plg.Barrier(num_arrivals=2, num_barriers=stages),
+            plg.Barrier(num_arrivals=readers, num_barriers=stages),
+        )
+
+    def slot(self, nth: Any) -> Any:
+        """Where the nth stage lies."""
+        return lax.rem(nth, jnp.int32(self.keys.shape[0]))
+
+    def fill(self, nth: Any, keys: Any, values: Any) -> None:
+        """Starts to copy the nth stage; there may be no keys."""
+        slot = self.slot(nth)
+        pl.when(nth >= self.keys.shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
+        if keys is None:
+            plg.barrier_arrive(self.filled.at[slot])
+        else:
+            plg.copy_gmem_to_smem(keys, self.keys.at[slot], self.filled.at[slot])
+        plg.copy_gmem_to_smem(values, self.values.at[slot], self.filled.at[slot])
+
+    def wait(self, nth: Any) -> None:
+        """Waits for the nth stage."""
+        plg.barrier_wait(self.filled.at[self.slot(nth)])
+
+    def release(self, nth: Any) -> None:
+        """Says that this warp group has read the nth stage."""
+        plg.barrier_arrive(self.emptied.at[self.slot(nth)])
+
+
 FIRST_FREE_BARRIER = 4  # Mosaic GPU takes the lower ones
 
 
 class Turns(NamedTuple):
-    """Two warp groups at the tensor cores by turns: while one computes weights, the products of the other run.
+    """Two warp groups take turns at what is scarce, so that one does something else meanwhile.
 
-    Without it both tend to do the same at the same time (Shah et al. 2024, arXiv:2407.08608, section 3.1). A turn is
-    the products of weights and values, and those of the next scores. Each group waits at a barrier of its own, at which
-    the other arrives. One group alone needs none.
+    Without it both tend to do the same at the same time (Shah et al. 2024, arXiv:2407.08608, section 3.1). Each group
+    waits at a barrier of its own, at which the other arrives. One group alone needs none.
 
     Attributes:
       group: Of this warp group; None if there is but one.
@@ -86,3 +133,15 @@ class Turns(NamedTuple):
         """Lets the other group begin."""
         if self.group is not None:
             inline.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
+
+    def take_before(self, layout: Any, x: Any) -> Any:
+        """As `take`, before all arithmetic on what it returns, which is `x`."""
+        if self.group is None:
+            return x
+        return inline.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
+
+    def end_after(self, layout: Any, x: Any) -> Any:
+        """As `end`, after the arithmetic that led to `x`, which is not negative; returns `x`."""
+        if self.group is None:
+            return x
+        return inline.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)

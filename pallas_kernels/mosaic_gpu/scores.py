@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.evaluate import Evaluation, Product
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, evaluation, numbers
-from pallas_kernels.nodes import Node, reachable
+from pallas_kernels.mosaic_gpu import forms, inline
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, numbers
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
 
@@ -43,10 +44,12 @@ class Scores(NamedTuple):
         """What the scores of a tile are to be multiplied by for weights in base 2; positive.
 
         Without a mod they are the products themselves, up to the sign of the scale; with one that adds something to
-        the score they are the products and that much over the scale.
+        the score they are the products and that much over the scale; with one that multiplies last, what it multiplies.
         """
-        by_scale = self.score is None or addend(self.setting) is not None
-        return LOG2_E * (abs(self.setting.scale) if by_scale else 1.0)
+        if self.score is None or forms.addend(self.setting.score, self.setting.scale) is not None:
+            return LOG2_E * abs(self.setting.scale)
+        multiple = forms.multiple(self.setting.score)
+        return LOG2_E * (1.0 if multiple is None else multiple.factor)
 
 
 def prepare(
@@ -96,7 +99,46 @@ def prepare(
     return Scores(setting, tile, transposed, score, mask)
 
 
-def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> ScoreTile:
+class Begun(NamedTuple):
+    """What of a tile was loaded ahead of its products.
+
+    Attributes:
+      score: The score mod, evaluated so far; None if nothing was.
+      mask: The mask, likewise.
+    """
+
+    score: Evaluation | None
+    mask: Evaluation | None
+
+
+NOTHING = Begun(None, None)
+
+
+def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
+    """Loads what mods want for each index along the axis of the loop, from `first` on, while products run.
+
+    Not where they load elements of the tile too: those take the registers.
+    """
+    setting, axis = scores.setting, "q" if scores.transposed else "k"
+
+    def begun(known: Evaluation | None, program: Any) -> Evaluation | None:
+        kinds = {load.kind for load in program.loads} if known is not None else set()
+        if axis not in kinds or "qk" in kinds:
+            return None
+        ahead = _at(scores, known, program, first)
+        ahead.prepare(program.loads, (axis,))
+        return ahead
+
+    return Begun(begun(scores.score, setting.score), begun(scores.mask, setting.mask) if is_partial else None)
+
+
+def _at(scores: Scores, known: Any, program: Any, first: Any) -> Evaluation:
+    """The evaluation of a program for a tile."""
+    index = {program.argument("q" if scores.transposed else "k"): _walked(scores, first)}
+    return known.child({**index, **_distances(scores, known, program, first)})
+
+
+def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool, begun: Begun = NOTHING) -> ScoreTile:
     """Scores of a tile.
 
     Args:
@@ -104,6 +146,7 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Scor
       raw: The products of queries and keys, float32.
       first: First index along the axis of the loop.
       is_partial: Whether the mask, and the ends of the sequences, matter.
+      begun: What `begin` gave for it.
     """
     setting, score = scores.setting, None
     if scores.score is None:
@@ -111,45 +154,18 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool) -> Scor
     else:
         assert setting.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
-        score = scores.score.child(
-            walked_index(scores, setting.score, first), {setting.score.argument("score"): scaled}
-        )
-        added = addend(setting)
-        s = score.tile(setting.score.output) if added is None else _added(setting, score, raw, added)
-    visible = visibility(scores, first) if is_partial else None
+        score = begun.score or _at(scores, scores.score, setting.score, first)
+        score = score.child({}, {setting.score.argument("score"): scaled})
+        added, multiple = forms.addend(setting.score, setting.scale), forms.multiple(setting.score)
+        if added is not None:
+            s = _added(setting, score, raw, added)
+        else:
+            s = score.tile(setting.score.output if multiple is None else multiple.term)
+    visible = _visibility(scores, first, begun) if is_partial else None
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
-LEAST_SCALE = 2.0**-24  # by whose inverse an addend may be multiplied
-
-
-class Addend(NamedTuple):
-    """What a score mod adds: ``score + sign * factor * term``, the factor the same for all of a tile, or None for 1."""
-
-    sign: int
-    factor: Node | None
-    term: Node
-
-
-def addend(setting: Setting) -> Addend | None:
-    """What a mod adds to the score, if that is all it does (ALiBi, a bias, a table)."""
-    program = setting.score
-    if program is None or setting.scale < LEAST_SCALE or program.output.op not in ("add", "sub"):
-        return None
-    score, (left, right) = program.argument("score"), program.output.inputs
-    if right is score and program.output.op == "add":
-        left, right = right, left
-    if left is not score or score in reachable([right]):
-        return None
-    sign = 1 if program.output.op == "add" else -1
-    if right.op == "mul" and right.kind == "qk":
-        for factor, term in (right.inputs, right.inputs[::-1]):
-            if factor.kind == "":
-                return Addend(sign, factor, term)
-    return Addend(sign, None, right)
-
-
-def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: Addend) -> jax.Array:
+def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: forms.Addend) -> jax.Array:
     """The scores over the scale: one multiply-add for each element, and what the term itself takes."""
     factor = jnp.float32(added.sign / setting.scale)
     if added.factor is not None:
@@ -157,9 +173,17 @@ def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: Addend) -
     return raw + score.tile(added.term) * factor
 
 
-def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
-    """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
-    return {program.argument("q" if scores.transposed else "k"): _walked(scores, first)}
+def _distances(scores: Scores, known: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """Distances between query and key: one addition for each element, of a constant to what a row has."""
+    walked, fixed = ("q", "k") if scores.transposed else ("k", "q")
+    rows, columns = scores.tile[::-1] if scores.transposed else scores.tile
+    found = {}
+    for distance in forms.distances(program, walked, fixed):
+        other = known(distance.other) * distance.other_sign + jnp.float32(distance.walked_sign) * jnp.float32(first)
+        number = plg.broadcasted_iota(jnp.float32, (rows, inline.TILE_COLUMNS), 1, layout=TILE)
+        start = jax.lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
+        found[distance.node] = inline.continue_columns(TILE, start, columns, distance.walked_sign)
+    return found
 
 
 def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
@@ -168,7 +192,7 @@ def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
     return numbers(first, count, length, COLUMN, may_end=clamped and setting.walk_passes_end(axis, count))
 
 
-def visibility(scores: Scores, first: Any) -> jax.Array | None:
+def _visibility(scores: Scores, first: Any, begun: Begun) -> jax.Array | None:
     """What a partial tile shows: the mask, and what exists along the axis of the loop.
 
     Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
@@ -176,7 +200,7 @@ def visibility(scores: Scores, first: Any) -> jax.Array | None:
     setting, visible = scores.setting, None
     if scores.mask is not None:
         assert setting.mask is not None  # what `prepare` began to evaluate
-        mask = scores.mask.child(walked_index(scores, setting.mask, first))
+        mask = begun.mask or _at(scores, scores.mask, setting.mask, first)
         visible = mask.tile(setting.mask.output)
     axis, count, length = ("q", scores.tile[0], setting.T) if scores.transposed else ("k", scores.tile[1], setting.S)
     if setting.walk_passes_end(axis, count):

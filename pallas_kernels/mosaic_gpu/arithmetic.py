@@ -1,0 +1,37 @@
+"""How much a mod computes on each element of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pallas_kernels.mods import Derivative, Program
+from pallas_kernels.mosaic_gpu.tile import LIBRARY
+from pallas_kernels.nodes import Node
+
+MUCH = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
+BESIDE_PRODUCT = 16  # the same beside a product that still runs; one of 20 spills 948 bytes there, without it 468
+TOO_MUCH = 32  # the same of its derivative, beside which a tile of 64 by 64 does not fit either
+CALL = 16  # values that a function of CUDA's device library holds
+_CALLS = frozenset({"atan2", "cos", "sin", *LIBRARY})
+
+
+def much_arithmetic(program: Program | None) -> bool:
+    """Whether a mod computes so much on each element that it takes the registers of a large tile."""
+    return program is not None and _values(program.nodes) > MUCH
+
+
+def fits_beside_product(program: Program | None) -> bool:
+    """Whether a mod can be computed while a product holds registers."""
+    return program is None or _values(program.nodes) <= BESIDE_PRODUCT
+
+
+def too_much_arithmetic(derivative: Derivative) -> bool:
+    """Whether a derivative computes so much that no tile of the backward kernels holds it.
+
+    Compiled for sm_90a, one of three functions of the score, a sine among them, spills 3228 bytes.
+    """
+    return _values(derivative.nodes) > TOO_MUCH
+
+
+def _values(nodes: Iterable[Node]) -> int:
+    return sum(CALL if node.op in _CALLS else 1 for node in nodes if node.kind == "qk")

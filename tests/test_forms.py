@@ -1,0 +1,98 @@
+"""Forms of score mods that the Hopper kernels compute in fewer steps: which mods have them, and what they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mods import Sizes, trace_program
+from pallas_kernels.mosaic_gpu import forms
+
+SIZES = Sizes(2, 4, 1024, 2048)
+
+
+def program_of(mod, sizes=SIZES):
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    return trace_program(jax.make_jaxpr(mod)(*scalars), [], sizes)
+
+
+ALIBI = program_of(lambda s, b, h, q, k: s + jnp.exp2(-h.astype(jnp.float32)) * (k - q).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("mod", "factor"),
+    [
+        (lambda s, b, h, q, k: 20.0 * jnp.tanh(s / 20.0), 20.0),
+        (lambda s, b, h, q, k: jnp.tanh(s) * 3.0, 3.0),
+        (lambda s, b, h, q, k: jnp.tanh(s) * -3.0, None),
+        (lambda s, b, h, q, k: jnp.tanh(s) * 0.0, None),
+        (lambda s, b, h, q, k: jnp.tanh(s) * jnp.exp2(-h.astype(jnp.float32)), None),
+        (lambda s, b, h, q, k: jnp.tanh(s) + 3.0, None),
+    ],
+)
+def test_a_positive_number_multiplied_last(mod, factor):
+    found = forms.multiple(program_of(mod))
+    assert (found and found.factor) == factor
+
+
+def test_no_mod_has_no_form():
+    assert forms.multiple(None) is None
+    assert forms.addend(None, 1.0) is None
+
+
+def test_what_is_added():
+    found = forms.addend(ALIBI, 0.125)
+    assert found.sign == 1
+    assert found.factor.kind == ""
+    assert forms.addend(ALIBI, 2.0**-30) is None
+    assert forms.addend(program_of(lambda s, b, h, q, k: s + s), 1.0) is None
+
+
+@pytest.mark.parametrize(("walked", "fixed", "signs"), [("k", "q", (1, -1)), ("q", "k", (-1, 1))])
+def test_a_distance_is_that_of_the_walked_index(walked, fixed, signs):
+    (found,) = forms.distances(ALIBI, walked, fixed)
+    assert (found.walked_sign, found.other_sign) == signs
+    assert found.other.inputs[0] is ALIBI.argument(fixed)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s + (k - q).astype(jnp.float32) / (1.0 + q.astype(jnp.float32)),
+        lambda s, b, h, q, k: s - jnp.abs(q - k).astype(jnp.float32),
+        lambda s, b, h, q, k: s + (q // 3 + k).astype(jnp.float32),
+    ],
+)
+def test_distances_within_larger_expressions(mod):
+    program = program_of(mod)
+    (found,) = forms.distances(program, "k", "q")
+    q, k = np.arange(7, dtype=np.float32), np.arange(11, dtype=np.float32)[:, None]
+    other = np.floor(q / 3) if found.other_sign == found.walked_sign else q
+    assert found.node in program.nodes
+    assert np.array_equal(found.walked_sign * k + found.other_sign * other, _value(found.node, program, q, k))
+
+
+def _value(node, program, q, k):
+    if node is program.argument("q") or node is program.argument("k"):
+        return (q if node is program.argument("q") else k).astype(np.int32)
+    if node.op == "literal":
+        return node.value
+    return np.asarray(node.apply(*np.broadcast_arrays(*(_value(x, program, q, k) for x in node.inputs))))
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s + (q * 2 - k * 2).astype(jnp.float32),  # the walked index is not itself a part
+        lambda s, b, h, q, k: s + (q.astype(jnp.float32) * 0.5 - k.astype(jnp.float32)),  # no integer
+        lambda s, b, h, q, k: s + k.astype(jnp.float32),
+    ],
+)
+def test_other_sums_are_no_distances(mod):
+    assert forms.distances(program_of(mod), "k", "q") == []
+
+
+def test_distances_that_float32_does_not_hold_are_left_alone():
+    long = Sizes(1, 1, 1 << 23, 1 << 23)
+    mod = lambda s, b, h, q, k: s + (k - q).astype(jnp.float32)
+    assert forms.distances(program_of(mod, long), "k", "q") == []
