@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,9 +89,13 @@ def lower(function: Any, *arrays: Any) -> Any:
 
 
 @functools.cache
+def absent_gpus(count: int) -> Sequence[Any]:
+    """Devices of one host that is not there."""
+    return topologies.get_topology_desc(platform="cuda", target_config=_CONFIG, topology=f"1x1x{count}").devices
+
+
 def _sharding() -> jax.sharding.SingleDeviceSharding:
-    topology = topologies.get_topology_desc(platform="cuda", target_config=_CONFIG, topology="1x1x1")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return jax.sharding.SingleDeviceSharding(absent_gpus(1)[0])
 
 
 def memory_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ()) -> Any:

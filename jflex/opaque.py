@@ -56,6 +56,15 @@ def opaque_call(function: Pass, arrays: Any) -> Any:
     return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
 
 
+def in_one_step(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Computes ``function(*arrays)``, a flat sequence of arrays, as a step that is lowered by itself.
+
+    What XLA's partitioner asks for is lowered by a part of JAX that knows no arrays which a program writes to, as some
+    kernels do.
+    """
+    return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Traced:
     """A traced pass.

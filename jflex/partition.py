@@ -7,6 +7,7 @@ partitioner asks here for the program of one shard, in which the mods still see 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.opaque import in_one_step
 from jflex.paged.problem import PagedProblem
 from jflex.problem import Blocks, Problem
 from jflex.trace import TracedMod, trace_mask_mod, trace_score_mod
@@ -167,7 +169,7 @@ def partitioned(
             *xs: jax.Array,
         ) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-                return local(mesh, split, *xs)
+                return in_one_step(functools.partial(local, mesh, split), *xs)
 
         return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
 

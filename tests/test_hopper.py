@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jflex
@@ -141,6 +142,21 @@ def test_explain_says_which_kernels_compute_gradients():
     table = jnp.zeros(2048)
     by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
     assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+def test_compiles_where_the_batch_is_sharded(gradients):
+    mesh = jax.sharding.Mesh(np.array(gpu_compile.absent_gpus(2)), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((4, 2048, 8, 64), jnp.bfloat16, sharding=sharding)
+    attend = functools.partial(jflex.flex_attention, implementation=BACKEND)
+    total = lambda *args: attend(*args).astype(jnp.float32).sum()
+    compiled = gpu_compile.lower(jax.grad(total, (0, 1, 2)) if gradients else attend, x, x, x).compile()
+    calls = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
+    assert len(calls) == 1 + gradients
+    assert all("[2,2048,8,64]" in call for call in calls)  # half of the batch
 
 
 @NEEDS_011
