@@ -74,8 +74,8 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
         memory.tiled((groups, rows, setting.Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
         plg.Barrier(num_arrivals=2, num_barriers=groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.D, dtype, groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, setting.Dv, dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, (setting.D,), dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, (setting.Dv,), dtype, groups),
     )
 
 

@@ -85,21 +85,16 @@ class Stream(NamedTuple):
     @classmethod
     def declare(cls, setting: Setting, rows: int, stages: int, dtype: Any, readers: int) -> Stream:
         """What to allocate for it."""
-        plain = Ring(
-            plg.SMEM((stages, 2, rows), jnp.float32),
-            plg.Barrier(num_barriers=stages),
-            plg.Barrier(num_arrivals=readers, num_barriers=stages),
-        )
         return cls(
-            Ring.declare(stages, rows, setting.D, dtype, readers),
-            Ring.declare(stages, rows, setting.Dv, dtype, readers),
-            plain,
+            Ring.declare(stages, rows, (setting.D,), dtype, readers),
+            Ring.declare(stages, rows, (setting.Dv,), dtype, readers),
+            Ring.of((plg.SMEM((stages, 2, rows), jnp.float32),), readers),
         )
 
     def fill(self, setting: Setting, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any]) -> None:
         """Starts to copy the nth tile: that at batch, query head and first query."""
         b, h, first = place
-        rows = self.queries.tiles.shape[1]
+        rows = self.queries.tiles[0].shape[1]
         at = memory.rows_at(setting, b, h, first, rows)
         self.queries.fill(nth, arrays.query.at[at])
         self.statistics.fill(nth, given.statistics.at[b, h, :, pl.ds(first, rows)])
@@ -139,9 +134,9 @@ def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
 
 
 def awaited(ring: Ring, nth: Any) -> Any:
-    """The nth tile of a ring, once it is there."""
+    """The nth tile of a ring of one array, once it is there."""
     ring.wait(nth)
-    return ring.tile(nth)
+    return ring.stage(nth)[0]
 
 
 def accumulator(rows: int, columns: int) -> Any:

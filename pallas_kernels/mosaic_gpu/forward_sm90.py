@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import blocks
 from pallas_kernels.mosaic_gpu import forward_step, memory, padding, scores
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
-from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, KeyValueRing, Turns
+from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
 
@@ -34,14 +34,14 @@ class Scratch(NamedTuple):
     Attributes:
       queries: [groups, rows, D].
       queries_filled: A barrier a group.
-      ring: Keys and values.
+      ring: A stage holds the keys of a tile and the values of the one before, which are multiplied in the same step.
       out: [groups, rows, Dv]; None if it takes the place of the queries.
       lse: [groups, rows].
     """
 
     queries: Any
     queries_filled: Any
-    ring: KeyValueRing
+    ring: Ring
     out: Any
     lse: Any
 
@@ -54,7 +54,7 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     return Scratch(
         memory.tiled((groups, rows, D), dtype),
         plg.Barrier(num_barriers=groups),
-        KeyValueRing.declare(tiles.num_stages, tiles.block_kv, (D, Dv), dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, (D, Dv), dtype, groups),
         None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
     )
@@ -92,7 +92,7 @@ def _kernel(
     pl.when(group < groups)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
 
 
-def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, ring: KeyValueRing) -> None:
+def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, ring: Ring) -> None:
     """The warp group that brings keys and values."""
     plg.set_max_registers(COPYING, action="decrease")
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))

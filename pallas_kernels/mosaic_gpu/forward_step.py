@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline, scores
 from pallas_kernels.mosaic_gpu.arithmetic import fits_beside_product
-from pallas_kernels.mosaic_gpu.pipeline import KeyValueRing, Turns
+from pallas_kernels.mosaic_gpu.pipeline import Ring, Turns
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.setting import LN_2, Setting
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
     known: scores.Scores
     queries: Any
-    ring: KeyValueRing
+    ring: Ring
     turns: Turns
 
     def __call__(self, state: State, first: Any, is_partial: bool) -> State:
@@ -70,13 +70,13 @@ class Step(NamedTuple):
 
     def _products(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
         """The output with the values of the tile before; scores of this one, the largest so far, what to subtract."""
-        slot, by_products = self.ring.slot(state.stage), bound_by_products(self.known.setting)
+        (keys, values), by_products = self.ring.stage(state.stage), bound_by_products(self.known.setting)
 
         def products(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
             if by_products:
                 self.turns.take()
-            plg.wgmma(raw, self.queries, self.ring.keys.at[slot].T)
-            plg.wgmma(sums, state.p, self.ring.values.at[slot])
+            plg.wgmma(raw, self.queries, keys.T)
+            plg.wgmma(sums, state.p, values)
             if by_products:
                 self.turns.end()
             begun = scores.begin(self.known, first, is_partial)
@@ -106,9 +106,10 @@ class Step(NamedTuple):
 def bound_by_products(setting: Setting) -> bool:
     """Whether the products of a tile take longer than its exponentials, so that turns are taken at the former.
 
-    One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
-    jax 0.11.2, bf16, S 16384, without a mod: at head size 64, 545 TFLOP/s with turns at the exponentials and 451 with
-    turns at the products; at 128, 658 and 716.
+    One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. There
+    the change from turns at the products to turns at the exponentials alone took 451 to 501 TFLOP/s (H200, jax 0.11.2,
+    bf16, S 16384, no mod). At 128, 658 with turns at the exponentials became 716 with turns at the products and values
+    in the stage of the next keys.
     """
     return setting.D + setting.Dv > 128
 
@@ -120,9 +121,10 @@ def start(rows: int, keys: int, size: int, dtype: Any) -> State:
     return State(_zeros((rows, size), TILE), top, total, p, jnp.int32(0))
 
 
-def finish(ring: KeyValueRing, state: State) -> tuple[jax.Array, jax.Array]:
+def finish(ring: Ring, state: State) -> tuple[jax.Array, jax.Array]:
     """Output and lse (natural log), with the values of the last tile; zeros and -inf for rows that saw nothing."""
-    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, ring.values.at[ring.slot(state.stage)]))
+    values = ring.stage(state.stage)[1]
+    add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, total = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.total, axis=1)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)

@@ -1,4 +1,4 @@
-"""How warp groups hand tiles to each other: rings of tiles in shared memory, and turns at the tensor cores."""
+"""How warp groups hand tiles to each other, by rings in shared memory, and take turns at what is scarce."""
 
 from __future__ import annotations
 
@@ -20,89 +20,49 @@ class Ring(NamedTuple):
     """Tiles that one warp group fills by the copy engine and others read, in order, again and again.
 
     Attributes:
-      tiles: Shared memory [stages, rows, size].
-      filled: A barrier a stage: the copy has arrived.
+      tiles: Shared memory [stages, rows, size] of each array of which a stage holds a tile.
+      filled: A barrier a stage: the copies have arrived.
       emptied: A barrier a stage: all readers are done.
     """
 
-    tiles: Any
+    tiles: tuple[Any, ...]
     filled: Any
     emptied: Any
 
     @classmethod
-    def declare(cls, stages: int, rows: int, size: int, dtype: Any, readers: int) -> Ring:
-        """What to allocate for it."""
-        return cls(
-            memory.tiled((stages, rows, size), dtype),
-            plg.Barrier(num_barriers=stages),
-            plg.Barrier(num_arrivals=readers, num_barriers=stages),
-        )
-
-    def slot(self, nth: Any) -> Any:
-        """Where the nth tile lies."""
-        return lax.rem(nth, jnp.int32(self.tiles.shape[0]))
-
-    def fill(self, nth: Any, source: Any) -> None:
-        """Starts to copy the nth tile, once the one that lies there has been read."""
-        slot = self.slot(nth)
-        pl.when(nth >= self.tiles.shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
-        plg.copy_gmem_to_smem(source, self.tiles.at[slot], self.filled.at[slot])
-
-    def wait(self, nth: Any) -> None:
-        """Waits for the nth tile."""
-        plg.barrier_wait(self.filled.at[self.slot(nth)])
-
-    def tile(self, nth: Any) -> Any:
-        """The nth tile, which has been waited for."""
-        return self.tiles.at[self.slot(nth)]
-
-    def release(self, nth: Any) -> None:
-        """Says that this warp group has read the nth tile."""
-        plg.barrier_arrive(self.emptied.at[self.slot(nth)])
-
-
-class KeyValueRing(NamedTuple):
-    """As `Ring`, for keys and values that are multiplied in the same step: keys of a tile, values of the one before.
-
-    Attributes:
-      keys: Shared memory [stages, rows, D].
-      values: Shared memory [stages, rows, Dv].
-      filled: A barrier a stage: both copies have arrived.
-      emptied: A barrier a stage: all readers are done.
-    """
-
-    keys: Any
-    values: Any
-    filled: Any
-    emptied: Any
+    def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: Any, readers: int) -> Ring:
+        """What to allocate for rows of these sizes."""
+        return cls.of(tuple(memory.tiled((stages, rows, size), dtype) for size in sizes), readers)
 
     @classmethod
-    def declare(cls, stages: int, rows: int, sizes: tuple[int, int], dtype: Any, readers: int) -> KeyValueRing:
-        """What to allocate for rows of D and of Dv numbers."""
-        return cls(
-            memory.tiled((stages, rows, sizes[0]), dtype),
-            memory.tiled((stages, rows, sizes[1]), dtype),
-            plg.Barrier(num_arrivals=2, num_barriers=stages),
-            plg.Barrier(num_arrivals=readers, num_barriers=stages),
-        )
+    def of(cls, tiles: tuple[Any, ...], readers: int) -> Ring:
+        """The same for tiles that are declared."""
+        stages = tiles[0].shape[0]
+        filled = plg.Barrier(num_arrivals=len(tiles), num_barriers=stages)
+        return cls(tiles, filled, plg.Barrier(num_arrivals=readers, num_barriers=stages))
 
     def slot(self, nth: Any) -> Any:
         """Where the nth stage lies."""
-        return lax.rem(nth, jnp.int32(self.keys.shape[0]))
+        return lax.rem(nth, jnp.int32(self.tiles[0].shape[0]))
 
-    def fill(self, nth: Any, keys: Any, values: Any) -> None:
-        """Starts to copy the nth stage; there may be no keys."""
+    def fill(self, nth: Any, *sources: Any) -> None:
+        """Starts to copy the nth stage, once the one that lies there has been read; None is not copied."""
         slot = self.slot(nth)
-        pl.when(nth >= self.keys.shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
-        if keys is None:
-            plg.barrier_arrive(self.filled.at[slot])
-        else:
-            plg.copy_gmem_to_smem(keys, self.keys.at[slot], self.filled.at[slot])
-        plg.copy_gmem_to_smem(values, self.values.at[slot], self.filled.at[slot])
+        pl.when(nth >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
+        for source, tiles in zip(sources, self.tiles, strict=True):
+            if source is None:
+                plg.barrier_arrive(self.filled.at[slot])
+            else:
+                plg.copy_gmem_to_smem(source, tiles.at[slot], self.filled.at[slot])
 
     def wait(self, nth: Any) -> None:
         """Waits for the nth stage."""
         plg.barrier_wait(self.filled.at[self.slot(nth)])
+
+    def stage(self, nth: Any) -> tuple[Any, ...]:
+        """The tiles of the nth stage, which has been waited for."""
+        slot = self.slot(nth)
+        return tuple(tiles.at[slot] for tiles in self.tiles)
 
     def release(self, nth: Any) -> None:
         """Says that this warp group has read the nth stage."""

@@ -18,8 +18,8 @@ def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
 
     A thread holds half a tile's columns of scores in registers, beside half of Dv for the output: 128 keys go with
     head sizes up to 128, if a mod does not compute much on each element (it spills 1420 bytes where it has a gelu and
-    a softplus). H200, jax 0.11.2, bf16, S 16384, no mod: head size 128 in 6.84 ms with 128 keys, 8.32 with 64; head
-    size 64 in 9.12 with 128 keys, 11.58 with 64.
+    a softplus). H200, jax 0.11.2, bf16, S 16384, no mod, with the first version of the kernel: head size 128 in 6.84 ms
+    with 128 keys, 8.32 with 64; head size 64 in 9.12 with 128 keys, 11.58 with 64.
     """
     blocks = setting.blocks or (128, 128)
     groups = 2 if blocks[0] % 128 == 0 and setting.T > 64 else 1

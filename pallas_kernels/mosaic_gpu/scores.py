@@ -87,15 +87,15 @@ def prepare(
         fixed["q"] = numbers(q_first, tile[0], setting.T, ROW, may_end=may_end)
     kinds = ("", "k" if transposed else "q")
 
-    def begin(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
+    def prepared(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
         if program is None:
             return None
-        begun = evaluation(program, refs, shapes, tile, fixed, transposed=transposed)
-        begun.prepare(wanted or program.nodes, kinds)
-        return begun
+        known = evaluation(program, refs, shapes, tile, fixed, transposed=transposed)
+        known.prepare(wanted or program.nodes, kinds)
+        return known
 
-    score = begin(setting.score, arrays.score_operands, captured.score, nodes)
-    mask = begin(setting.mask, arrays.mask_operands, captured.mask, None)
+    score = prepared(setting.score, arrays.score_operands, captured.score, nodes)
+    mask = prepared(setting.mask, arrays.mask_operands, captured.mask, None)
     return Scores(setting, tile, transposed, score, mask)
 
 
