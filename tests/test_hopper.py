@@ -140,7 +140,10 @@ def test_explain_says_which_kernels_compute_gradients():
     assert "dkv and dq 128 x 128" in chosen(1024).tiles
     assert "dq 128 x 128" in chosen(1024, config=jflex.Config(deterministic=True)).tiles.split("dkv")[1]
     table = jnp.zeros(2048)
-    by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
+    by_distance = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[q - k + 1024])
+    assert "dkv and dq 128 x 128" in by_distance.tiles
+    assert "gradients of arrays that are read by query and key at once by 'triton'" in by_distance.tiles
+    by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
     assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles
 
 

@@ -22,6 +22,7 @@ ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a m
 WARPS_OF_GROUP = 4
 SHORTEST = 512  # queries and keys from which on it is preferred
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
+_READ_BY_BOTH = "that are read by query and key at once"
 MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
 
 
@@ -54,11 +55,13 @@ class MosaicGpu(Backend):
 
     def describe(self, problem: Problem) -> str:
         """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""
-        own = _own_backward(_as_run(problem), _all_wanted(problem))
+        forward, (mine, theirs) = _told("forward", _tiles(problem)), _shared_out(problem, _all_wanted(problem))
+        own = _own_backward(_as_run(problem), mine)
         if isinstance(own, str):
-            return f"{_told('forward', _tiles(problem))}; gradients by 'triton', because {own}"
+            return f"{forward}; gradients by 'triton', because {own}"
         kernels = [_told("dkv" if own.dq else "dkv and dq", own.dkv), *([_told("dq", own.dq)] if own.dq else [])]
-        return ", ".join([_told("forward", _tiles(problem)), *kernels])
+        told = ", ".join([forward, *kernels])
+        return told if theirs is None else f"{told}; gradients of arrays {_READ_BY_BOTH} by 'triton'"
 
     @in_32_bits
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
@@ -77,12 +80,18 @@ class MosaicGpu(Backend):
         from pallas_kernels.gradients import Plan
         from pallas_kernels.mosaic_gpu import backward_sm90
 
-        tiles = _own_backward(_as_run(problem), wanted)
+        others, (mine, theirs) = triton.Triton(), _shared_out(problem, wanted)
+        tiles = _own_backward(_as_run(problem), mine)
         if isinstance(tiles, str):
-            return triton.Triton().backward(problem, inputs, saved, d_saved, wanted)
+            return others.backward(problem, inputs, saved, d_saved, wanted)
         if problem.kv_lengths:
             lengthless = kv_lengths.without_lengths(problem, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))
             return kv_lengths.shared_again(problem, self.backward(*lengthless, saved, d_saved, wanted))
+        if theirs is not None:
+            found = self.backward(problem, inputs, saved, d_saved, mine)
+            captured = others.backward(problem, inputs, saved, d_saved, theirs).score_operands
+            both = zip(found.score_operands, captured, strict=True)
+            return found._replace(score_operands=tuple(a if b is None else b for a, b in both))
         plan = Plan(wanted.query, wanted.key or wanted.value, _derivative(problem, wanted))
         found = backward_sm90.backward(
             setting_of(problem), tiles, arrays_of(inputs), plan, (saved.out, saved.lse), (d_saved.out, d_saved.lse)
@@ -104,6 +113,23 @@ def _as_run(problem: Problem) -> Problem:
 def _all_wanted(problem: Problem) -> Wanted:
     operands = () if problem.score is None else problem.score.operands
     return Wanted(True, True, True, tuple(jnp.issubdtype(dtype, jnp.floating) for _, dtype in operands))
+
+
+def _shared_out(problem: Problem, wanted: Wanted) -> tuple[Wanted, Wanted | None]:
+    """What these kernels compute of what is wanted, and what a kernel of `triton` does beside them, or None.
+
+    That is gradients of arrays which are read by query and key, but along some axes alike (a bias that the batch
+    shares, a table of distances): `triton` sums them in a kernel of their own.
+    """
+    from pallas_kernels.cotangents import group_loads
+
+    groups = group_loads(setting_of(problem), _derivative(problem, wanted))
+    if not groups.repeated or groups.stores or groups.atomics:
+        return wanted, None
+    numbers = {load.value for _, loads in groups.repeated for load in loads}
+    theirs = tuple(want and i in numbers for i, want in enumerate(wanted.score_operands))
+    mine = tuple(want and i not in numbers for i, want in enumerate(wanted.score_operands))
+    return wanted._replace(score_operands=mine), Wanted(False, False, False, theirs)
 
 
 def _derivative(problem: Problem, wanted: Wanted) -> Any:
@@ -216,9 +242,13 @@ def _limit_of_tiles(problem: Problem) -> str | None:
 
 def _limit_of_gradients(problem: Problem) -> str | None:
     """Why neither these kernels nor those of `triton` could compute gradients."""
-    own = _own_backward(_as_run(problem), _all_wanted(problem))
-    others = triton.Triton().unsupported(problem) if isinstance(own, str) else None
-    return None if others is None else f"for gradients, {own}; and of 'triton': {others}"
+    mine, theirs = _shared_out(problem, _all_wanted(problem))
+    own = _own_backward(_as_run(problem), mine)
+    if theirs is None and not isinstance(own, str):
+        return None
+    others = triton.Triton().unsupported(problem)
+    reason = own if isinstance(own, str) else f"'triton' computes those of arrays {_READ_BY_BOTH}"
+    return None if others is None else f"for gradients, {reason}; and of 'triton': {others}"
 
 
 def _tiles(problem: Problem) -> Tiles:

@@ -13,6 +13,7 @@ but the longest tiles of a causal mask last too long. H200, jax 0.11.2, bf16, S 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
-from pallas_kernels.mosaic_gpu import forward_step, memory, padding, scores
+from pallas_kernels.mosaic_gpu import forward_step, memory, padding, schedule, scores
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
 from pallas_kernels.setting import Arrays, Setting, Tiles
@@ -32,50 +33,74 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a block of threads.
 
     Attributes:
-      queries: [groups, rows, D].
-      queries_filled: A barrier a group.
+      queries: [1 or 2, groups, rows, D]: of the tile at hand, and of the next.
+      queries_filled: A barrier for each of them and each group.
+      queries_emptied: Likewise.
       ring: A stage holds the keys of a tile and the values of the one before, which are multiplied in the same step.
       out: [groups, rows, Dv]; None if it takes the place of the queries.
       lse: [groups, rows].
+      numbers: Of the tiles; None if there is but one.
     """
 
     queries: Any
     queries_filled: Any
+    queries_emptied: Any
     ring: Ring
     out: Any
     lse: Any
+    numbers: Any
+
+    def place(self, i: Any, group: Any) -> tuple[Any, Any]:
+        """Where the queries of the ith tile are: in which part, and the number of their barriers."""
+        groups, part = self.queries.shape[1], jnp.int32(0) if self.numbers is None else schedule.slot(i)
+        return part, part * groups + group
 
 
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
-    """What a block of threads needs."""
-    groups = tiles.num_warps // 4
+    """What a block of threads needs: for many tiles, if there are and it fits."""
+    if _grid(setting, tiles).size > schedule.BLOCKS:
+        declared = _declare(setting, tiles, dtype, many=True)
+        if memory.bytes_of(jax.tree.leaves(declared)) <= memory.LIMIT:
+            return declared
+    return _declare(setting, tiles, dtype, many=False)
+
+
+def _declare(setting: Setting, tiles: Tiles, dtype: Any, *, many: bool) -> Scratch:
+    groups, ahead = tiles.num_warps // 4, schedule.AHEAD if many else 1
     rows = tiles.block_q // groups
     D, Dv = padding.head_sizes(setting, dtype)
     return Scratch(
-        memory.tiled((groups, rows, D), dtype),
-        plg.Barrier(num_barriers=groups),
+        memory.tiled((ahead, groups, rows, D), dtype),
+        plg.Barrier(num_barriers=ahead * groups),
+        plg.Barrier(num_barriers=ahead * groups) if many else None,
         Ring.declare(tiles.num_stages, tiles.block_kv, (D, Dv), dtype, groups),
         None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
+        schedule.numbers() if many else None,
     )
+
+
+def _grid(setting: Setting, tiles: Tiles) -> schedule.Grid:
+    return schedule.Grid(setting.B, setting.Hq, pl.cdiv(setting.T, tiles.block_q))
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
     order, (T, Dv) = blocks.row_order(setting, tiles, arrays), (setting.T, setting.Dv)
     setting, arrays = padding.padded(setting, arrays)
-    rows = pl.cdiv(T, tiles.block_q)
+    grid, scratch = _grid(setting, tiles), declare(setting, tiles, arrays.query.dtype)
+    many = scratch.numbers is not None
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
     out, lse = launch(
         functools.partial(_kernel, setting, tiles, captured),
-        (flat_operands(arrays), order),
+        (flat_operands(arrays), order, schedule.counter() if many else None),
         [
             padding.like_rows(arrays.query, setting.Dv),
-            jax.ShapeDtypeStruct((setting.B, setting.Hq, rows * tiles.block_q), jnp.float32),
+            jax.ShapeDtypeStruct((setting.B, setting.Hq, grid.tiles * tiles.block_q), jnp.float32),
         ],
-        declare(setting, tiles, arrays.query.dtype),
+        scratch,
         name="jflex_forward_sm90",
-        grid=(setting.B, setting.Hq, rows),
+        grid=(schedule.BLOCKS if many else grid.size,),
         warp_groups=tiles.num_warps // 4 + 1,
     )
     return padding.cut_rows(setting, out, T, Dv), lse[..., :T]
@@ -84,76 +109,147 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
 def _kernel(
     setting: Setting, tiles: Tiles, captured: scores.Captured, place: Any, inputs: Any, outputs: Any, scratch: Scratch
 ) -> None:
-    arrays, order = inputs
-    b, h, nth = place
-    here = (b, h, blocks.row_at(setting, order, b, h, nth, pl.cdiv(setting.T, tiles.block_q)))
+    arrays, order, counter = inputs
+    plan = schedule.Schedule(_grid(setting, tiles), place[0], counter, scratch.numbers)
+    row_at = lambda b, h, nth: (b, h, blocks.row_at(setting, order, b, h, nth, plan.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    pl.when(group == groups)(lambda: _copy(setting, tiles, arrays, here, scratch.ring))
-    pl.when(group < groups)(lambda: _compute(setting, tiles, captured, arrays, here, outputs, scratch, group))
+    static = Static(setting, tiles, captured, arrays, outputs, scratch, row_at)
+    pl.when(group == groups)(lambda: _copy(static, plan))
+    pl.when(group < groups)(lambda: _compute(static, plan, group))
 
 
-def _copy(setting: Setting, tiles: Tiles, arrays: Arrays, here: Any, ring: Ring) -> None:
-    """The warp group that brings keys and values."""
+class Static(NamedTuple):
+    """What all warp groups know.
+
+    Attributes:
+      setting: The setting.
+      tiles: The tiles.
+      captured: Shapes of what the mods capture.
+      arrays: The inputs.
+      outputs: Out and lse.
+      scratch: Shared memory and barriers.
+      row_at: Batch, head and tile of queries, of a place in the order of work.
+    """
+
+    setting: Setting
+    tiles: Tiles
+    captured: scores.Captured
+    arrays: Arrays
+    outputs: Any
+    scratch: Scratch
+    row_at: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+
+
+def _copy(static: Static, plan: schedule.Schedule) -> None:
+    """The warp group that brings queries, keys and values, and takes tiles."""
     plg.set_max_registers(COPYING, action="decrease")
+    scratch, setting, tiles = static.scratch, static.setting, static.tiles
+    groups, rows = scratch.queries.shape[1:3]
+
+    def tile(i: Any, place: Any, stage: Any) -> Any:
+        b, h, row = here = static.row_at(*place)
+        for group in range(groups):
+            part, barrier = scratch.place(i, group)
+            at = memory.rows_at(setting, b, h, row * tiles.block_q + group * rows, rows)
+            filled = scratch.queries_filled.at[barrier]
+            plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[part, group], filled)
+        return _copy_keys(static, here, stage)
+
+    def following(i: Any) -> Any:
+        for group in range(groups):
+            barrier = scratch.queries_emptied.at[scratch.place(i, group)[1]]
+            pl.when(i >= schedule.AHEAD)(functools.partial(plg.barrier_wait, barrier))
+        return plan.take(i)
+
+    count = plan.over_tiles(tile, following)
+    if scratch.numbers is not None:
+        for group in range(groups):  # which read that none is left
+            plg.barrier_arrive(scratch.queries_filled.at[scratch.place(count, group)[1]])
+
+
+def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
+    """Brings the keys and values that a tile of queries visits; returns the next free stage."""
+    setting, arrays, ring = static.setting, static.arrays, static.scratch.ring
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
-    at = lambda first: memory.rows_at(setting, b, h, first, tiles.block_kv)
+    at = lambda first: memory.rows_at(setting, b, h, first, static.tiles.block_kv)
 
     def step(state: Any, first: Any, _: bool) -> Any:
-        stage, before = state
-        before = jnp.where(stage == 0, first, before)
-        ring.fill(stage, arrays.key.at[at(first)], arrays.value.at[at(before)])
-        return stage + 1, first
+        nth, before = state
+        before = jnp.where(nth == stage, first, before)
+        ring.fill(nth, arrays.key.at[at(first)], arrays.value.at[at(before)])
+        return nth + 1, first
 
-    end, last = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), jnp.int32(0)), step)
-    pl.when(end > 0)(lambda: ring.fill(end, None, arrays.value.at[at(last)]))
+    end, last = blocks.over_keys(setting, static.tiles, arrays, here, (stage, jnp.int32(0)), step)
+    pl.when(end > stage)(lambda: ring.fill(end, None, arrays.value.at[at(last)]))
+    return _after(stage, end)
 
 
-def _compute(
-    setting: Setting,
-    tiles: Tiles,
-    captured: scores.Captured,
-    arrays: Arrays,
-    here: Any,
-    outputs: Any,
-    scratch: Scratch,
-    group: Any,
-) -> None:
+def _after(stage: Any, end: Any) -> Any:
+    """The stage after those of a tile of queries: one more than it visits tiles of keys, if any."""
+    return jnp.where(end > stage, end + 1, stage)
+
+
+def _compute(static: Static, plan: schedule.Schedule, group: Any) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
-    (b, h, row), rows = here, scratch.queries.shape[1]
-    first = row * tiles.block_q + group * rows
-    queries = scratch.queries.at[group]
-    at = memory.rows_at(setting, b, h, first, rows)
-    plg.copy_gmem_to_smem(arrays.query.at[at], queries, scratch.queries_filled.at[group])
+    scratch = static.scratch
+    turns = Turns(group if static.tiles.num_warps == 8 else None)
+
+    def following(i: Any) -> Any:
+        plg.barrier_wait(scratch.queries_filled.at[scratch.place(i, group)[1]])
+        return plan.number(i)
+
+    pl.when(group == 1)(turns.end)  # the first turn is the other group's
+    if scratch.numbers is not None:
+        plg.barrier_wait(scratch.queries_filled.at[group])
+    plan.over_tiles(functools.partial(_compute_tile, static, turns, group), following)
+    plg.wait_smem_to_gmem(0, wait_read_only=True)
+    pl.when(group == 0)(turns.take)
+
+
+def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, stage: Any) -> Any:
+    """The rows of a warp group of a tile of queries."""
+    setting, tiles, scratch = static.setting, static.tiles, static.scratch
+    (part, barrier), rows = scratch.place(i, group), scratch.queries.shape[2]
+    b, h, row = here = static.row_at(*place)
+    first, queries = row * tiles.block_q + group * rows, scratch.queries.at[part, group]
     known = scores.prepare(
         setting,
-        arrays,
-        captured,
+        static.arrays,
+        static.captured,
         (rows, tiles.block_kv),
         b,
         h,
         q_first=first,
         may_end=setting.T % tiles.block_q != 0,
     )
-    turns = Turns(group if tiles.num_warps == 8 else None)
-    plg.barrier_wait(scratch.queries_filled.at[group])
-    pl.when(blocks.count_keys(setting, tiles, arrays, here) > 0)(lambda: scratch.ring.wait(jnp.int32(0)))
-    pl.when(group == 1)(turns.end)  # the first turn is the other group's
-    start = forward_step.start(rows, tiles.block_kv, setting.Dv, arrays.query.dtype)
+    visits = blocks.count_keys(setting, tiles, static.arrays, here) > 0
+    if scratch.numbers is None:
+        plg.barrier_wait(scratch.queries_filled.at[barrier])
+    else:
+        pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
+    pl.when(visits)(lambda: scratch.ring.wait(stage))
+    start = forward_step.start(rows, tiles.block_kv, setting.Dv, static.arrays.query.dtype, stage)
     step = forward_step.Step(known, queries, scratch.ring, turns)
-    state = blocks.over_keys(setting, tiles, arrays, here, start, step)
-    pl.when(group == 0)(turns.take)
-    _store(scratch, group, forward_step.finish(scratch.ring, state), outputs, (b, h, first), at)
+    state = blocks.over_keys(setting, tiles, static.arrays, here, start, step)
+    found = forward_step.finish(scratch.ring, state)
+    pl.when(visits)(lambda: scratch.ring.release(state.stage))
+    staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
+    _store(setting, staged, found, static.outputs, (b, h, first))
+    return _after(stage, state.stage)
 
 
-def _store(scratch: Scratch, group: Any, found: Any, outputs: Any, place: Any, at: Any) -> None:
-    """Writes a group's rows: the copy engine drops what lies past the end."""
-    out_ref, lse_ref = outputs
-    (out, lse), (b, h, first) = found, place
-    staged = (scratch.queries if scratch.out is None else scratch.out).at[group]  # its queries have been read
-    staged[...] = out.astype(staged.dtype)
-    scratch.lse.at[group][...] = lse
-    plg.commit_smem()
-    plg.copy_smem_to_gmem(staged, out_ref.at[at])
-    plg.copy_smem_to_gmem(scratch.lse.at[group], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])
+def _free_last(scratch: Scratch, i: Any, group: Any) -> None:
+    """Gives back the queries of the tile before, in whose place its output was, which the copy engine has read."""
     plg.wait_smem_to_gmem(0, wait_read_only=True)
+    plg.barrier_arrive(scratch.queries_emptied.at[scratch.place(i - 1, group)[1]])
+
+
+def _store(setting: Setting, staged: Any, found: Any, outputs: Any, place: Any) -> None:
+    """Starts to write a group's rows: the copy engine drops what lies past the end."""
+    (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, found, place
+    for ref, x in zip(staged, (out, lse), strict=True):
+        ref[...] = x.astype(ref.dtype)
+    plg.commit_smem()
+    plg.copy_smem_to_gmem(staged[0], out_ref.at[memory.rows_at(setting, b, h, first, lse.shape[0])])
+    plg.copy_smem_to_gmem(staged[1], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])

@@ -114,11 +114,11 @@ def bound_by_products(setting: Setting) -> bool:
     return setting.D + setting.Dv > 128
 
 
-def start(rows: int, keys: int, size: int, dtype: Any) -> State:
-    """Before all keys."""
+def start(rows: int, keys: int, size: int, dtype: Any, stage: Any) -> State:
+    """Before all keys, of which the first lie in the given stage."""
     top = plg.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
     total, p = _zeros((rows, inline.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    return State(_zeros((rows, size), TILE), top, total, p, jnp.int32(0))
+    return State(_zeros((rows, size), TILE), top, total, p, stage)
 
 
 def finish(ring: Ring, state: State) -> tuple[jax.Array, jax.Array]:

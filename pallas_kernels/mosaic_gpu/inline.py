@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
@@ -75,7 +76,8 @@ def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
     @plg.inline_mgpu(arg_types=(plg.Layout.WG_SPLAT,))
     def run(_, which):
         text = f"bar.{operation} $0, {threads};"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [which.registers[()]], text, "r", has_side_effects=True)
+        nothing = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(nothing, [which.registers[()]], text, "r,~{memory}", has_side_effects=True)
 
     run(number)  # pyright: ignore[reportCallIssue]
 
@@ -171,3 +173,17 @@ def _tied(before: str, each: str, number: jax.Array, layout: Any, x: jax.Array, 
 
 def _like(array: Any, registers: Any) -> Any:
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+
+def count_up(counter: Any, into: Any, at: jax.Array) -> None:
+    """One thread adds 1 to a number in global memory, and leaves what it was in an array in shared memory."""
+
+    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.RefType(), plg.Layout.WG_SPLAT))
+    def run(_, number, numbers, place):
+        index, word = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
+            one, first = arith.constant(word, 1), arith.constant(index, 0)
+            before = memref.atomic_rmw(arith.AtomicRMWKind.addi, one, number, [first])
+            memref.store(before, numbers, [arith.index_cast(index, place.registers[()])])
+
+    run(counter, into, at)  # pyright: ignore[reportCallIssue]

@@ -44,7 +44,7 @@ def launch(
 
     def body(*refs: Any, declared: Any) -> None:
         ins, outs = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
-        kernel(_unravel(lax.axis_index(_BLOCK), grid), ins, outs, declared)
+        kernel(unravel(lax.axis_index(_BLOCK), grid), ins, outs, declared)
 
     return plg.kernel(
         body,
@@ -61,7 +61,8 @@ def launch(
     )(*flat)
 
 
-def _unravel(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
+def unravel(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
+    """The indices of a number along each axis of a grid; the last varies fastest."""
     place = []
     for size in reversed(grid):
         size = jnp.int32(size)
