@@ -145,7 +145,7 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
 
     facts, derivative = setting_of(problem), _derivative(problem, wanted)
     groups = group_loads(facts, derivative)
-    reason = backward_sm90.unsupported_sizes(facts) or backward_sm90.unsupported_groups(groups)
+    reason = backward_sm90.unsupported_groups(groups)
     if reason is None and derivative is not None:
         reason = lacking(derivative.nodes)
         if arithmetic.too_much_arithmetic(derivative):

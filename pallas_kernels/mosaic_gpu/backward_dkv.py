@@ -22,18 +22,23 @@ from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.mosaic_gpu.backward_stream import Given, Static, accumulator, give, store_sums
+from pallas_kernels.mosaic_gpu.backward_stream import KEY, VALUE, Given, Static, accumulator, give, store_sums
 from pallas_kernels.mosaic_gpu.backward_walk import Scratch, State, Walker, declare
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
+BOTH_SUMS = 128  # head size up to which a warp group holds 64 rows of both sums
+
 
 class FoundByColumns(NamedTuple):
-    """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``; dQ, float32 [B, Hq, T, D]."""
+    """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``; dQ, float32 [B, Hq, T, D].
 
-    key: jax.Array
-    value: jax.Array
+    None of what was not computed.
+    """
+
+    key: jax.Array | None
+    value: jax.Array | None
     columns: list[jax.Array]
     query: jax.Array | None
 
@@ -50,29 +55,39 @@ def dkv(
 ) -> FoundByColumns:
     """Computes dK and dV in the layout of the key; of each batch entry, where the batch shares them.
 
-    With `one_pass` dQ, too, but for the scale of the scores.
+    With `one_pass` dQ, too, but for the scale of the scores. Head sizes of more than 128 take a launch for each sum.
     """
     static = Static.of(setting, tiles, arrays, derivative, groups)
+    if max(setting.D, setting.Dv) <= BOTH_SUMS:
+        return _launched(static, arrays, rows, one_pass=one_pass)
+    assert not one_pass, "dQ takes registers beside both sums"
+    keys, values = (_launched(static.of_sums(name), arrays, rows) for name in (KEY, VALUE))
+    return keys._replace(value=values.value)
+
+
+def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = False) -> FoundByColumns:
+    setting, tiles, groups = static.setting, static.tiles, static.groups
     columns, row_tiles = pl.cdiv(setting.S, tiles.block_kv), pl.cdiv(setting.T, tiles.block_q)
     per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, columns * tiles.block_kv), jnp.float32)
     d_query = None
     if one_pass:
         d_query = jax.new_ref(jnp.zeros((setting.B, setting.Hq, row_tiles * tiles.block_q, setting.D), jnp.float32))
     order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q, static.unit)
-    d_key, d_value, *sums = launch(
+    like = {KEY: arrays.key, VALUE: arrays.value}
+    of_batch = lambda x: jax.ShapeDtypeStruct((setting.B, *x.shape[1:]), x.dtype)
+    found = launch(
         functools.partial(_kernel, static),
         (flat_operands(arrays), order, given, d_query),
-        [
-            *(jax.ShapeDtypeStruct((setting.B, *x.shape[1:]), x.dtype) for x in (arrays.key, arrays.value)),
-            *(per_column for _ in groups.columns),
-        ],
+        [*(of_batch(like[name]) for name in static.sums), *(per_column for _ in groups.columns)],
         declare(setting, tiles, arrays.key.dtype, one_pass=one_pass),
-        name="jflex_backward_sm90" if one_pass else "jflex_backward_dkv_sm90",
+        name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
         grid=(setting.B, setting.Hkv, columns),
         warp_groups=static.warp_groups + 1,
     )
-    found = None if d_query is None else jax.freeze(d_query)[:, :, : setting.T]
-    return FoundByColumns(d_key, d_value, [x[..., : setting.S] for x in sums], found)
+    query = None if d_query is None else jax.freeze(d_query)[:, :, : setting.T]
+    sums = dict(zip(static.sums, found, strict=False))
+    by_column = [x[..., : setting.S] for x in found[len(sums) :]]
+    return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query)
 
 
 def _kernel(static: Static, place: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
@@ -112,12 +127,13 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
     plg.set_max_registers(COMPUTING, action="increase")
     setting, rows = static.setting, static.tiles.block_kv // static.warp_groups
     b, kv_h, column = here
-    d_key, d_value, *columns, d_query = outputs
+    own, columns, d_query = outputs[: len(static.sums)], outputs[len(static.sums) : -1], outputs[-1]
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
 
-    def walk(*accumulators: Any) -> tuple[jax.Array, jax.Array]:
-        walker = Walker(static, scratch, group, b, first, accumulators, d_query)
+    def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
+        sums = dict(zip(static.sums, accumulators, strict=True))
+        walker = Walker(static, scratch, group, b, first, sums, d_query)
         state = walker.begin(kv_h)
 
         def one_head(h: Any, state: State) -> State:
@@ -128,10 +144,13 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
             return state
 
         walker.end(_over_heads(setting, kv_h, state, one_head))
-        return accumulators[0][...] * setting.scale, accumulators[1][...]
+        return tuple(ref[...] * setting.scale if name == KEY else ref[...] for name, ref in sums.items())
 
-    found = pl.run_scoped(walk, *(accumulator(rows, size) for size in (setting.D, setting.Dv)))
-    _store(scratch, group, found, (d_key, d_value), memory.rows_at(setting, b, kv_h, first, rows))
+    sizes = {KEY: setting.D, VALUE: setting.Dv}
+    found = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
+    staged = {KEY: scratch.keys, VALUE: scratch.values}
+    places = [staged[name].at[group] for name in static.sums]
+    _store(scratch, found, places, own, memory.rows_at(setting, b, kv_h, first, rows))
 
 
 def _load_own(static: Static, arrays: Arrays, here: Any, scratch: Scratch, group: Any) -> None:
@@ -147,9 +166,8 @@ def _load_own(static: Static, arrays: Arrays, here: Any, scratch: Scratch, group
         plg.barrier_wait(scratch.filled.at[other])
 
 
-def _store(scratch: Scratch, group: Any, found: Any, outputs: Any, at: Any) -> None:
-    """Writes dK and dV through shared memory: the copy engine drops what lies past the end."""
-    staged = (scratch.keys.at[group], scratch.values.at[group])
+def _store(scratch: Scratch, found: Any, staged: Any, outputs: Any, at: Any) -> None:
+    """Writes sums through shared memory: the copy engine drops what lies past the end."""
     if scratch.d_query is not None:
         scratch.d_query.finish()  # all groups have read the keys
     for ref, x in zip(staged, found, strict=True):

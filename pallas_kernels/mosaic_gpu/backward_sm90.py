@@ -6,7 +6,8 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
 where dS' is dS pulled back through the score mod. One pass computes all of it with five products; what blocks of keys
 add to dQ is summed in no fixed order, so its last bits may differ between runs. Or two kernels compute P and dO V^T
-each for itself, one for dK and dV, one for dQ: seven products, and the same bits in each run.
+each for itself, one for dK and dV, one for dQ: seven products, and the same bits in each run. Head sizes of more than
+128 take three, one for each sum: eight products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, 
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
-WIDEST = 128  # head size
+TWO_GROUPS = 192  # head size up to which shared memory holds what two warp groups own, beside what they walk over
 
 
 class BackwardTiles(NamedTuple):
@@ -37,14 +38,6 @@ def unsupported_groups(groups: LoadGroups) -> str | None:
     """Which captured gradients these kernels cannot compute, as part of a sentence, or None."""
     if groups.repeated or groups.stores or groups.atomics:
         return "the gradient of an array that is read by query and key at once needs additions by element"
-    return None
-
-
-def unsupported_sizes(setting: Setting) -> str | None:
-    """Which head sizes do not fit, as part of a sentence, or None."""
-    widest = max(setting.D, setting.Dv)
-    if widest > WIDEST:
-        return f"sums for dK and dV of head size {widest} do not fit the registers of a warp group"
     return None
 
 
@@ -68,7 +61,8 @@ def unsupported_tiles(setting: Setting, dkv: Tiles | None, dq: Tiles | None, *, 
                 f"a warp group of 4 warps takes 64 rows, and `config` sets for {name} `{own}` {sizes[own]} and "
                 f"`{walked}` {sizes[walked]} with {tiles.num_warps} warps"
             )
-    if dq is None and not (one_pass and fits(_padded(setting), dkv)):
+    narrow = max(_padded(setting).D, _padded(setting).Dv) <= backward_dkv.BOTH_SUMS
+    if dq is None and not (one_pass and narrow and fits(_padded(setting), dkv)):
         return "`config` sets no tiles for dq, which a kernel of its own computes here"
     return None
 
@@ -82,12 +76,13 @@ def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = Fal
     setting, blocks = _padded(setting), setting.blocks or (128, 128)
     if any(size % 64 for size in blocks):
         return None
-    narrow = max(setting.D, setting.Dv) <= 64
-    pair = lambda size: 2 if size % 128 == 0 else 1
+    widest = max(setting.D, setting.Dv)
+    narrow = widest <= 64
+    pair = lambda size: 2 if size % 128 == 0 and widest <= TWO_GROUPS else 1
     groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
     dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
-    if not deterministic and not groups.rows and fits(setting, dkv):
+    if not deterministic and not groups.rows and widest <= backward_dkv.BOTH_SUMS and fits(setting, dkv):
         return BackwardTiles(dkv, None)
     return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
 
@@ -141,6 +136,8 @@ def backward(
             d_query = _like_query(setting, arrays, given, found.query)
         if plan.key_or_value:
             cut = lambda x, size: sum_batch(setting, padding.cut_rows(setting, x, given.S, size))
+            assert found.key is not None
+            assert found.value is not None
             d_key, d_value = cut(found.key, given.D), cut(found.value, given.Dv)
         collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
     return Found(d_query, d_key, d_value, tuple(map(total, gradients.values())))

@@ -18,6 +18,7 @@ from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 
 SHIFT, DELTA = 0, 1  # places in the array of statistics
+KEY, VALUE = "key", "value"  # the sums that a kernel holds
 
 
 class Static(NamedTuple):
@@ -29,6 +30,7 @@ class Static(NamedTuple):
       derivative: Of the score mod; None without one.
       groups: The wanted loads.
       captured: Shapes of what the mods capture.
+      sums: Which of `KEY` and `VALUE` the kernel that owns keys computes.
     """
 
     setting: Setting
@@ -36,14 +38,21 @@ class Static(NamedTuple):
     derivative: Derivative | None
     groups: LoadGroups
     captured: scores.Captured
+    sums: tuple[str, ...] = (KEY, VALUE)
 
     @classmethod
     def of(
         cls, setting: Setting, tiles: Tiles, arrays: Arrays, derivative: Derivative | None, groups: LoadGroups
     ) -> Static:
-        """From the arrays of the call."""
+        """From the arrays of the call, for both sums."""
         captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
         return cls(setting, tiles, derivative, groups, captured)
+
+    def of_sums(self, *names: str) -> Static:
+        """For some of the sums; cotangents of loads belong to that for dK."""
+        if KEY in names:
+            return self._replace(sums=names)
+        return self._replace(sums=names, derivative=None, groups=self.groups._replace(columns=()))
 
     @property
     def warp_groups(self) -> int:

@@ -14,7 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels.gradients import through_mod
 from pallas_kernels.mosaic_gpu import inline, memory, scores
 from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
-from pallas_kernels.mosaic_gpu.backward_stream import DELTA, SHIFT, Static, Stream, accumulator, awaited, load_vector
+from pallas_kernels.mosaic_gpu.backward_stream import (
+    DELTA,
+    KEY,
+    SHIFT,
+    VALUE,
+    Static,
+    Stream,
+    accumulator,
+    awaited,
+    load_vector,
+)
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
@@ -69,7 +79,7 @@ class Walker(NamedTuple):
       group: Its number.
       b: Batch.
       first: Its first key.
-      sums: Accumulators of dK and dV.
+      sums: Accumulators of dK and dV, or of one of them.
       out: dQ, or None.
     """
 
@@ -78,7 +88,7 @@ class Walker(NamedTuple):
     group: Any
     b: Any
     first: Any
-    sums: tuple[Any, ...]
+    sums: dict[str, Any]
     out: Any
 
     def begin(self, kv_h: Any) -> State:
@@ -138,15 +148,16 @@ class Walker(NamedTuple):
         """Starts to add to dK, and adds the tile before to dQ."""
         d_query, stream = self.scratch.d_query, self.scratch.stream
         if d_query is None:
-            plg.wgmma(self.sums[0], d_s, q)
-            plg.wgmma_wait(1)  # that for dV is done
+            if KEY in self.sums:
+                plg.wgmma(self.sums[KEY], d_s, q)
+            plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # that for dV is done
             stream.d_out.release(state.count)
             return
 
         def before(acc: Any) -> jax.Array:
             d_query.write(state.count, self.group, d_s)
             d_query.start(acc, state.count - 1, self.group, self.scratch.keys)
-            plg.wgmma(self.sums[0], d_s, q)
+            plg.wgmma(self.sums[KEY], d_s, q)
             d_query.commit()
             return plg.wgmma_accumulator_load(acc, wait_n=1)
 
@@ -158,24 +169,31 @@ class Walker(NamedTuple):
         self, known: scores.Scores, count: Any, query: Any, is_partial: bool, q: Any, raw: Any, d_weights: Any
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Cotangents of scores, as operand of products, and of loads by key; starts to add to dV."""
-        stream = self.scratch.stream
+        stream, both = self.scratch.stream, len(self.sums) > 1
         statistics = awaited(stream.statistics, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(statistics.at[which], COLUMN), known.tile[::-1], (1,))
         # Before both products: to set an accumulator waits for those that run.
         if self.static.folds:
             raw[...] = vector(SHIFT)
-        d_weights[...] = vector(DELTA)
+        if KEY in self.sums:
+            d_weights[...] = vector(DELTA)
         plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)
         d_out = awaited(stream.d_out, count)
-        plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
-        tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), query, is_partial)
+        if KEY in self.sums:
+            plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
+        scores_of = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
+        tile = scores.modify(known, scores_of, query, is_partial)
         if self.static.folds:
             p = inline.exp2(TILE, tile.s * known.unit)
         else:
             p = inline.weights(TILE, tile.s, known.unit, -vector(SHIFT))
         stream.statistics.release(count)
+        if KEY not in self.sums:
+            plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
+            return p.astype(d_out.dtype), ()
         d_s = p * plg.wgmma_accumulator_load(d_weights, wait_n=0)
-        plg.wgmma(self.sums[1], p.astype(d_out.dtype), d_out)
+        if both:
+            plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
         d_s, of_load = through_mod(self.static.derivative, tile, d_s)
         more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
         return self._existing(known, d_s).astype(d_out.dtype), more
