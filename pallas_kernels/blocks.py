@@ -177,7 +177,10 @@ def count_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, 
         return jnp.int32(-(-setting.S // tiles.block_kv))
     b, h, tile = here
     at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
-    return (arrays.lists[0][at] + arrays.lists[2][at]) * (setting.blocks[1] // tiles.block_kv)
+    counts = (
+        jnp.maximum(arrays.lists[i][at], 0) for i in (0, 2)
+    )  # a list of fewer than none is walked like an empty one
+    return sum(counts) * (setting.blocks[1] // tiles.block_kv)
 
 
 def kinds(setting: Setting, lists: Any) -> jax.Array:

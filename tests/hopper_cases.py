@@ -50,13 +50,17 @@ WIDE = [
         **BF16,
     ),
 ]
-# More tiles than an H200 has multiprocessors: a block of threads computes several, one after the other.
+# Five times as many tiles and more as an H200 has multiprocessors: a block of threads computes several in turn.
 MANY = [
-    Case("many_causal", scores.alibi, masks.causal, Sizes(B=3, T=900, Hq=8, Hkv=2, D=64), block=128, **BF16),
-    Case("many_no_mask", scores.softcap, sizes=Sizes(B=5, T=330, S=450, Hq=12, Hkv=4, D=128), **BF16),
-    Case("many_documents", mask=masks.documents, sizes=Sizes(B=9, T=300, Hq=5, D=64), block=128, by_batch=True, **BF16),
-    Case("many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=9, T=400, Hq=6, D=64, Dv=128), block=128, **BF16),
-    Case("many_one_group", captured.table, masks.causal, Sizes(B=8, T=200, Hq=5, D=64), block=64, **BF16),
-    Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=300, Hq=7, D=192), block=128, layout="BNTH", **BF16),
+    Case("many_causal", scores.alibi, masks.causal, Sizes(B=7, T=780, Hq=16, Hkv=4, D=64), block=128, **BF16),
+    Case("many_no_mask", scores.softcap, sizes=Sizes(B=16, T=330, S=450, Hq=15, Hkv=5, D=128), **BF16),
+    Case(
+        "many_documents", mask=masks.documents, sizes=Sizes(B=15, T=300, Hq=15, D=64), block=128, by_batch=True, **BF16
+    ),
+    Case(
+        "many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=15, T=400, Hq=12, D=64, Dv=128), block=128, **BF16
+    ),
+    Case("many_one_group", captured.table, masks.causal, Sizes(B=13, T=260, Hq=11, D=64), block=64, **BF16),
+    Case("many_wide", mask=masks.window, sizes=Sizes(B=13, T=380, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.kinds is None] + WIDE + MANY

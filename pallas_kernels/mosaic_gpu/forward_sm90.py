@@ -1,13 +1,9 @@
 """Forward kernel for Hopper.
 
-A block of threads computes a tile of queries of one head. One warp group walks the listed blocks of keys and has the
-copy engine bring keys and values into a ring; two others hold half of the queries each, and their weights, output and
-running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take turns at what is scarce: the
-tensor cores, or the exponentials (`forward_step`).
-
-Several tiles for a block of threads, one after the other, lost: the loads of the next tile hide behind the end of one,
-but the longest tiles of a causal mask last too long. H200, jax 0.11.2, bf16, S 16384, one and up to four tiles: causal
-714 and 671 TFLOP/s at head size 128, 519 and 501 at 64; a window of 1024 keys 556 and 557, 368 and 388.
+A block of threads computes tiles of queries, each of one head (`schedule`). One warp group walks the listed blocks of
+keys and has the copy engine bring queries, and keys and values into a ring; two others hold half of the queries each,
+and their weights, output and running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take
+turns at what is scarce: the tensor cores, or the exponentials (`forward_step`).
 """
 
 from __future__ import annotations

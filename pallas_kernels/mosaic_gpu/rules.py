@@ -16,6 +16,8 @@ MOST_STAGES = 4
 def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
     """Tiles of the forward kernel: two warp groups of 64 queries, and as many stages as fit.
 
+    Stages give way to a block of threads that computes many tiles.
+
     A thread holds half a tile's columns of scores in registers, beside half of Dv for the output: 128 keys go with
     head sizes up to 128, if a mod does not compute much on each element (it spills 1420 bytes where it has a gelu and
     a softplus). H200, jax 0.11.2, bf16, S 16384, no mod, with the first version of the kernel: head size 128 in 6.84 ms
@@ -26,8 +28,7 @@ def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
     light = not (much_arithmetic(setting.score) or much_arithmetic(setting.mask))
     wide = max(setting.D, setting.Dv) <= 128 and blocks[1] % 128 == 0 and light
     block_kv = 128 if wide else 64
-    for stages in range(MOST_STAGES, 1, -1):
-        tiles = Tiles(64 * groups, block_kv, 4 * groups, stages)
-        if memory.bytes_of(jax.tree.leaves(forward_sm90.declare(setting, tiles, dtype))) <= memory.LIMIT:
-            break
-    return tiles
+    found = [Tiles(64 * groups, block_kv, 4 * groups, stages) for stages in range(MOST_STAGES, 1, -1)]
+    declared = {tiles: forward_sm90.declare(setting, tiles, dtype) for tiles in found}
+    fitting = [t for t in found if memory.bytes_of(jax.tree.leaves(declared[t])) <= memory.LIMIT] or found[-1:]
+    return next((t for t in fitting if declared[t].numbers is not None), fitting[0])
