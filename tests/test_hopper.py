@@ -9,6 +9,8 @@ import pytest
 
 import jflex
 from benchmarks import gpu_compile
+from pallas_kernels import blocks
+from pallas_kernels.setting import Arrays, Setting, Tiles
 from tests import evaluation
 from tests.hopper_cases import HOPPER
 from tests.test_compile import program_of
@@ -151,6 +153,17 @@ def test_explain_says_which_kernels_compute_gradients():
     assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles
 
 
+@pytest.mark.parametrize("counts", [(2, 1), (0, 0), (-1, 2), (3, -5)])
+def test_counts_the_tiles_that_a_walk_visits(counts):
+    lists = [jnp.full((1, 1, 1), count, jnp.int32) for count in counts]
+    index = jnp.zeros((1, 1, 1, 4), jnp.int32)
+    arrays = Arrays(None, None, None, (lists[0], index, lists[1], index), (), ())
+    sizes = Setting(1, 128, 512, 1, 1, 1, 64, 64, "BTNH", 1.0, None, None, (128, 128), 1, 1, None, False)
+    tiles, here = Tiles(64, 64, 4, 2), (0, 0, jnp.int32(0))
+    visited = blocks.over_keys(sizes, tiles, arrays, here, jnp.int32(0), lambda n, *_: n + 1)
+    assert blocks.count_keys(sizes, tiles, arrays, here) == visited
+
+
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
@@ -168,7 +181,6 @@ def test_compiles_where_the_batch_is_sharded(gradients):
 
 @NEEDS_011
 def test_takes_measured_tiles(monkeypatch):
-    from pallas_kernels.setting import Tiles
     from pallas_kernels.tuning import tables
 
     table = {
