@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.evaluate import Evaluation
 from pallas_kernels.mods import Program
-from pallas_kernels.nodes import RANGES, Bounds, Node
+from pallas_kernels.nodes import RANGES, Bounds, Node, reachable
 
 LARGEST = 1 << 24  # a loaded number is believed to be no larger, and if one is, nothing is decided: so nothing wraps
 _INT32 = np.iinfo(np.int32)
@@ -39,6 +39,13 @@ class Visibility(NamedTuple):
     all: jax.Array
 
 
+class Span(NamedTuple):
+    """The first and last index of each tile along an axis, int32; the last may lie past the last that there is."""
+
+    first: jax.Array
+    last: jax.Array
+
+
 def visibility(program: Program, known: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
     """Judges tiles of keys.
 
@@ -48,23 +55,28 @@ def visibility(program: Program, known: Evaluation, first: jax.Array, last: jax.
       first: The first key of each tile, int32 of any shape.
       last: The last key of each; it may lie past the last that there is.
     """
-    return _Judge(program, known, first, last).verdict()
+    return _Judge(known, {"k": Span(first, last)}).verdict(program.output)
+
+
+def visibility_of(node: Node, known: Evaluation, q: Span, k: Span) -> Visibility:
+    """Judges one tile by a boolean of a mask's program, from the ends of both axes alone; spans are of scalars."""
+    return _Judge(known, {"q": q, "k": k}).verdict(node)
 
 
 class _Judge:
     """Intervals of the nodes of one program."""
 
-    def __init__(self, program: Program, known: Evaluation, first: jax.Array, last: jax.Array) -> None:
-        self.program, self.known, self.first, self.last = program, known, first, last
+    def __init__(self, known: Evaluation, spans: dict[str, Span]) -> None:
+        self.known, self.spans = known, spans
         self.found: dict[Node, Interval | None] = {}
         self.doubts: list[jax.Array] = []  # where a number is larger than believed
 
-    def verdict(self) -> Visibility:
-        for node in self.program.nodes:
-            if "k" in node.kind:
-                self.found[node] = self._of_keys(node)
-        out = self._interval(self.program.output) or self._undecided()
-        low, high = (jnp.broadcast_to(x, self.first.shape) for x in out[:2])
+    def verdict(self, output: Node) -> Visibility:
+        for node in reachable([output]):
+            if any(axis in node.kind for axis in self.spans):
+                self.found[node] = self._of_tiles(node)
+        out = self._interval(output) or self._undecided()
+        low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
         some, everything = high != 0, low != 0
         for doubt in self.doubts:
             some, everything = some | doubt, everything & ~doubt
@@ -86,9 +98,9 @@ class _Judge:
         self.doubts.append((low < -LARGEST) | (high > LARGEST))
         return Interval(low, high, (-LARGEST, LARGEST))
 
-    def _of_keys(self, node: Node) -> Interval | None:
+    def _of_tiles(self, node: Node) -> Interval | None:
         if node.op == "input":
-            return self._keys(node.bounds) if node.value == "k" and node.bounds else None
+            return self._indices(node.value, node.bounds) if node.value in self.spans and node.bounds else None
         if node.op == "call":
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
@@ -109,10 +121,10 @@ class _Judge:
         low, high = made
         return Interval(low, high, bounds)
 
-    def _keys(self, bounds: Bounds) -> Interval:
-        """Of the keys there are: a tile that is cut short ends with the last one, for what is proven holds up to it."""
-        within = lambda x: jnp.minimum(x, bounds[1])
-        return Interval(within(self.first), within(self.last), bounds)
+    def _indices(self, axis: str, bounds: Bounds) -> Interval:
+        """Of those there are: a tile that is cut short ends with the last one, for what is proven holds up to it."""
+        first, last = (jnp.minimum(x, bounds[1]) for x in self.spans[axis])
+        return Interval(first, last, bounds)
 
     def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
         """Static bounds of an integer; None if it might wrap."""
@@ -121,7 +133,8 @@ class _Judge:
         return (low, high) if _INT32.min <= low and high <= _INT32.max else None
 
     def _undecided(self) -> Interval:
-        return Interval(jnp.zeros_like(self.first), jnp.ones_like(self.first), (0, 1))
+        first = self.spans["k"].first
+        return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
 
 
 Ends = tuple[jax.Array, jax.Array]

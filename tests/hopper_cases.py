@@ -40,6 +40,9 @@ WIDE = [
     Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
     Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),
     Case("two_groups_documents", mask=masks.documents, sizes=Sizes(T=384, D=128), block=128, by_batch=True, **BF16),
+    Case("two_groups_softcap", scores.softcap, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
+    # Weights of up to exp(20), which float16 does not hold.
+    Case("softcap_float16", scores.softcap, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, dtype="float16"),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
     Case(
         "two_groups_own_lists",
@@ -50,17 +53,17 @@ WIDE = [
         **BF16,
     ),
 ]
-# Five times as many tiles and more as an H200 has multiprocessors: a block of threads computes several in turn.
+# More than twice as many tiles as an H200 has multiprocessors: a block of threads computes several in turn.
 MANY = [
-    Case("many_causal", scores.alibi, masks.causal, Sizes(B=7, T=780, Hq=16, Hkv=4, D=64), block=128, **BF16),
-    Case("many_no_mask", scores.softcap, sizes=Sizes(B=16, T=330, S=450, Hq=15, Hkv=5, D=128), **BF16),
+    Case("many_causal", scores.alibi, masks.causal, Sizes(B=4, T=400, Hq=24, Hkv=6, D=64), block=128, **BF16),
+    Case("many_no_mask", scores.softcap, sizes=Sizes(B=8, T=270, S=200, Hq=15, Hkv=5, D=128), **BF16),
     Case(
-        "many_documents", mask=masks.documents, sizes=Sizes(B=15, T=300, Hq=15, D=64), block=128, by_batch=True, **BF16
+        "many_documents", mask=masks.documents, sizes=Sizes(B=8, T=300, Hq=15, D=64), block=128, by_batch=True, **BF16
     ),
     Case(
-        "many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=15, T=400, Hq=12, D=64, Dv=128), block=128, **BF16
+        "many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=10, T=260, Hq=12, D=64, Dv=128), block=128, **BF16
     ),
-    Case("many_one_group", captured.table, masks.causal, Sizes(B=13, T=260, Hq=11, D=64), block=64, **BF16),
-    Case("many_wide", mask=masks.window, sizes=Sizes(B=13, T=380, Hq=17, D=192), block=128, layout="BNTH", **BF16),
+    Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
+    Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.kinds is None] + WIDE + MANY

@@ -96,3 +96,56 @@ def test_distances_that_float32_does_not_hold_are_left_alone():
     long = Sizes(1, 1, 1 << 23, 1 << 23)
     mod = lambda s, b, h, q, k: s + (k - q).astype(jnp.float32)
     assert forms.distances(program_of(mod, long), "k", "q") == []
+
+
+@pytest.mark.parametrize(
+    ("mod", "size"),
+    [
+        (lambda s, b, h, q, k: 20.0 * jnp.tanh(s / 20.0), 20.0),
+        (lambda s, b, h, q, k: -3.0 * jnp.sin(s) + 0.5, 3.5),
+        (lambda s, b, h, q, k: jax.nn.sigmoid(s) - jnp.abs(jnp.cos(s)), 2.0),
+        (lambda s, b, h, q, k: jnp.tanh(s) * s, None),
+        (lambda s, b, h, q, k: jnp.tanh(s) * jnp.exp2(-h.astype(jnp.float32)), None),
+        (lambda s, b, h, q, k: jnp.tanh(s) / 0.25, 4.0),
+        (lambda s, b, h, q, k: jnp.tanh(s) * jnp.inf, None),
+        (lambda s, b, h, q, k: jnp.where(q >= k, jnp.tanh(s), -jnp.inf), None),
+        (lambda s, b, h, q, k: s, None),
+    ],
+)
+def test_bounded_scores(mod, size):
+    assert forms.bound(program_of(mod)) == size
+
+
+def test_no_mod_has_no_bound():
+    assert forms.bound(None) is None
+
+
+def mask_program(mod, *operands):
+    jaxpr = jax.make_jaxpr(mod)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4, *operands)
+    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], SIZES)
+
+
+@pytest.mark.parametrize(
+    ("mod", "shape", "count"),
+    [
+        (lambda b, h, q, k, x: x[q] == x[k], (2048,), 1),
+        (lambda b, h, q, k, x: x[b, q] == x[b, k], (2, 2048), 1),
+        (lambda b, h, q, k, x: x[b, q] == x[b, k], (2, 2049), 0),  # a row may begin at an odd place
+        (lambda b, h, q, k, x: x[k] == x[k + 1], (2049,), 1),
+        (lambda b, h, q, k, x: x[q, k] == 0, (1024, 2048), 0),
+        (lambda b, h, q, k, x: x[k, b] == 0, (2048, 2), 0),
+    ],
+)
+def test_loads_that_follow_each_other(mod, shape, count):
+    program = mask_program(mod, jnp.zeros(shape, jnp.int32))
+    assert len(forms.runs(program, "k", [shape])) == count
+
+
+def test_clauses_of_a_mask():
+    mod = lambda b, h, q, k, x: (q >= k) & (x[q] == x[k]) & (q - k < 5) & (jnp.sin(k.astype(jnp.float32)) > 0)
+    ordered, others = forms.clauses(mask_program(mod, jnp.zeros(2048, jnp.int32)))
+    assert sorted(node.op for node in ordered) == ["ge", "lt"]
+    assert sorted(node.op for node in others) == ["eq", "gt"]
+    assert forms.clauses(None) == ([], [])
+    either = mask_program(lambda b, h, q, k: (q >= k) | (k < 5))
+    assert [[node.op for node in part] for part in forms.clauses(either)] == [["or"], []]

@@ -32,16 +32,31 @@ class Rows(Space):
         return self.operands[node.value][tuple(indices)]
 
 
+def program_of(mod, operands):
+    jaxpr = jax.make_jaxpr(mod)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4, *operands)
+    return trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], SIZES)
+
+
 def judged(mod, b, q, h, *captured, tile=TILE):
     """Whether tiles of keys hold any visible element, and only visible ones, for rows of positions and heads."""
     first = jnp.arange(0, SIZES.S, tile, dtype=jnp.int32)
     operands = [jnp.asarray(x) for x in captured]
-    jaxpr = jax.make_jaxpr(mod)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4, *operands)
-    program = trace_program(jaxpr, [(x.shape, str(x.dtype)) for x in operands], SIZES)
+    program = program_of(mod, operands)
     indices = {"b": jnp.int32(b), "q": jnp.asarray(q, jnp.int32), "h": jnp.asarray(h, jnp.int32)}
     given = {node: indices[node.value] for node in program.arguments if node.value in indices}
     seen = intervals.visibility(program, Evaluation(Rows(operands, len(q)), given), first, first + tile - 1)
     return np.asarray(seen.some), np.asarray(seen.all)
+
+
+def judged_by_ends(mod, b, first_row, rows, *captured):
+    """The same from the first and last row alone."""
+    operands = [jnp.asarray(x) for x in captured]
+    program = program_of(mod, operands)
+    known = Evaluation(Rows(operands, 1), {n: jnp.int32(b) for n in program.arguments if n.value == "b"})
+    span = lambda first, count: intervals.Span(jnp.int32(first), jnp.int32(first + count - 1))
+    q, keys = span(first_row, rows), range(0, SIZES.S, TILE)
+    seen = [intervals.visibility_of(program.output, known, q, span(first, TILE)) for first in keys]
+    return np.array([x.some for x in seen]), np.array([x.all for x in seen])
 
 
 def truth(mod, b, q, h, *captured, tile=TILE):
@@ -219,3 +234,23 @@ def test_never_wrong(tree, b, rows, seed):
     some_right, all_right = truth(*given, tile=tile)
     assert not (some_right & ~some).any(), "a tile that is skipped holds something visible"
     assert not (all_of & ~all_right).any(), "a tile that is taken for visible holds something hidden"
+
+
+@settings(max_examples=150)
+@given(MASKS, st.integers(0, 2), st.integers(0, SIZES.T - 1), st.integers(1, TILE), st.integers(0, 2**32 - 1))
+@example(("ge", "q", "k"), 0, 16, TILE, 0)
+@example(("ge", ("mul", ("sub", "q", "k"), ("sub", "k", 20)), 0), 2, 40, 8, 2)
+def test_never_wrong_from_the_ends_of_both_axes(tree, b, first, count, seed):
+    captured = [np.random.default_rng(seed).integers(-60, 60, n).astype(np.int32) for n in (SIZES.T, SIZES.B, SIZES.S)]
+    mod, rows = mod_of(tree), range(first, min(first + count, SIZES.T))
+    some, all_of = judged_by_ends(mod, b, first, count, *captured)
+    some_right, all_right = truth(mod, b, [*rows], [0] * len(rows), *captured)
+    assert not (some_right & ~some).any()
+    assert not (all_of & ~all_right).any()
+
+
+def test_ends_decide_what_compares_positions():
+    causal = lambda b, h, q, k: q >= k
+    some, all_of = judged_by_ends(causal, 0, 16, TILE)
+    assert some.tolist() == [True] * 3 + [False] * 5
+    assert all_of.tolist() == [True] * 2 + [False] * 6

@@ -12,6 +12,10 @@ MUCH = 24  # values of a mod at the size of a tile, from which on it takes the r
 BESIDE_PRODUCT = 16  # the same beside a product that still runs; one of 20 spills 948 bytes there, without it 468
 TOO_MUCH = 32  # the same of its derivative, beside which a tile of 64 by 64 does not fit either
 CALL = 16  # values that a function of CUDA's device library holds
+# Functions of the unit that takes exponentials, too.
+_SPECIAL = frozenset({
+    "cos", "div", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sin", "sqrt", "tanh", *LIBRARY
+})  # fmt: skip
 _CALLS = frozenset({"atan2", "cos", "sin", *LIBRARY})
 
 
@@ -23,6 +27,23 @@ def much_arithmetic(program: Program | None) -> bool:
 def fits_beside_product(program: Program | None) -> bool:
     """Whether a mod can be computed while a product holds registers."""
     return program is None or _values(program.nodes) <= BESIDE_PRODUCT
+
+
+def leaves_registers(program: Program | None) -> bool:
+    """Whether a mod leaves registers for more than one form of a mask: it computes little and loads no elements."""
+    return fits_beside_product(program) and (program is None or all(load.kind != "qk" for load in program.loads))
+
+
+def takes_special_functions(program: Program | None) -> bool:
+    """Whether a mod, not too large a one, computes exponentials and their like on each element, as softmax does.
+
+    A larger one stores 2608 bytes away where nothing keeps the assembler from starting on it early, 468 otherwise.
+    """
+    return (
+        program is not None
+        and fits_beside_product(program)
+        and any(node.kind == "qk" and node.op in _SPECIAL for node in program.nodes)
+    )
 
 
 def too_much_arithmetic(derivative: Derivative) -> bool:

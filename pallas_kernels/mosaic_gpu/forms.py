@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from pallas_kernels.mods import Program
 from pallas_kernels.nodes import Node, reachable
@@ -52,6 +55,45 @@ def multiple(program: Program | None) -> Multiple | None:
     return None
 
 
+# Functions whose values are at most 1 in size, whatever they are given.
+_AT_MOST_ONE = frozenset({"tanh", "logistic", "sin", "cos", "erf", "sign"})
+
+
+def bound(program: Program | None) -> float | None:
+    """How large a score can get in size, whatever the products are, if its program tells (a soft cap)."""
+    if program is None:
+        return None
+    found: dict[Node, float | None] = {}
+    for node in program.nodes:
+        sizes = [found.get(x) for x in node.inputs]
+        known = [x for x in sizes if x is not None]
+        found[node] = None if node.op not in _AT_MOST_ONE and len(known) < len(sizes) else _size(node, known)
+    size = found[program.output]
+    return None if size is None or not np.isfinite(size) else size
+
+
+def _size(node: Node, inputs: list[float]) -> float | None:
+    """A bound for the size of a node's value by those of its inputs."""
+    match node.op:
+        case "literal":
+            return abs(float(node.value)) if node.dtype.kind == "f" else None
+        case op if op in _AT_MOST_ONE:
+            return 1.0
+        case "mul":
+            return inputs[0] * inputs[1]
+        case "add" | "sub":
+            return sum(inputs)
+        case "div":
+            divisor = node.inputs[1]
+            return inputs[0] / abs(float(divisor.value)) if divisor.op == "literal" and divisor.value != 0 else None
+        case "neg" | "abs":
+            return inputs[0]
+        case "call" | "convert_element_type":
+            return inputs[0] if node.dtype.kind == "f" else None
+        case _:
+            return None
+
+
 class Distance(NamedTuple):
     """A float32 node ``walked_sign * (index along the loop) + other_sign * other``, `other` known ahead of the loop."""
 
@@ -81,3 +123,27 @@ def distances(program: Program, walked: str, fixed: str) -> list[Distance]:
 def _sum_is_exact(*integers: Node) -> bool:
     sizes = [max(map(abs, x.bounds)) for x in integers if x.bounds is not None and x.dtype.kind in "iu"]
     return len(sizes) == len(integers) and sum(sizes) <= 1 << 23
+
+
+def runs(program: Program, walked: str, shapes: Sequence[tuple[int, ...]]) -> list[Node]:
+    """Loads at the index along the loop, of the last axis of an array, in rows of even length (`docs[b, k]`)."""
+    index = program.argument(walked)
+    is_run = lambda load: load.inputs[-1] is index and all(x.kind == "" for x in load.inputs[:-1])
+    is_even = lambda load: len(load.inputs) == 1 or shapes[load.value][-1] % 2 == 0
+    return [node for node in program.loads if is_run(node) and is_even(node)]
+
+
+def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
+    """What must all hold for a mask to show an element: first what compares indices alone, then the rest."""
+    ordered, others, left = [], [], [] if program is None else [program.output]
+    while left:
+        node = left.pop()
+        if node.op == "and" and node.dtype == np.bool_:
+            left += node.inputs
+        else:
+            (ordered if _is_of_indices(node) else others).append(node)
+    return ordered, others
+
+
+def _is_of_indices(node: Node) -> bool:
+    return node.kind != "" and not any(x.kind and (x.op == "load" or x.dtype.kind == "f") for x in reachable([node]))

@@ -189,7 +189,8 @@ def _compute(static: Static, plan: schedule.Schedule, group: Any) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
     scratch = static.scratch
-    turns = Turns(group if static.tiles.num_warps == 8 else None)
+    has_turns = static.tiles.num_warps == 8 and forward_step.scarce(static.setting) is not forward_step.Scarce.NEITHER
+    turns = Turns(group if has_turns else None)
 
     def following(i: Any) -> Any:
         plg.barrier_wait(scratch.queries_filled.at[scratch.place(i, group)[1]])
@@ -225,7 +226,7 @@ def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, 
     else:
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
-    start = forward_step.start(rows, tiles.block_kv, setting.Dv, static.arrays.query.dtype, stage)
+    start = forward_step.start(setting, rows, tiles.block_kv, static.arrays.query.dtype, stage)
     step = forward_step.Step(known, queries, scratch.ring, turns)
     state = blocks.over_keys(setting, tiles, static.arrays, here, start, step)
     found = forward_step.finish(scratch.ring, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from typing import Any, NamedTuple
 
@@ -11,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline, scores
-from pallas_kernels.mosaic_gpu.arithmetic import fits_beside_product
+from pallas_kernels.mosaic_gpu import forms, inline, scores
+from pallas_kernels.mosaic_gpu.arithmetic import fits_beside_product, leaves_registers, takes_special_functions
 from pallas_kernels.mosaic_gpu.pipeline import Ring, Turns
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
-from pallas_kernels.setting import LN_2, Setting
+from pallas_kernels.setting import LN_2, LOG2_E, Setting
 
 
 class State(NamedTuple):
@@ -23,7 +24,7 @@ class State(NamedTuple):
 
     Attributes:
       out: Sums of weights times values, but for the last tile's.
-      top: The largest score so far, in base 2.
+      top: The largest score so far, in base 2; 0 where scores are bounded.
       total: Sums of the weights, each over every eighth column.
       p: Weights of the last tile, in the dtype of the values.
       stage: Of the ring, with the next keys and the values of the last tile.
@@ -51,6 +52,11 @@ class Step(NamedTuple):
     ring: Ring
     turns: Turns
 
+    @property
+    def bounded(self) -> bool:
+        """Whether weights need not be made smaller by the largest score."""
+        return is_bounded(self.known.setting, self.queries.dtype)
+
     def __call__(self, state: State, first: Any, is_partial: bool) -> State:
         """Takes in the tile of keys from `first` on, and the values of the one before.
 
@@ -61,16 +67,21 @@ class Step(NamedTuple):
         known, setting = self.known, self.known.setting
         out, s, top, shift = self._products(state, first, is_partial)
         self.ring.release(state.stage)
-        p = inline.exp2(TILE, s * known.unit - _over_columns(shift, s.shape))
-        keep = inline.exp2(ROW, state.top - shift)
-        total = state.total * _over_columns(keep, state.total.shape) + inline.sum_columns(TILE, p)
-        if not bound_by_products(setting):
+        exponent, total = s * known.unit, state.total
+        if not self.bounded:
+            exponent = exponent - _over_columns(shift, s.shape)
+            keep = inline.exp2(ROW, state.top - shift)
+            total, out = total * _over_columns(keep, total.shape), out * _over_columns(keep, out.shape)
+        p = inline.exp2(TILE, exponent)
+        total = total + inline.sum_columns(TILE, p)
+        if scarce(setting) is Scarce.EXPONENTIALS:
             total = self.turns.end_after(TILE, total)
-        return State(out * _over_columns(keep, out.shape), top, total, p.astype(state.p.dtype), state.stage + 1)
+        return State(out, top, total, p.astype(state.p.dtype), state.stage + 1)
 
     def _products(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
         """The output with the values of the tile before; scores of this one, the largest so far, what to subtract."""
-        (keys, values), by_products = self.ring.stage(state.stage), bound_by_products(self.known.setting)
+        (keys, values), setting = self.ring.stage(state.stage), self.known.setting
+        by_products = scarce(setting) is Scarce.PRODUCTS
 
         def products(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
             if by_products:
@@ -82,8 +93,10 @@ class Step(NamedTuple):
             begun = scores.begin(self.known, first, is_partial)
             self.ring.wait(state.stage + 1)
             # The product with the values may still run, unless a mod wants the registers of the weights.
-            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(self.known.setting.score)))
-            return self._shifted(scores.modify(self.known, loaded, first, is_partial, begun).s, state.top)
+            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(setting.score)))
+            by_clause = leaves_registers(setting.score)
+            s = scores.modify(self.known, loaded, first, is_partial, begun, by_clause=by_clause).s
+            return self._shifted(s, state.top)
 
         def start(refs: Any) -> None:
             raw = plg.WGMMAAccumulatorRef(self.known.tile, jnp.float32)
@@ -97,28 +110,56 @@ class Step(NamedTuple):
     def _shifted(self, s: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
         """Scores, the largest so far, and what to subtract in the exponent."""
         setting = self.known.setting
+        if self.bounded:
+            return s, before, before
         top = jnp.maximum(before, jnp.max(s, axis=1) * self.known.unit)
         may_hide = setting.mask is not None or setting.score is not None
         shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
-        return s, top, shift if bound_by_products(setting) else self.turns.take_before(ROW, shift)
+        return s, top, self.turns.take_before(ROW, shift) if scarce(setting) is Scarce.EXPONENTIALS else shift
 
 
-def bound_by_products(setting: Setting) -> bool:
-    """Whether the products of a tile take longer than its exponentials, so that turns are taken at the former.
+class Scarce(enum.Enum):
+    """What the two warp groups take turns at."""
 
-    One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. There
-    the change from turns at the products to turns at the exponentials alone took 451 to 501 TFLOP/s (H200, jax 0.11.2,
-    bf16, S 16384, no mod). At 128, 658 with turns at the exponentials became 716 with turns at the products and values
-    in the stage of the next keys.
+    PRODUCTS = enum.auto()
+    EXPONENTIALS = enum.auto()
+    NEITHER = enum.auto()
+
+
+def scarce(setting: Setting) -> Scarce:
+    """What takes longest in a tile, so that turns are taken at it.
+
+    One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
+    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: head size 64 451 and 501 (no
+    mod, an earlier form of the kernel), 96 617 and 646 (causal), 128 719 and 679 (causal).
+
+    A mod with functions of that unit keeps it busy by itself: a soft cap under a causal mask gives 380 at head size 64
+    without turns, 358 with turns at the products, 359 with turns at both functions; 646, 624 and 622 at 128.
     """
-    return setting.D + setting.Dv > 128
+    if takes_special_functions(setting.score):
+        return Scarce.NEITHER
+    return Scarce.PRODUCTS if setting.D + setting.Dv > 192 else Scarce.EXPONENTIALS
 
 
-def start(rows: int, keys: int, size: int, dtype: Any, stage: Any) -> State:
+MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32, and what is 2 ** -80 of them is not lost
+
+
+def is_bounded(setting: Setting, dtype: Any) -> bool:
+    """Whether scores are so small, whatever the products, that the running maximum is not needed (a soft cap).
+
+    It saves a third of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `scarce`). Weights are
+    then as large as the exponential of the bound, which float16 does not hold.
+    """
+    size = forms.bound(setting.score)
+    return size is not None and size * LOG2_E <= MOST_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def start(setting: Setting, rows: int, keys: int, dtype: Any, stage: Any) -> State:
     """Before all keys, of which the first lie in the given stage."""
-    top = plg.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
+    least = 0.0 if is_bounded(setting, dtype) else -jnp.inf
+    top = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
     total, p = _zeros((rows, inline.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    return State(_zeros((rows, size), TILE), top, total, p, stage)
+    return State(_zeros((rows, setting.Dv), TILE), top, total, p, stage)
 
 
 def finish(ring: Ring, state: State) -> tuple[jax.Array, jax.Array]:

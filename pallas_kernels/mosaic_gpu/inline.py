@@ -6,7 +6,7 @@ which element; a function of elements keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,28 @@ def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> 
 def exp2(layout: Any, x: jax.Array) -> jax.Array:
     """The hardware's exponential (relative error 2 ** -22); results below 2 ** -126 are 0."""
     return of_elements(lambda r: r.exp2(approx=True), layout, x)
+
+
+def hidden(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
+    """`s` where all of these are true, -inf elsewhere.
+
+    LLVM makes of ``select(a & b, s, -inf)`` two selections, which take the pipe of the comparisons too: documents under
+    a causal mask at head size 64 took 0.674 ms so, and 0.646 in this form (H200, jax 0.11.2, bf16, S 16384).
+    """
+    both = "".join(f"and.pred shown, shown, ${i}; " for i in range(3, 2 + len(visible)))
+    text = "{ .reg .pred shown; mov.pred shown, $2; " + both + "selp.f32 $0, $1, 0fff800000, shown; }"
+    constraints = ",".join(["=f,f", *["b"] * len(visible)])
+
+    def run(tile: Any, *shown: Any) -> Any:
+        new, element = np.empty_like(tile.registers), ir.F32Type.get()
+        for at, register in np.ndenumerate(tile.registers):
+            kind = ir.VectorType(register.type)
+            parts = lambda i, at=at: [vector.extract(x.registers[at], [], [i]) for x in (tile, *shown)]
+            values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
+            new[at] = vector.from_elements(kind, values)
+        return _like(tile, new)
+
+    return of_elements(run, layout, s, *visible)
 
 
 def weights(layout: Any, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels import intervals
 from pallas_kernels.evaluate import Evaluation, Product
 from pallas_kernels.mosaic_gpu import forms, inline
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, numbers
@@ -22,6 +25,15 @@ class Captured(NamedTuple):
     mask: tuple[tuple[int, ...], ...]
 
 
+class Walk(NamedTuple):
+    """An axis that a loop goes along: its name, how much of it a tile takes, its length, and whether tiles pass it."""
+
+    axis: str
+    count: int
+    length: int
+    passes_end: bool
+
+
 class Scores(NamedTuple):
     """How a warp group computes scores: statics, and what is known of the mods ahead of the loop.
 
@@ -31,6 +43,7 @@ class Scores(NamedTuple):
       transposed: Whether tiles are (keys, queries), and the loop goes over queries.
       score: The score mod, evaluated so far.
       mask: The mask, evaluated so far.
+      fixed: The first index along the axis that the loop does not go along.
     """
 
     setting: Setting
@@ -38,6 +51,14 @@ class Scores(NamedTuple):
     transposed: bool
     score: Evaluation | None
     mask: Evaluation | None
+    fixed: Any
+
+    @property
+    def walk(self) -> Walk:
+        """The axis that the loop goes along."""
+        if self.transposed:
+            return Walk("q", self.tile[0], self.setting.T, self.setting.walk_passes_end("q", self.tile[0]))
+        return Walk("k", self.tile[1], self.setting.S, self.setting.walk_passes_end("k", self.tile[1]))
 
     @property
     def unit(self) -> float:
@@ -96,7 +117,7 @@ def prepare(
 
     score = prepared(setting.score, arrays.score_operands, captured.score, nodes)
     mask = prepared(setting.mask, arrays.mask_operands, captured.mask, None)
-    return Scores(setting, tile, transposed, score, mask)
+    return Scores(setting, tile, transposed, score, mask, k_first if transposed else q_first)
 
 
 class Begun(NamedTuple):
@@ -119,7 +140,7 @@ def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
 
     Not where they load elements of the tile too: those take the registers.
     """
-    setting, axis = scores.setting, "q" if scores.transposed else "k"
+    setting, axis = scores.setting, scores.walk.axis
 
     def begun(known: Evaluation | None, program: Any) -> Evaluation | None:
         kinds = {load.kind for load in program.loads} if known is not None else set()
@@ -134,11 +155,19 @@ def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
 
 def _at(scores: Scores, known: Any, program: Any, first: Any) -> Evaluation:
     """The evaluation of a program for a tile."""
-    index = {program.argument("q" if scores.transposed else "k"): _walked(scores, first)}
-    return known.child({**index, **_distances(scores, known, program, first)})
+    index = {program.argument(scores.walk.axis): _walked(scores, first)}
+    return known.child({**index, **_distances(scores, known, program, first), **_runs(scores, known, program, first)})
 
 
-def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool, begun: Begun = NOTHING) -> ScoreTile:
+def modify(
+    scores: Scores,
+    raw: jax.Array,
+    first: Any,
+    is_partial: bool,
+    begun: Begun = NOTHING,
+    *,
+    by_clause: bool = False,
+) -> ScoreTile:
     """Scores of a tile.
 
     Args:
@@ -147,6 +176,8 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool, begun: 
       first: First index along the axis of the loop.
       is_partial: Whether the mask, and the ends of the sequences, matter.
       begun: What `begin` gave for it.
+      by_clause: Whether to hide clause by clause of the mask, which is faster where registers are left: beside the sums
+        of the backward kernels it stores up to 184 bytes more of them away.
     """
     setting, score = scores.setting, None
     if scores.score is None:
@@ -161,7 +192,12 @@ def modify(scores: Scores, raw: jax.Array, first: Any, is_partial: bool, begun: 
             s = _added(setting, score, raw, added)
         else:
             s = score.tile(setting.score.output if multiple is None else multiple.term)
-    visible = _visibility(scores, first, begun) if is_partial else None
+    if not is_partial:
+        return ScoreTile(s, None, score)
+    mask = Mask.at(scores, first, begun)
+    visible = mask.visible()
+    if by_clause:
+        return ScoreTile(mask.hide(s), visible, score)
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
@@ -181,30 +217,92 @@ def _distances(scores: Scores, known: Evaluation, program: Any, first: Any) -> d
     for distance in forms.distances(program, walked, fixed):
         other = known(distance.other) * distance.other_sign + jnp.float32(distance.walked_sign) * jnp.float32(first)
         number = plg.broadcasted_iota(jnp.float32, (rows, inline.TILE_COLUMNS), 1, layout=TILE)
-        start = jax.lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
+        start = lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
         found[distance.node] = inline.continue_columns(TILE, start, columns, distance.walked_sign)
     return found
 
 
+def _runs(scores: Scores, known: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """Loads of elements that follow each other along the loop: each thread loads its pairs from one address on.
+
+    H200, jax 0.11.2, bf16, S 16384, a mask of equal documents: 0.625 ms became 0.575.
+    """
+    walk = scores.walk
+    if walk.passes_end:
+        return {}
+    space: Any = known.space
+    runs = forms.runs(program, walk.axis, space.operand_shapes)
+    return {run: space.load_run(run, [known(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
+
+
 def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
-    setting = scores.setting
-    axis, count, length = ("q", scores.tile[0], setting.T) if scores.transposed else ("k", scores.tile[1], setting.S)
-    return numbers(first, count, length, COLUMN, may_end=clamped and setting.walk_passes_end(axis, count))
+    _, count, length, passes_end = scores.walk
+    return numbers(first, count, length, COLUMN, may_end=clamped and passes_end)
 
 
-def _visibility(scores: Scores, first: Any, begun: Begun) -> jax.Array | None:
-    """What a partial tile shows: the mask, and what exists along the axis of the loop.
+class Mask(NamedTuple):
+    """What is seen of a partial tile: what every clause of the mask shows, of what exists along the axis of the loop.
 
     Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
+
+    Attributes:
+      scores: What is known ahead of the loop.
+      first: First index along the axis of the loop.
+      evaluation: Of the mask at this tile; None without a mask.
     """
-    setting, visible = scores.setting, None
-    if scores.mask is not None:
-        assert setting.mask is not None  # what `prepare` began to evaluate
-        mask = begun.mask or _at(scores, scores.mask, setting.mask, first)
-        visible = mask.tile(setting.mask.output)
-    axis, count, length = ("q", scores.tile[0], setting.T) if scores.transposed else ("k", scores.tile[1], setting.S)
-    if setting.walk_passes_end(axis, count):
-        shape = scores.tile[::-1] if scores.transposed else scores.tile
-        exists = jax.lax.broadcast_in_dim(_walked(scores, first, clamped=False) < length, shape, (1,))
-        visible = exists if visible is None else visible & exists
-    return visible
+
+    scores: Scores
+    first: Any
+    evaluation: Evaluation | None
+
+    @classmethod
+    def at(cls, scores: Scores, first: Any, begun: Begun) -> Mask:
+        """At a tile, of which the mask may have been begun."""
+        if scores.mask is None:
+            return cls(scores, first, None)
+        assert scores.setting.mask is not None  # what `prepare` began to evaluate
+        return cls(scores, first, begun.mask or _at(scores, scores.mask, scores.setting.mask, first))
+
+    def hide(self, s: jax.Array) -> jax.Array:
+        """Scores, with -inf where nothing is seen.
+
+        Clauses that compare indices (causal, a window) are skipped where they cut nothing off the tile, one by one.
+        H200, jax 0.11.2, bf16, S 16384, 12 documents under a causal mask: 0.595 ms instead of 0.604 at head size 64,
+        0.418 instead of 0.443 at 128; with code for all clauses beside code for all but these 0.681 and 0.460.
+        """
+        ordered, others = forms.clauses(self.scores.setting.mask)
+        shown = self._shown_by(others)
+        s = inline.hidden(TILE, s, shown) if shown else s
+        for clause in ordered:
+            hide = lambda s, clause=clause: inline.hidden(TILE, s, self._values([clause]))
+            s = lax.cond(self._cuts(clause), hide, lambda s: s, s)
+        return s
+
+    def visible(self) -> jax.Array | None:
+        """What is seen; None if that is everything."""
+        ordered, others = forms.clauses(self.scores.setting.mask)
+        found = self._shown_by([*ordered, *others])
+        return functools.reduce(jnp.logical_and, found) if found else None
+
+    def _shown_by(self, clauses: list[Any]) -> list[jax.Array]:
+        """What each of these clauses shows, and what exists along the axis of the loop."""
+        walk, found = self.scores.walk, self._values(clauses)
+        if walk.passes_end:
+            shape = self.scores.tile[::-1] if self.scores.transposed else self.scores.tile
+            exists = _walked(self.scores, self.first, clamped=False) < walk.length
+            found.append(lax.broadcast_in_dim(exists, shape, (1,)))
+        return found
+
+    def _values(self, clauses: list[Any]) -> list[jax.Array]:
+        if self.evaluation is None:
+            return []
+        here = self.evaluation.child({})  # what is computed in a branch ends with it
+        return [here.tile(clause) for clause in clauses]
+
+    def _cuts(self, clause: Any) -> jax.Array:
+        """Whether a clause may hide any of the tile."""
+        scores = self.scores
+        assert scores.mask is not None  # whose clause it is
+        firsts = (self.first, scores.fixed) if scores.transposed else (scores.fixed, self.first)
+        q, k = (intervals.Span(at, at + (count - 1)) for at, count in zip(firsts, scores.tile, strict=True))
+        return ~intervals.visibility_of(clause, scores.mask, q, k).all

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.evaluate import Evaluation, Space
@@ -57,11 +58,23 @@ class TileSpace(Space):
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Loads by element; the program has made sure that the indices are in range."""
-        ref, at = self.refs[node.value], jnp.int32(0)
+        ref, at = self.refs[node.value], self._place(node, indices)
+        x = ref[at] if node.kind == "" else inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
+        return _boolean(x) if node.dtype == np.bool_ else x
+
+    def load_run(self, node: Node, indices: Sequence[jax.Array], first: jax.Array, count: int) -> jax.Array:
+        """Loads elements that follow each other, at the given indices and from `first` on, an even place."""
+        here = self.refs[node.value].at[pl.ds(self._place(node, [*indices, first]), count)]
+        layout: Any = self.layouts[node.kind]
+        x = plg.load(here, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (jax < 0.11: an index)
+        return _boolean(x) if node.dtype == np.bool_ else x
+
+    def _place(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
+        """Where an element is in the one dimension."""
+        at = jnp.int32(0)
         for index, size in zip(indices, self.operand_shapes[node.value], strict=True):
             at = at * jnp.int32(size) + index
-        x = ref[at] if node.kind == "" else inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
-        return x.astype(jnp.int32) != 0 if node.dtype == np.bool_ else x
+        return at
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """What Pallas cannot lower for Mosaic GPU, and the hardware's tanh: its inputs are no more exact than that."""
@@ -73,6 +86,10 @@ class TileSpace(Space):
         if kind != "":
             found["tanh"] = functools.partial(_without_parameters, functools.partial(inline.tanh, layout))
         return found
+
+
+def _boolean(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32) != 0
 
 
 def _without_parameters(function: Callable[..., jax.Array], *args: jax.Array, **_: Any) -> jax.Array:
