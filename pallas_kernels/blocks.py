@@ -177,10 +177,8 @@ def count_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, 
         return jnp.int32(-(-setting.S // tiles.block_kv))
     b, h, tile = here
     at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
-    counts = (
-        jnp.maximum(arrays.lists[i][at], 0) for i in (0, 2)
-    )  # a list of fewer than none is walked like an empty one
-    return sum(counts) * (setting.blocks[1] // tiles.block_kv)
+    listed = lambda counts: jnp.maximum(counts[at], 0)  # fewer than none are walked like none
+    return (listed(arrays.lists[0]) + listed(arrays.lists[2])) * (setting.blocks[1] // tiles.block_kv)
 
 
 def kinds(setting: Setting, lists: Any) -> jax.Array:

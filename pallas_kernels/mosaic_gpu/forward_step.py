@@ -130,8 +130,8 @@ def scarce(setting: Setting) -> Scarce:
     """What takes longest in a tile, so that turns are taken at it.
 
     One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
-    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: head size 64 451 and 501 (no
-    mod, an earlier form of the kernel), 96 617 and 646 (causal), 128 719 and 679 (causal).
+    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: 451 and 501 at head size 64 and
+    716 and 658 at 128 (no mod, earlier forms of the kernel), 617 and 646 at 96 (causal).
 
     A mod with functions of that unit keeps it busy by itself: a soft cap under a causal mask gives 380 at head size 64
     without turns, 358 with turns at the products, 359 with turns at both functions; 646, 624 and 622 at 128.
@@ -147,7 +147,7 @@ MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32, and what is
 def is_bounded(setting: Setting, dtype: Any) -> bool:
     """Whether scores are so small, whatever the products, that the running maximum is not needed (a soft cap).
 
-    It saves a third of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `scarce`). Weights are
+    It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `scarce`). Weights are
     then as large as the exponential of the bound, which float16 does not hold.
     """
     size = forms.bound(setting.score)
