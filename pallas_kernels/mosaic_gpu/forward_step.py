@@ -130,7 +130,7 @@ def scarce(setting: Setting) -> Scarce:
     """What takes longest in a tile, so that turns are taken at it.
 
     One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
-    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: 451 and 501 at head size 64 and
+    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: 451 and 501 at head size 64,
     716 and 658 at 128 (no mod, earlier forms of the kernel), 617 and 646 at 96 (causal).
 
     A mod with functions of that unit keeps it busy by itself: a soft cap under a causal mask gives 380 at head size 64
