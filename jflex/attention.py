@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jflex import autodiff, backends
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask import BlockMask
-from jflex.choice import Implementation, choose, reasons_of
+from jflex.choice import Implementation, choose, gradients_by, reasons_of
 from jflex.config import Config
 from jflex.explain import Account
 from jflex.kv_lengths import check_kv_lengths
@@ -98,7 +98,8 @@ def flex_attention(
       implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names of which the
         first that can run is taken; it never falls back to one that is not named, but that ``"mosaic_gpu"`` has
         ``"triton"`` compute the gradients that its own kernels cannot. None takes the first of
-        ``jflex.ORDER`` that can run and knows of none that is faster, and warns on a GPU if that is ``"xla"``.
+        ``jflex.ORDER`` that can run and knows of none that is faster, of each pass, and warns on a GPU if that is
+        ``"xla"``.
       config: Tile sizes, None for the tuned ones; and whether sums have an order that is the same in each run, without
         which the gradient of the query may differ in its last bits between runs, by ``"mosaic_gpu"``.
 
@@ -137,7 +138,7 @@ def flex_attention(
             jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32),
         )
     else:
-        saved = _run(name, problem, inputs)
+        saved = _run(name, gradients_by(implementation, name, backends.get, problem)[0], problem, inputs)
     return (saved.out, saved.lse) if return_lse else saved.out
 
 
@@ -188,7 +189,9 @@ def explain(
     del return_lse
     problem, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
     reasons = reasons_of(implementation, backends.get, problem)
-    return Account.of(problem, block_mask, reasons, inputs.kv_lengths)
+    runs = [name for name, reason in reasons.items() if reason is None]
+    gradients = gradients_by(implementation, runs[0], backends.get, problem) if runs else ("", "")
+    return Account.of(problem, block_mask, reasons, gradients, inputs.kv_lengths)
 
 
 class _Call(NamedTuple):
@@ -239,8 +242,8 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, sca
     return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
 
 
-def _run(name: str, problem: Problem, inputs: Inputs) -> Saved:
+def _run(name: str, gradients: str, problem: Problem, inputs: Inputs) -> Saved:
     inputs = unify_varying(inputs)
     if backends.get(name).own_derivatives:
         return backends.get(name).forward(problem, inputs)
-    return autodiff.attend(autodiff.Static(name, problem), inputs)
+    return autodiff.attend(autodiff.Static(name, gradients, problem), inputs)

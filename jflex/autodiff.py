@@ -21,9 +21,16 @@ from jflex.varying import unify_varying
 
 
 class Static(NamedTuple):
-    """What does not depend on the values of arrays: the backend's name and the problem."""
+    """What does not depend on the values of arrays.
+
+    Attributes:
+      backend: Who runs the forward pass.
+      gradients: Who runs the backward pass.
+      problem: The problem.
+    """
 
     backend: str
+    gradients: str
     problem: Problem
 
 
@@ -50,7 +57,7 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 
 def _forward(static: Static, inputs: Inputs) -> Saved:
-    saved = opaque_call(ForwardPass(*static), inputs)
+    saved = opaque_call(ForwardPass(static.backend, static.problem), inputs)
     return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
 
 
@@ -78,7 +85,7 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotange
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_lse = None if zero(cotangents.lse) else cotangents.lse
     arrays = unify_varying((inputs, saved, SavedCotangents(d_out, d_lse)))
-    gradients = opaque_call(BackwardPass(*static, asked.wanted), arrays)
+    gradients = opaque_call(BackwardPass(static.gradients, static.problem, asked.wanted), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
     nothing = jax.tree.map(lambda _: None, inputs)

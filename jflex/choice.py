@@ -81,6 +81,19 @@ def choose(
     return name
 
 
+def gradients_by(implementation: Implementation, name: str, get: Callable[[str], Any], problem: Any) -> tuple[str, str]:
+    """Which backend computes gradients of what `name` has run, and why, if it is another: one that is faster at them.
+
+    Where a backend was asked for, it is itself.
+    """
+    reason = get(name).slower_gradients(problem) if implementation is None else None
+    if reason is not None:
+        for other in backends.ORDER[backends.ORDER.index(name) + 1 :]:
+            if get(other).unsupported(problem) is None:
+                return other, reason
+    return name, ""
+
+
 def _level_of_user() -> int:
     """The first caller outside of this package, as `warnings.warn` in the function that asks counts levels."""
     frame, level = inspect.currentframe(), 0

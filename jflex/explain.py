@@ -44,11 +44,20 @@ class Account:
 
     @classmethod
     def of(
-        cls, problem: Problem, block_mask: BlockMask | None, reasons: dict[str, str | None], kv_lengths: Any = None
+        cls,
+        problem: Problem,
+        block_mask: BlockMask | None,
+        reasons: dict[str, str | None],
+        gradients: tuple[str, str],
+        kv_lengths: Any = None,
     ) -> Account:
-        """Takes the account of one problem."""
+        """Takes the account of one problem; `gradients` as `jflex.choice.gradients_by` gives them."""
         backend = next((name for name, reason in reasons.items() if reason is None), None)
-        tiles = "" if backend is None else backends.get(backend).describe(problem)
+        tiles = ""
+        if backend is not None:
+            by_other = gradients[0] != backend
+            tiles = backends.get(backend).describe(problem, forward_alone=by_other)
+            tiles += f"; gradients by {gradients[0]!r}, because {gradients[1]}" if by_other else ""
         visited, full, total = _count(problem, block_mask, kv_lengths)
         lengths = known_lengths(kv_lengths)
         keys, longest = problem.B * problem.S, problem.S  # of the whole batch, and of one entry

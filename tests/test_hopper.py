@@ -115,9 +115,9 @@ def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
     assert reason is None if refused is None else f"the assembler of CUDA {refused} miscompiles" in reason
 
 
-def chosen(T, block=None, **arguments):
+def chosen(T, block=None, heads=2, D=64, **arguments):
     """What would run, on a Hopper GPU, where no implementation is named."""
-    x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, T, heads, D), jnp.bfloat16)
     mask = None if block is None else jflex.create_block_mask(jflex.masks.causal(), None, None, T, T, block_size=block)
     with gpu_compile.absent_gpu():
         return jflex.explain(x, x, x, block_mask=mask, **arguments)
@@ -130,7 +130,8 @@ def chosen(T, block=None, **arguments):
         (1024, None, "mosaic_gpu", None),
         (1024, 128, "mosaic_gpu", None),
         (1024, 64, "triton", "blocks of 64 queries keep one"),
-        (256, None, "triton", "below 512 queries or keys"),
+        (256, None, "triton", "4 tiles of 128 queries leave some of the 132"),
+        (255, None, "triton", "below 256 queries or keys"),
         (4, None, "triton", "for so few queries"),
     ],
 )
@@ -139,6 +140,34 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
     assert account.backend == backend
     assert reason is None or reason in account.reasons["mosaic_gpu"]
     assert chosen(length, block, implementation=BACKEND).backend == BACKEND
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "D", "shortest"), [(256, 64, 1024), (1023, 64, 1024), (1024, 64, None), (256, 128, 512), (512, 96, None)]
+)
+def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, shortest):
+    tiles = chosen(length, heads=80, D=D).tiles
+    assert tiles.startswith("forward 128 x 128")
+    told = f"; gradients by 'triton', because for fewer than {shortest} queries or keys its kernels are faster"
+    assert tiles.endswith(told) if shortest else "triton" not in tiles
+    assert "triton" not in chosen(length, heads=80, D=D, implementation=BACKEND).tiles
+
+
+@NEEDS_011
+def test_tiles_that_are_set_for_gradients_are_used():
+    mine = jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
+    assert "dkv and dq 64 x 64" in chosen(256, heads=80, config=mine).tiles
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize(("length", "kernels"), [(256, {"forward"}), (1024, {"forward", "backward"})])
+def test_gradients_run_where_explain_says(length, kernels):
+    x = jax.ShapeDtypeStruct((2, length, 80, 64), jnp.bfloat16)
+    total = lambda *args: jflex.flex_attention(*args).astype(jnp.float32).sum()
+    compiled = gpu_compile.compile_kernels(jax.grad(total, (0, 1, 2)), x, x, x)
+    assert {name for name in kernels | {"backward"} if any(f"{name}_sm90" in k.name for k in compiled)} == kernels
 
 
 @NEEDS_011

@@ -101,7 +101,12 @@ class Backend(abc.ABC):
         del problem
         return None
 
-    def describe(self, problem: Problem) -> str:
-        """Says with which tiles it would run `problem`, for `explain`."""
+    def slower_gradients(self, problem: Problem) -> str | None:
+        """The same of `backward` alone, where `forward` is faster."""
         del problem
+        return None
+
+    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
+        """Says with which tiles it would run `problem`, or its forward pass alone, for `explain`."""
+        del problem, forward_alone
         return "no tiles"

@@ -20,7 +20,8 @@ from jflex.problem import Problem
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
 ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
 WARPS_OF_GROUP = 4
-SHORTEST = 512  # queries and keys from which on it is preferred
+SHORTEST = 256  # queries and keys from which on it is preferred, if its tiles fill the GPU
+SHORTEST_GRADIENTS, SHORTEST_NARROW = 512, 1024  # the same of gradients, and of those at head sizes up to 64
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 _READ_BY_BOTH = "that are read by query and key at once"
 MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
@@ -42,20 +43,43 @@ class MosaicGpu(Backend):
         return _limit_of_mods(problem) or _limit_of_tiles(_as_run(problem)) or _limit_of_gradients(problem)
 
     def slower(self, problem: Problem) -> str | None:
-        """What leaves most of a block of threads without work."""
+        """What leaves most of a block of threads, or of the GPU, without work.
+
+        H200, jax 0.11.2, bf16, causal, 16384 tokens in texts of 256, TFLOP/s beside those of `triton`: 239 and 204 at
+        head size 64, 325 and 240 at 128.
+        """
         if triton.decodes(problem):
             return "for so few queries only 'triton' has kernels of their own"
-        if min(problem.T, problem.S) < SHORTEST:
+        from pallas_kernels.mosaic_gpu.schedule import BLOCKS
+
+        length, tiles = min(problem.T, problem.S), problem.B * problem.Hq * math.ceil(problem.T / 128)
+        if length < SHORTEST:
             return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"
+        if length < 2 * SHORTEST and tiles < BLOCKS:
+            return f"{tiles} tiles of 128 queries leave some of the {BLOCKS} multiprocessors without work"
         if _tiles(_as_run(problem)).num_warps == WARPS_OF_GROUP:
             return (
                 "blocks of 64 queries keep one of its two computing warp groups idle (a `block_size` of 128 does not)"
             )
         return None
 
-    def describe(self, problem: Problem) -> str:
+    def slower_gradients(self, problem: Problem) -> str | None:
+        """Where what surrounds the kernel, float32 sums for dQ, takes too much beside it.
+
+        H200, jax 0.11.2, bf16, causal, TFLOP/s beside those of `triton`: 144 and 177 for 256 tokens, 208 and 223 for
+        512, 289 and 266 for 1024 at head size 64; 186 and 185 for 256 at 128.
+        """
+        shortest = SHORTEST_NARROW if max(problem.D, problem.Dv) <= 64 else SHORTEST_GRADIENTS
+        if min(problem.T, problem.S) >= shortest or problem.config.dkv is not None or problem.config.dq is not None:
+            return None
+        return f"for fewer than {shortest} queries or keys its kernels are faster"
+
+    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
         """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""
-        forward, (mine, theirs) = _told("forward", _tiles(problem)), _shared_out(problem, _all_wanted(problem))
+        forward = _told("forward", _tiles(problem))
+        if forward_alone:
+            return forward
+        mine, theirs = _shared_out(problem, _all_wanted(problem))
         own = _own_backward(_as_run(problem), mine)
         if isinstance(own, str):
             return f"{forward}; gradients by 'triton', because {own}"

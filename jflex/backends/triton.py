@@ -50,11 +50,11 @@ class Triton(Backend):
             )
         return None
 
-    def describe(self, problem: Problem) -> str:
+    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
         """The tiles of its three kernels, and whether `config`, a measured table or a rule gave them."""
         return ", ".join(
             f"{kernel} {t.block_q} x {t.block_kv} ({t.num_warps} warps, {t.num_stages} stages, by {source})"
-            for kernel in _kernels(problem)
+            for kernel in _kernels(problem)[: 1 if forward_alone else None]
             for t, source in [_tiles_and_source(_as_run(problem, kernel), kernel)]
         )
 

@@ -27,8 +27,9 @@ class Xla(Backend):
         del problem
         return None
 
-    def describe(self, problem: Problem) -> str:
-        """The blocks of the mask, or fixed ones."""
+    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
+        """The blocks of the mask, or fixed ones, in both passes."""
+        del forward_alone
         if problem.blocks is not None:
             return f"{problem.blocks.size[0]} x {problem.blocks.size[1]}, the blocks of the mask"
         return "dense blocks, no mask lists"
