@@ -84,14 +84,10 @@ def choose(
 def gradients_by(implementation: Implementation, name: str, get: Callable[[str], Any], problem: Any) -> tuple[str, str]:
     """Which backend computes gradients of what `name` has run, and why, if it is another: one that is faster at them.
 
-    Where a backend was asked for, it is itself.
+    Where a backend was asked for, or the faster one cannot, it is itself.
     """
-    reason = get(name).slower_gradients(problem) if implementation is None else None
-    if reason is not None:
-        for other in backends.ORDER[backends.ORDER.index(name) + 1 :]:
-            if get(other).unsupported(problem) is None:
-                return other, reason
-    return name, ""
+    faster = get(name).faster_gradients(problem) if implementation is None else None
+    return (name, "") if faster is None or get(faster[0]).unsupported(problem) is not None else faster
 
 
 def _level_of_user() -> int:

@@ -40,9 +40,19 @@ WIDE = [
     Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
     Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),
     Case("two_groups_documents", mask=masks.documents, sizes=Sizes(T=384, D=128), block=128, by_batch=True, **BF16),
-    Case("two_groups_softcap", scores.softcap, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
-    # Weights of up to exp(20), which float16 does not hold.
-    Case("softcap_float16", scores.softcap, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, dtype="float16"),
+    # Weights without a maximum, of up to exp(50), which float16 does not hold.
+    Case("softcap_far", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
+    Case(
+        "softcap_far_float16",
+        scores.softcap_far,
+        masks.causal,
+        Sizes(T=260, D=64),
+        block=128,
+        scale=10.0,
+        dtype="float16",
+    ),
+    Case("softcap_of_much", scores.softcap_of_much, masks.causal, Sizes(T=260, D=64), block=128, **BF16),
+    Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
     Case(
         "two_groups_own_lists",

@@ -97,6 +97,16 @@ bits = plain(
 softcap = plain(
     lambda s, b, h, q, k: 5 * jnp.tanh(s / 5), lambda s, *_: 5 * np.tanh(s / 5), lambda s, *_: 1 - np.tanh(s / 5) ** 2
 )
+softcap_far = plain(
+    lambda s, b, h, q, k: 50 * jnp.tanh(s / 50),
+    lambda s, *_: 50 * np.tanh(s / 50),
+    lambda s, *_: 1 - np.tanh(s / 50) ** 2,
+)
+softcap_of_much = plain(
+    lambda s, b, h, q, k: 5 * jnp.tanh((s + jnp.sin((q - k).astype(F32))) / 5),
+    lambda s, b, h, q, k: 5 * np.tanh((s + np.sin(q - k)) / 5),
+    lambda s, b, h, q, k: 1 - np.tanh((s + np.sin(q - k)) / 5) ** 2,
+)
 relu = plain(lambda s, b, h, q, k: 2 * jax.nn.relu(s), lambda s, *_: 2 * np.maximum(s, 0), lambda s, *_: 2.0 * (s > 0))
 softplus = plain(
     lambda s, b, h, q, k: jax.nn.softplus(s), lambda s, *_: np.logaddexp(s, 0), lambda s, *_: special.expit(s)

@@ -131,7 +131,9 @@ def mask_program(mod, *operands):
         (lambda b, h, q, k, x: x[q] == x[k], (2048,), 1),
         (lambda b, h, q, k, x: x[b, q] == x[b, k], (2, 2048), 1),
         (lambda b, h, q, k, x: x[b, q] == x[b, k], (2, 2049), 0),  # a row may begin at an odd place
-        (lambda b, h, q, k, x: x[k] == x[k + 1], (2049,), 1),
+        (lambda b, h, q, k, x: x[k] == x[k + 1], (2050,), 1),
+        (lambda b, h, q, k, x: x[k] == x[q], (2049,), 0),
+        (lambda b, h, q, k, x: q - k < x, (), 0),
         (lambda b, h, q, k, x: x[q, k] == 0, (1024, 2048), 0),
         (lambda b, h, q, k, x: x[k, b] == 0, (2048, 2), 0),
     ],

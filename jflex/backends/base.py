@@ -101,8 +101,8 @@ class Backend(abc.ABC):
         del problem
         return None
 
-    def slower_gradients(self, problem: Problem) -> str | None:
-        """The same of `backward` alone, where `forward` is faster."""
+    def faster_gradients(self, problem: Problem) -> tuple[str, str] | None:
+        """Which backend is faster at `backward` alone, and why, as `slower` says it; asked where none was named."""
         del problem
         return None
 

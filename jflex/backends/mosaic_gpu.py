@@ -21,7 +21,7 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devic
 ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
 WARPS_OF_GROUP = 4
 SHORTEST = 256  # queries and keys from which on it is preferred, if its tiles fill the GPU
-SHORTEST_GRADIENTS, SHORTEST_NARROW = 512, 1024  # the same of gradients, and of those at head sizes up to 64
+SHORTEST_GRADIENTS, NARROW = 1024, 64  # the same of gradients, at head sizes up to that
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 _READ_BY_BOTH = "that are read by query and key at once"
 MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
@@ -63,16 +63,18 @@ class MosaicGpu(Backend):
             )
         return None
 
-    def slower_gradients(self, problem: Problem) -> str | None:
-        """Where what surrounds the kernel, float32 sums for dQ, takes too much beside it.
+    def faster_gradients(self, problem: Problem) -> tuple[str, str] | None:
+        """`triton`, where what surrounds the kernel takes too much beside it: sums in float32 for dQ.
 
         H200, jax 0.11.2, bf16, causal, TFLOP/s beside those of `triton`: 144 and 177 for 256 tokens, 208 and 223 for
         512, 289 and 266 for 1024 at head size 64; 186 and 185 for 256 at 128.
         """
-        shortest = SHORTEST_NARROW if max(problem.D, problem.Dv) <= 64 else SHORTEST_GRADIENTS
-        if min(problem.T, problem.S) >= shortest or problem.config.dkv is not None or problem.config.dq is not None:
+        config, length = problem.config, min(problem.T, problem.S)
+        if config.dkv is not None or config.dq is not None or config.deterministic:
             return None
-        return f"for fewer than {shortest} queries or keys its kernels are faster"
+        if length >= SHORTEST_GRADIENTS or max(problem.D, problem.Dv) > NARROW:
+            return None
+        return "triton", f"below {SHORTEST_GRADIENTS} queries or keys, at head sizes up to {NARROW}, it is faster"
 
     def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
         """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""

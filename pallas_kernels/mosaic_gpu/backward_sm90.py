@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.cotangents import LoadGroups, group_loads
 from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
 from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, padding
+from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
@@ -71,13 +72,14 @@ def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = Fal
     """The tiles that an H200 measured as best, cut to what divides the blocks; None if nothing fits them.
 
     In one pass, where that is possible and `deterministic` does not forbid it. Cotangents of loads by query are summed
-    by the kernel for dQ alone, so with them there are two.
+    by the kernel for dQ alone, so with them there are two; and with a mod that computes much on each element, of which
+    a tile of 128 by 128 stores 1568 bytes away (T5's buckets, head size 64), tiles half as large in two kernels none.
     """
     setting, blocks = _padded(setting), setting.blocks or (128, 128)
     if any(size % 64 for size in blocks):
         return None
     widest = max(setting.D, setting.Dv)
-    narrow = widest <= 64
+    narrow = widest <= 64 and not much_arithmetic(setting.score)
     pair = lambda size: 2 if size % 128 == 0 and widest <= TWO_GROUPS else 1
     groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64

@@ -126,11 +126,13 @@ def _sum_is_exact(*integers: Node) -> bool:
 
 
 def runs(program: Program, walked: str, shapes: Sequence[tuple[int, ...]]) -> list[Node]:
-    """Loads at the index along the loop, of the last axis of an array, in rows of even length (`docs[b, k]`)."""
+    """Loads at the index along the loop, of the last axis of an array, in rows of even length (`docs[b, k]`).
+
+    Also of an array of one dimension: under `jax.vmap` it is a row of another.
+    """
     index = program.argument(walked)
-    is_run = lambda load: load.inputs[-1] is index and all(x.kind == "" for x in load.inputs[:-1])
-    is_even = lambda load: len(load.inputs) == 1 or shapes[load.value][-1] % 2 == 0
-    return [node for node in program.loads if is_run(node) and is_even(node)]
+    is_run = lambda load: load.inputs[-1:] == (index,) and all(x.kind == "" for x in load.inputs[:-1])
+    return [load for load in program.loads if is_run(load) and shapes[load.value][-1] % 2 == 0]
 
 
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:

@@ -57,6 +57,11 @@ class Step(NamedTuple):
         """Whether weights need not be made smaller by the largest score."""
         return is_bounded(self.known.setting, self.queries.dtype)
 
+    @property
+    def by_exponentials(self) -> bool:
+        """Whether turns are taken at the exponentials, before which the largest score is known."""
+        return scarce(self.known.setting) is Scarce.EXPONENTIALS and not self.bounded
+
     def __call__(self, state: State, first: Any, is_partial: bool) -> State:
         """Takes in the tile of keys from `first` on, and the values of the one before.
 
@@ -64,7 +69,7 @@ class Step(NamedTuple):
         the next stage is waited for. Before the first tile nothing came: the values that lie with it are multiplied by
         weights of zero.
         """
-        known, setting = self.known, self.known.setting
+        known = self.known
         out, s, top, shift = self._products(state, first, is_partial)
         self.ring.release(state.stage)
         exponent, total = s * known.unit, state.total
@@ -74,7 +79,7 @@ class Step(NamedTuple):
             total, out = total * _over_columns(keep, total.shape), out * _over_columns(keep, out.shape)
         p = inline.exp2(TILE, exponent)
         total = total + inline.sum_columns(TILE, p)
-        if scarce(setting) is Scarce.EXPONENTIALS:
+        if self.by_exponentials:
             total = self.turns.end_after(TILE, total)
         return State(out, top, total, p.astype(state.p.dtype), state.stage + 1)
 
@@ -115,7 +120,7 @@ class Step(NamedTuple):
         top = jnp.maximum(before, jnp.max(s, axis=1) * self.known.unit)
         may_hide = setting.mask is not None or setting.score is not None
         shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
-        return s, top, self.turns.take_before(ROW, shift) if scarce(setting) is Scarce.EXPONENTIALS else shift
+        return s, top, self.turns.take_before(ROW, shift) if self.by_exponentials else shift
 
 
 class Scarce(enum.Enum):
@@ -141,7 +146,7 @@ def scarce(setting: Setting) -> Scarce:
     return Scarce.PRODUCTS if setting.D + setting.Dv > 192 else Scarce.EXPONENTIALS
 
 
-MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32, and what is 2 ** -80 of them is not lost
+MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
 
 
 def is_bounded(setting: Setting, dtype: Any) -> bool:
