@@ -9,6 +9,7 @@ import pytest
 
 import jflex
 from benchmarks import gpu_compile
+from jflex.backends import triton
 from pallas_kernels import blocks
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from tests import evaluation
@@ -88,6 +89,18 @@ REFUSALS = [
         {"score_mod": lambda s, b, h, q, k: jax.lax.erf_inv(s)},
         r"`score_mod` .* cannot run in its kernels: primitive `erf_inv` has no lowering for Mosaic GPU",
     ),
+    (
+        "rows of a warp group",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(32, 64, num_warps=4))},
+        r"takes 64 or 128 queries, one or two of them a tile; `config` sets 32 queries and 4 warps",
+    ),
+    (
+        "keys of a tile",
+        X,
+        {"config": jflex.Config(forward=jflex.Tiles(128, 32, num_warps=8))},
+        r"its tiles are multiples of 64 keys, and `config` sets tiles of 32",
+    ),
     ("interpreter", X, {"config": jflex.Config(interpret=True)}, r"no interpreter; they run on a Hopper GPU"),
 ]
 
@@ -152,7 +165,6 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
         (1024, 64, {}, False),
         (256, 128, {}, False),
         (256, 64, {"deterministic": True}, False),
-        (512, 64, {"forward": jflex.Tiles(128, 8, num_warps=8)}, False),  # of which `triton` can make nothing
     ],
 )
 def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, by_triton):
@@ -161,6 +173,12 @@ def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, conf
     told = "; gradients by 'triton', because below 1024 queries or keys, at head sizes up to 64, it is faster"
     assert tiles.endswith(told) if by_triton else "triton" not in tiles
     assert "triton" not in chosen(length, **arguments, implementation=BACKEND).tiles
+
+
+@NEEDS_011
+def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
+    monkeypatch.setattr(triton.Triton, "unsupported", lambda self, problem: "it cannot")
+    assert "triton" not in chosen(256, heads=80).tiles
 
 
 @NEEDS_011

@@ -258,6 +258,8 @@ def _limit_of_tiles(problem: Problem) -> str | None:
             f"a warp group of 4 warps takes 64 or 128 queries, one or two of them a tile; `config` sets "
             f"{tiles.block_q} queries and {tiles.num_warps} warps"
         )
+    if tiles.block_kv % ROWS:
+        return f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}"
     needed = memory.bytes_of(
         jax.tree.leaves(forward_sm90.declare(setting_of(problem), tiles, jnp.dtype(problem.dtype)))
     )
