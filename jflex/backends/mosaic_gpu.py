@@ -48,10 +48,10 @@ class MosaicGpu(Backend):
         H200, jax 0.11.2, bf16, causal, 16384 tokens in texts of 256, TFLOP/s beside those of `triton`: 239 and 204 at
         head size 64, 325 and 240 at 128.
         """
-        if triton.decodes(problem):
-            return "for so few queries only 'triton' has kernels of their own"
         from pallas_kernels.mosaic_gpu.schedule import BLOCKS
 
+        if triton.decodes(problem):
+            return "for so few queries only 'triton' has kernels of their own"
         length, tiles = min(problem.T, problem.S), problem.B * problem.Hq * math.ceil(problem.T / 128)
         if length < SHORTEST:
             return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"

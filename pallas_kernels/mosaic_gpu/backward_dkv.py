@@ -61,7 +61,7 @@ def dkv(
     if max(setting.D, setting.Dv) <= BOTH_SUMS:
         return _launched(static, arrays, rows, one_pass=one_pass)
     assert not one_pass, "dQ takes registers beside both sums"
-    keys, values = (_launched(static.of_sums(name), arrays, rows) for name in (KEY, VALUE))
+    keys, values = (_launched(static.of_sum(name), arrays, rows) for name in (KEY, VALUE))
     return keys._replace(value=values.value)
 
 

@@ -72,8 +72,9 @@ def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = Fal
     """The tiles that an H200 measured as best, cut to what divides the blocks; None if nothing fits them.
 
     In one pass, where that is possible and `deterministic` does not forbid it. Cotangents of loads by query are summed
-    by the kernel for dQ alone, so with them there are two; and with a mod that computes much on each element, of which
-    a tile of 128 by 128 stores 1568 bytes away (T5's buckets, head size 64), tiles half as large in two kernels none.
+    by the kernel for dQ alone, so with them there are two. So there are with a mod that computes much on each element,
+    by the compiler's account and not by measurement: of T5's buckets at head size 64 a tile of 128 by 128 stores 1568
+    bytes away, tiles half as large in two kernels none.
     """
     setting, blocks = _padded(setting), setting.blocks or (128, 128)
     if any(size % 64 for size in blocks):

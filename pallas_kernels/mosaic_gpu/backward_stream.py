@@ -48,11 +48,11 @@ class Static(NamedTuple):
         captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
         return cls(setting, tiles, derivative, groups, captured)
 
-    def of_sums(self, *names: str) -> Static:
-        """For some of the sums; cotangents of loads belong to that for dK."""
-        if KEY in names:
-            return self._replace(sums=names)
-        return self._replace(sums=names, derivative=None, groups=self.groups._replace(columns=()))
+    def of_sum(self, name: str) -> Static:
+        """For one of the sums; cotangents of loads belong to that for dK."""
+        if name == KEY:
+            return self._replace(sums=(name,))
+        return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
 
     @property
     def warp_groups(self) -> int:

@@ -169,7 +169,7 @@ class Walker(NamedTuple):
         self, known: scores.Scores, count: Any, query: Any, is_partial: bool, q: Any, raw: Any, d_weights: Any
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Cotangents of scores, as operand of products, and of loads by key; starts to add to dV."""
-        stream, both = self.scratch.stream, len(self.sums) > 1
+        stream = self.scratch.stream
         statistics = awaited(stream.statistics, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(statistics.at[which], COLUMN), known.tile[::-1], (1,))
         # Before both products: to set an accumulator waits for those that run.
@@ -192,7 +192,7 @@ class Walker(NamedTuple):
             plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
             return p.astype(d_out.dtype), ()
         d_s = p * plg.wgmma_accumulator_load(d_weights, wait_n=0)
-        if both:
+        if VALUE in self.sums:
             plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
         d_s, of_load = through_mod(self.static.derivative, tile, d_s)
         more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
