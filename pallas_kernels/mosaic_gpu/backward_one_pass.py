@@ -52,11 +52,11 @@ class QueryGradient(NamedTuple):
     @classmethod
     def declare(cls, setting: Setting, tiles: Tiles, dtype: Any) -> QueryGradient:
         """What to allocate for it."""
-        groups = tiles.num_warps // 4
-        columns = setting.D if _by_queries(tiles) else setting.D // groups
+        groups, columns = tiles.num_warps // 4, _columns(setting, tiles)
+        staged_swizzle = min(memory.swizzle_of(size, 4) for size in (columns, setting.D))
         return cls(
-            memory.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype),
-            memory.tiled((groups, WARP_GROUP_ROWS, columns), jnp.float32),
+            memory.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(setting)),
+            memory.tiled((groups, WARP_GROUP_ROWS, columns), jnp.float32, staged_swizzle),
             plg.Barrier(num_arrivals=groups),
             plg.Barrier(num_arrivals=groups),
         )
@@ -94,7 +94,7 @@ class QueryGradient(NamedTuple):
             if self._by_queries:
                 d_s = d_s.at[:, part]
             else:
-                k = k.at[:, pl.ds(group * acc.shape[1], acc.shape[1])]
+                k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
     def add(self, out: Any, group: Any, b: Any, place: Place, x: jax.Array) -> None:
@@ -103,11 +103,20 @@ class QueryGradient(NamedTuple):
         rows, columns = self.staged.shape[1:]
         staged = self.staged.at[group]
         plg.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = x
+        first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - columns))
+        staged[...] = self._once(x, group, out.shape[-1])
         plg.commit_smem()
-        first, column = (group * rows, 0) if self._by_queries else (0, group * columns)
         at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column, columns))
         plg.copy_smem_to_gmem(staged, out.at[at], reduction_op="add")
+
+    def _once(self, x: jax.Array, group: Any, size: int) -> jax.Array:
+        """Zeros in the columns that another group adds."""
+        groups, _, columns = self.staged.shape
+        twice = 0 if self._by_queries else groups * columns - size
+        if twice == 0:
+            return x
+        column = plg.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
+        return jnp.where(column < twice * group, 0.0, x)
 
     def finish(self) -> None:
         """Waits until all groups have come here."""
@@ -128,14 +137,17 @@ def _slot(nth: Any) -> Any:
     return lax.rem(nth + SLOTS, jnp.int32(SLOTS))
 
 
-def fits(setting: Setting, tiles: Tiles) -> bool:
-    """Whether a block of threads can share dQ so: by 64 queries, or by columns of whole swizzled tiles.
+def _swizzle(setting: Setting) -> int:
+    """Of dS: that of the keys, for a product of two tiles in shared memory wants both alike."""
+    return memory.swizzle_of(setting.D, 2)
 
-    A product of two tiles in shared memory wants both swizzled alike: keys as dS, whose rows have 128 bytes or more.
-    """
-    groups = tiles.num_warps // 4
-    if setting.D % 64 != 0:
-        return False
-    if _by_queries(tiles):
-        return True
-    return tiles.block_q == WARP_GROUP_ROWS and setting.D % (64 * groups) == 0
+
+def _columns(setting: Setting, tiles: Tiles) -> int:
+    """How many columns of dQ a group computes: whole swizzled tiles, so that some may be computed twice."""
+    groups, tile = tiles.num_warps // 4, _swizzle(setting) // 2
+    return setting.D if _by_queries(tiles) else -(-setting.D // (groups * tile)) * tile
+
+
+def fits(setting: Setting, tiles: Tiles) -> bool:
+    """Whether a block of threads can share dQ so: by 64 queries, or by columns, of which no group has all."""
+    return _by_queries(tiles) or (tiles.block_q == WARP_GROUP_ROWS and _columns(setting, tiles) < setting.D)

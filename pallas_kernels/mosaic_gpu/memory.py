@@ -39,10 +39,10 @@ def rows_padded(size: int, itemsize: int) -> int:
     return -(-size // step) * step
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Declares rows as the copy engine writes them and the tensor cores read them."""
+def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None) -> Any:
+    """Declares rows as the copy engine writes them and the tensor cores read them; by a swizzle, or the widest."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = swizzle_of(shape[-1], itemsize)
+    swizzle = swizzle or swizzle_of(shape[-1], itemsize)
     transforms = (plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle))
     return plg.SMEM(shape, dtype, transforms=transforms)
 
