@@ -48,15 +48,15 @@ class MosaicGpu(Backend):
         H200, jax 0.11.2, bf16, causal, 16384 tokens in texts of 256, TFLOP/s beside those of `triton`: 239 and 204 at
         head size 64, 325 and 240 at 128.
         """
-        from pallas_kernels.mosaic_gpu.schedule import BLOCKS
+        from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS
 
         if triton.decodes(problem):
             return "for so few queries only 'triton' has kernels of their own"
         length, tiles = min(problem.T, problem.S), problem.B * problem.Hq * math.ceil(problem.T / 128)
         if length < SHORTEST:
             return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"
-        if length < 2 * SHORTEST and tiles < BLOCKS:
-            return f"{tiles} tiles of 128 queries leave some of the {BLOCKS} multiprocessors without work"
+        if length < 2 * SHORTEST and tiles < MULTIPROCESSORS:
+            return f"{tiles} tiles of 128 queries leave some of the {MULTIPROCESSORS} multiprocessors without work"
         if _tiles(_as_run(problem)).num_warps == WARPS_OF_GROUP:
             return (
                 "blocks of 64 queries keep one of its two computing warp groups idle (a `block_size` of 128 does not)"

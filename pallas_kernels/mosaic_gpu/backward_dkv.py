@@ -24,6 +24,7 @@ from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import memory
 from pallas_kernels.mosaic_gpu.backward_stream import KEY, VALUE, Given, Static, accumulator, give, store_sums
 from pallas_kernels.mosaic_gpu.backward_walk import Scratch, State, Walker, declare
+from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING
 from pallas_kernels.setting import Arrays, Setting, Tiles
@@ -81,7 +82,7 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
         [*(of_batch(like[name]) for name in static.sums), *(per_column for _ in groups.columns)],
         declare(setting, tiles, arrays.key.dtype, one_pass=one_pass),
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
-        grid=(setting.B, setting.Hkv, columns),
+        blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     query = None if d_query is None else jax.freeze(d_query)[:, :, : setting.T]
@@ -90,9 +91,13 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query)
 
 
-def _kernel(static: Static, place: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
+def _grid(static: Static) -> Grid:
+    return Grid(static.setting.B, static.setting.Hkv, pl.cdiv(static.setting.S, static.tiles.block_kv))
+
+
+def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
     arrays, order, given, d_query = inputs
-    b, kv_h, nth = place
+    b, kv_h, nth = _grid(static).place(number)
     here = (b, kv_h, blocks.column_at(static.setting, order, b, kv_h, nth))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, here, (*outputs, d_query), scratch, group)

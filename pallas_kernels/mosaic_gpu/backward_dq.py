@@ -32,6 +32,7 @@ from pallas_kernels.mosaic_gpu.backward_stream import (
     load_vector,
     store_sums,
 )
+from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
@@ -95,17 +96,21 @@ def dq(
         ],
         declare(setting, tiles, arrays.query.dtype),
         name="jflex_backward_dq_sm90",
-        grid=(setting.B, setting.Hq, row_tiles),
+        blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     return FoundByRows(d_query, [x[..., : setting.T] for x in sums])
 
 
-def _kernel(static: Static, place: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
+def _grid(static: Static) -> Grid:
+    return Grid(static.setting.B, static.setting.Hq, pl.cdiv(static.setting.T, static.tiles.block_q))
+
+
+def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
     arrays, order, given = inputs
-    b, h, nth = place
-    count = pl.cdiv(static.setting.T, static.tiles.block_q)
-    here = (b, h, blocks.row_at(static.setting, order, b, h, nth, count))
+    grid = _grid(static)
+    b, h, nth = grid.place(number)
+    here = (b, h, blocks.row_at(static.setting, order, b, h, nth, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, given, here, outputs, scratch, group)
     pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, here, scratch))

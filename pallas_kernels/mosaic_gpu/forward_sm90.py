@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
 from pallas_kernels.mosaic_gpu import forward_step, memory, padding, schedule, scores
+from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
 from pallas_kernels.setting import Arrays, Setting, Tiles
@@ -76,8 +77,8 @@ def _declare(setting: Setting, tiles: Tiles, dtype: Any, *, many: bool) -> Scrat
     )
 
 
-def _grid(setting: Setting, tiles: Tiles) -> schedule.Grid:
-    return schedule.Grid(setting.B, setting.Hq, pl.cdiv(setting.T, tiles.block_q))
+def _grid(setting: Setting, tiles: Tiles) -> Grid:
+    return Grid(setting.B, setting.Hq, pl.cdiv(setting.T, tiles.block_q))
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -96,17 +97,17 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
         ],
         scratch,
         name="jflex_forward_sm90",
-        grid=(schedule.BLOCKS if many else grid.size,),
+        blocks=schedule.BLOCKS if many else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
     return padding.cut_rows(setting, out, T, Dv), lse[..., :T]
 
 
 def _kernel(
-    setting: Setting, tiles: Tiles, captured: scores.Captured, place: Any, inputs: Any, outputs: Any, scratch: Scratch
+    setting: Setting, tiles: Tiles, captured: scores.Captured, number: Any, inputs: Any, outputs: Any, scratch: Scratch
 ) -> None:
     arrays, order, counter = inputs
-    plan = schedule.Schedule(_grid(setting, tiles), place[0], counter, scratch.numbers)
+    plan = schedule.Schedule(_grid(setting, tiles), number, counter, scratch.numbers)
     row_at = lambda b, h, nth: (b, h, blocks.row_at(setting, order, b, h, nth, plan.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
     static = Static(setting, tiles, captured, arrays, outputs, scratch, row_at)

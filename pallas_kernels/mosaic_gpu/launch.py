@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -23,10 +22,10 @@ def launch(
     scratch: Any,
     *,
     name: str,
-    grid: tuple[int, ...],
+    blocks: int,
     warp_groups: int,
 ) -> Any:
-    """Runs ``kernel(place, inputs, outputs, scratch)`` on a grid, place being the indices of the block of threads.
+    """Runs ``kernel(number, inputs, outputs, scratch)``, the number being that of the block of threads.
 
     Args:
       kernel: The kernel; it gets pytrees of refs.
@@ -34,17 +33,14 @@ def launch(
       outputs: What it computes.
       scratch: A pytree of declarations: shared memory and barriers.
       name: In profiles.
-      grid: Blocks of threads along each axis; the last varies fastest.
+      blocks: How many blocks of threads.
       warp_groups: Of each block.
     """
     flat, tree = jax.tree.flatten(inputs)
-    blocks = 1
-    for size in grid:
-        blocks *= size
 
     def body(*refs: Any, declared: Any) -> None:
         ins, outs = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
-        kernel(unravel(lax.axis_index(_BLOCK), grid), ins, outs, declared)
+        kernel(lax.axis_index(_BLOCK), ins, outs, declared)
 
     return plg.kernel(
         body,
@@ -59,16 +55,6 @@ def launch(
             lowering_semantics=plg.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )(*flat)
-
-
-def unravel(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
-    """The indices of a number along each axis of a grid; the last varies fastest."""
-    place = []
-    for size in reversed(grid):
-        size = jnp.int32(size)
-        place.append(lax.rem(number, size))
-        number = lax.div(number, size)
-    return tuple(reversed(place))
 
 
 def flat_operands(arrays: Arrays) -> Arrays:

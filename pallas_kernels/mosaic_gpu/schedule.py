@@ -15,25 +15,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline
-from pallas_kernels.mosaic_gpu.launch import unravel
+from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS, Grid
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 
-BLOCKS = 132  # multiprocessors of an H100 or H200; with fewer, blocks that begin last find nothing left
+BLOCKS = MULTIPROCESSORS  # where there are fewer, blocks that begin last find nothing left
 _ANNOUNCED = FIRST_FREE_BARRIER + 2  # after those of the turns
 AHEAD = 2  # tiles whose queries are in shared memory at once
-
-
-class Grid(NamedTuple):
-    """All tiles: batch, heads, tiles of a head."""
-
-    batch: int
-    heads: int
-    tiles: int
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self.batch * self.heads * self.tiles
 
 
 class Schedule(NamedTuple):
@@ -59,12 +46,12 @@ class Schedule(NamedTuple):
           following: Gives the number of the ith tile.
         """
         if self.counter is None:
-            tile(jnp.int32(0), unravel(self.own, self.grid), jnp.int32(0))
+            tile(jnp.int32(0), self.grid.place(self.own), jnp.int32(0))
             return jnp.int32(1)
 
         def body(state: Any) -> Any:
             i, number, stage = state
-            stage = tile(i, unravel(number, self.grid), stage)
+            stage = tile(i, self.grid.place(number), stage)
             return i + 1, following(i + 1), stage
 
         more = lambda state: state[1] < self.grid.size
