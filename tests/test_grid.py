@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS, Grid
 
-
 MOST = 5000  # one size for all, so that nothing is compiled twice
 
 
