@@ -52,6 +52,10 @@ WIDE = [
         dtype="float16",
     ),
     Case("softcap_of_much", scores.softcap_of_much, masks.causal, Sizes(T=260, D=64), block=128, **BF16),
+    # Tiles end where the sequences do: elements are loaded from one address on.
+    Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),
+    Case("even_bias", captured.bias_bhqk, masks.causal, Sizes(T=256, S=384, D=128), block=128, layout="BNTH", **BF16),
+    Case("even_booleans", mask=masks.random_elements, sizes=Sizes(T=256, D=64), block=128, by_head=True, **BF16),
     Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
     Case(

@@ -151,3 +151,25 @@ def test_clauses_of_a_mask():
     assert forms.clauses(None) == ([], [])
     either = mask_program(lambda b, h, q, k: (q >= k) | (k < 5))
     assert [[node.op for node in part] for part in forms.clauses(either)] == [["or"], []]
+
+
+@pytest.mark.parametrize(
+    ("mod", "shape", "by_key", "by_query"),
+    [
+        (lambda b, h, q, k, x: x[q - k + 2047] > 0, (4096,), -1, 1),
+        (lambda b, h, q, k, x: x[h, q - k + 2047] > 0, (4, 4096), -1, 1),
+        (lambda b, h, q, k, x: x[b, q, k] > 0, (2, 1024, 2048), 1, 2048),
+        (lambda b, h, q, k, x: x[k, q] > 0, (2048, 1024), 1024, 1),
+        (lambda b, h, q, k, x: x[2 * k + 3 * q] > 0, (8192,), 2, 3),
+        (lambda b, h, q, k, x: x[k - (q - 1024)] > 0, (4096,), 1, -1),
+        (lambda b, h, q, k, x: x[k, k + q] > 0, (2048, 4096), 4097, 1),
+        (lambda b, h, q, k, x: x[jnp.minimum(k, 5) + q] > 0, (4096,), None, 1),
+        (lambda b, h, q, k, x: x[k * q % 64] > 0, (64,), None, None),
+        (lambda b, h, q, k, x: x[k // 2 + q // 2] > 0, (4096,), None, None),
+    ],
+)
+def test_steps_of_loads(mod, shape, by_key, by_query):
+    program = mask_program(mod, jnp.zeros(shape, jnp.float32))
+    (load,) = (x for x in program.loads if x.kind == "qk")
+    assert forms.step(load, "k", shape) == by_key
+    assert forms.step(load, "q", shape) == by_query

@@ -135,6 +135,36 @@ def runs(program: Program, walked: str, shapes: Sequence[tuple[int, ...]]) -> li
     return [load for load in program.loads if is_run(load) and shapes[load.value][-1] % 2 == 0]
 
 
+def step(load: Node, axis: str, shape: tuple[int, ...]) -> int | None:
+    """By how many places a load goes on in its array from an index of an axis to the next, if always by as many."""
+    steps, stride = [], 1
+    for index, size in zip(load.inputs[::-1], shape[::-1], strict=True):
+        factor = _factor(index, axis)
+        if factor is None:
+            return None
+        steps.append(factor * stride)
+        stride *= size
+    return sum(steps)
+
+
+def _factor(node: Node, axis: str) -> int | None:
+    """What an integer is multiplied by in a sum, of which the rest does not depend on it; None of anything else."""
+    if axis not in node.kind:
+        return 0
+    if node.dtype != np.int32:
+        return None
+    if node.op == "input":
+        return 1
+    factors = [_factor(x, axis) for x in node.inputs]
+    known = [x for x in factors if x is not None]
+    if node.op not in ("add", "sub", "neg", "mul") or len(known) < len(factors):
+        return None
+    if node.op == "mul":
+        numbers = [int(x.value) for x in node.inputs if x.op == "literal"]
+        return sum(known) * numbers[0] if numbers else None
+    return known[0] + known[1] if node.op == "add" else known[0] - known[1] if node.op == "sub" else -known[0]
+
+
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
     """What must all hold for a mask to show an element: first what compares indices alone, then the rest."""
     ordered, others, left = [], [], [] if program is None else [program.output]

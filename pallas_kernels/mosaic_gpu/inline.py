@@ -89,6 +89,41 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
     return load(ref, index)  # pyright: ignore[reportCallIssue]  (what it decorates takes a context first)
 
 
+def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array:
+    """Elements of an array of one dimension in global memory, `step` of them from a column of a tile to the next.
+
+    Each thread computes the address of its first element of a row alone; the others are a constant further.
+    """
+    size = jnp.dtype(dtype).itemsize
+    constraint, bits = {8: ("l", 64), 4: ("r", 32), 2: ("h", 16), 1: ("h", 16)}[size]
+
+    @plg.inline_mgpu(
+        arg_types=(plg.RefType(), plg.Layout.WGMMA),
+        return_type=plg.ShapeDtypeStruct(index.shape, dtype, layout=plg.Layout.WGMMA),
+    )
+    def load(_, source, numbers):
+        word, wide = ir.IntegerType.get_signless(bits), ir.IntegerType.get_signless(64)
+        element, byte = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), ir.IntegerType.get_signless(8)
+        base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(wide, size)
+
+        def at(place: Any, columns: int) -> Any:
+            text = f"ld.global.nc.{'u8' if size == 1 else f'b{bits}'} $0, [$1+{columns * step * size}];"
+            x: Any = llvm.inline_asm(word, [place], text, f"={constraint},l")
+            return llvm.bitcast(element, arith.trunci(byte, x) if size == 1 else x)
+
+        registers = np.empty_like(numbers.registers)
+        for where in np.ndindex(registers.shape):
+            first = numbers.registers[(where[0], 0, *where[2:])]
+            offset = arith.muli(arith.extsi(wide, vector.extract(first, [], [0])), bytes_of_element)
+            place = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            pair: Any = [at(place, TILE_COLUMNS * where[1] + i) for i in range(2)]
+            registers[where] = vector.from_elements(ir.VectorType.get((2,), element), pair)
+        signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
+        return type(numbers)(_registers=registers, _layout=numbers.layout, _is_signed=signed)
+
+    return load(ref, index)  # pyright: ignore[reportCallIssue]
+
+
 def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
     """``bar.arrive`` or ``bar.sync`` of one of the 16 barriers that the hardware numbers.
 

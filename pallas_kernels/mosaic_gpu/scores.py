@@ -111,7 +111,8 @@ def prepare(
     def prepared(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
         if program is None:
             return None
-        known = evaluation(program, refs, shapes, tile, fixed, transposed=transposed)
+        passes_end = setting.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
+        known = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
         known.prepare(wanted or program.nodes, kinds)
         return known
 

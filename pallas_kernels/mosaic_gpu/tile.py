@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.evaluate import Evaluation, Space
 from pallas_kernels.mods import Program
-from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels.mosaic_gpu import forms, inline
 from pallas_kernels.nodes import Node
 
 TILE = plg.Layout.WGMMA  # accumulators of products, 64 rows to a warp group
@@ -37,10 +37,16 @@ class TileSpace(Space):
     """
 
     def __init__(
-        self, refs: Sequence[Any], shapes: Sequence[tuple[int, ...]], tile: tuple[int, int], *, transposed: bool
+        self,
+        refs: Sequence[Any],
+        shapes: Sequence[tuple[int, ...]],
+        tile: tuple[int, int],
+        *,
+        transposed: bool,
+        may_end: bool,
     ) -> None:
         block_q, block_kv = tile
-        self.refs, self.operand_shapes, self.transposed = refs, shapes, transposed
+        self.refs, self.operand_shapes, self.transposed, self.may_end = refs, shapes, transposed, may_end
         self.shapes = {"q": (block_q,), "k": (block_kv,), "qk": (block_kv, block_q) if transposed else tile}
         self.layouts = {"q": COLUMN if transposed else ROW, "k": ROW if transposed else COLUMN, "qk": TILE}
 
@@ -59,7 +65,15 @@ class TileSpace(Space):
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Loads by element; the program has made sure that the indices are in range."""
         ref, at = self.refs[node.value], self._place(node, indices)
-        x = ref[at] if node.kind == "" else inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
+        step = None
+        if node.kind == "qk" and not self.may_end:
+            step = forms.step(node, "q" if self.transposed else "k", self.operand_shapes[node.value])
+        if node.kind == "":
+            x = ref[at]
+        elif step is not None:
+            x = inline.load_strided(ref, at, ref.dtype, step)
+        else:
+            x = inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
         return _boolean(x) if node.dtype == np.bool_ else x
 
     def load_run(self, node: Node, indices: Sequence[jax.Array], first: jax.Array, count: int) -> jax.Array:
@@ -104,6 +118,7 @@ def evaluation(
     indices: Mapping[str, Any],
     *,
     transposed: bool,
+    may_end: bool,
 ) -> Evaluation:
     """Starts to evaluate a program.
 
@@ -114,8 +129,9 @@ def evaluation(
       tile: Queries and keys.
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are known ahead of the loop.
       transposed: Whether tiles are held as (keys, queries).
+      may_end: Whether tiles pass the end of the axis of their columns, where the last index is repeated.
     """
-    space = TileSpace(refs, shapes, tile, transposed=transposed)
+    space = TileSpace(refs, shapes, tile, transposed=transposed, may_end=may_end)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
