@@ -1,7 +1,8 @@
 """Searches tiles on a GPU and writes them to a table: ``python -m benchmarks.tune``.
 
-Every head size has a process of its own, which compiles all configurations at once and then waits for the GPU; they are
-timed one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same for all.
+Every head size has a process of its own, which compiles all configurations of a condition at once and then waits for
+the GPU; they run one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same
+for all.
 
 The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. What they
 compute is compared with what Triton's do, and tiles that give something else are left out.
@@ -160,12 +161,17 @@ def _line(entry: dict[str, Any]) -> str:
 def search(head_size: int, wanted: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of one head size; runs in a process of its own, with `Wanted` as JSON gives it."""
     asked = Wanted(**wanted)
-    prepared = {x: _compiled(head_size, x, asked) for x in asked.conditions(head_size) if time.time() < asked.deadline}
-    with _LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = (_entry(head_size, condition, calls) for condition, calls in prepared.items()
-                   if calls and time.time() < asked.deadline)  # fmt: skip
-        return list(entries)
+    entries = []
+    for condition in asked.conditions(head_size):
+        if time.time() >= asked.deadline:
+            break
+        calls = _compiled(head_size, condition, asked)
+        with _LOCK.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            right = _that_agree(head_size, condition, calls) if condition[0] in HOPPER_KERNELS else calls
+            if right:
+                entries.append(_entry(head_size, condition, right))
+    return entries
 
 
 def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -> dict[Tiles, list[Any]]:
@@ -192,16 +198,16 @@ def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -
             futures[x] = pool.submit(compiled, lowered)
     found = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)
-    calls = {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
-    return _that_agree(kernel, attentions, arrays, calls) if kernel in HOPPER_KERNELS else calls
+    return {x: [bind(run, a) for run, a in zip(runs, arrays, strict=True)] for x, runs in found.items() if runs}
 
 
 def _that_agree(
-    kernel: str, attentions: Sequence[Any], arrays: Sequence[Any], calls: dict[Tiles, list[Any]]
+    head_size: int, condition: tuple[str, str, str], calls: dict[Tiles, list[Any]]
 ) -> dict[Tiles, list[Any]]:
     """The configurations whose results are those of Triton's kernel: what is broken may be fast."""
-    wanted = [jax.jit(candidates.program(attention, kernel.removesuffix("_sm90"), None))(*a)
-              for attention, a in zip(attentions, arrays, strict=True)]  # fmt: skip
+    kernel, mods, length = condition
+    wanted = [jax.jit(candidates.program(attention, kernel.removesuffix("_sm90"), None))(*candidates.inputs(attention))
+              for attention in candidates.attentions(head_size, mods, length)]  # fmt: skip
     agree = jax.jit(_agree)
     return {tiles: runs for tiles, runs in calls.items()
             if all(bool(agree(run(), right)) for run, right in zip(runs, wanted, strict=True))}  # fmt: skip

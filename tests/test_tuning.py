@@ -247,10 +247,12 @@ class TestSearch:
 
     def test_what_computes_something_else_is_left_out(self, monkeypatch):
         right, wrong = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)
-        monkeypatch.setattr(candidates, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
         x, far = jnp.ones(8), jnp.ones(8).at[3].set(2.0)
+        monkeypatch.setattr(candidates, "attentions", lambda *condition: [None])
+        monkeypatch.setattr(candidates, "inputs", lambda attention: (x,))
+        monkeypatch.setattr(candidates, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
         calls = {right: [lambda: x], wrong: [lambda: far]}
-        assert list(tune._that_agree("forward_sm90", [None], [(x,)], calls)) == [right]
+        assert list(tune._that_agree(64, ("forward_sm90", "none", "long"), calls)) == [right]
 
     def test_kernels_of_hopper_are_not_pruned(self, tmp_path, capsys):
         with pytest.raises(SystemExit):

@@ -39,7 +39,8 @@ class QueryGradient(NamedTuple):
 
     Attributes:
       d_scores: [slots, groups, keys of a group, queries].
-      staged: float32 [groups, 64, columns of dQ that a group computes].
+      staged: float32 [groups, parts, 64, columns of a part], of dQ that a group computes. What both groups compute is a
+        part.
       written: All groups have written their dS.
       read: All groups have read the dS of the tile before.
     """
@@ -53,10 +54,11 @@ class QueryGradient(NamedTuple):
     def declare(cls, setting: Setting, tiles: Tiles, dtype: Any) -> QueryGradient:
         """What to allocate for it."""
         groups, columns = tiles.num_warps // 4, _columns(setting, tiles)
-        staged_swizzle = min(memory.swizzle_of(size, 4) for size in (columns, setting.D))
+        width = columns if groups * columns in (setting.D, groups * setting.D) else _swizzle(setting) // 2
+        staged_swizzle = min(memory.swizzle_of(size, 4) for size in (width, setting.D))
         return cls(
             memory.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(setting)),
-            memory.tiled((groups, WARP_GROUP_ROWS, columns), jnp.float32, staged_swizzle),
+            memory.tiled((groups, columns // width, WARP_GROUP_ROWS, width), jnp.float32, staged_swizzle),
             plg.Barrier(num_arrivals=groups),
             plg.Barrier(num_arrivals=groups),
         )
@@ -83,7 +85,8 @@ class QueryGradient(NamedTuple):
     @property
     def product(self) -> Any:
         """The accumulator of `start`."""
-        return accumulator(*self.staged.shape[1:])
+        _, parts, rows, width = self.staged.shape
+        return accumulator(rows, parts * width)
 
     def start(self, acc: Any, nth: Any, group: Any, keys: Any) -> None:
         """Starts the product of the nth tile, for the share of a group; `keys` are those of all groups."""
@@ -100,23 +103,16 @@ class QueryGradient(NamedTuple):
     def add(self, out: Any, group: Any, b: Any, place: Place, x: jax.Array) -> None:
         """Has the copy engine add a group's share of a tile to dQ, float32 [B, Hq, T, D]."""
         plg.barrier_arrive(self.read)
-        rows, columns = self.staged.shape[1:]
-        staged = self.staged.at[group]
+        _, parts, rows, width = self.staged.shape
+        first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - parts * width))
         plg.wait_smem_to_gmem(0, wait_read_only=True)
-        first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - columns))
-        staged[...] = self._once(x, group, out.shape[-1])
+        for part in range(parts):
+            self.staged.at[group, part][...] = x[:, part * width : (part + 1) * width]
         plg.commit_smem()
-        at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column, columns))
-        plg.copy_smem_to_gmem(staged, out.at[at], reduction_op="add")
-
-    def _once(self, x: jax.Array, group: Any, size: int) -> jax.Array:
-        """Zeros in the columns that another group adds."""
-        groups, _, columns = self.staged.shape
-        twice = 0 if self._by_queries else groups * columns - size
-        if twice == 0:
-            return x
-        column = plg.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE)
-        return jnp.where(column < twice * group, 0.0, x)
+        for part in range(parts):
+            at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column + part * width, width))
+            is_mine = group == 0 if part == 0 and parts > 1 else None  # the second group's first is the first's last
+            plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], is_mine, reduction_op="add")
 
     def finish(self) -> None:
         """Waits until all groups have come here."""
