@@ -87,8 +87,7 @@ def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret
     Without tiles it takes those that jflex chooses.
     """
     pass_, implementation = kernel.removesuffix("_sm90"), "mosaic_gpu" if kernel in HOPPER_KERNELS else "triton"
-    field = "dkv" if pass_ == "one_pass" else pass_
-    config = jflex.Config(**{field: tiles and jflex.Tiles(*tiles)}, interpret=interpret)
+    config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
 
     def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
         mod = None if attention.score is None else SCORES[attention.score](captured)
@@ -107,6 +106,17 @@ def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret
         return jax.vjp(lambda *kv: attend(query, *kv), key, value)[1](d_out)
 
     return run
+
+
+def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
+    """Fields of `Config`; two kernels of Hopper's backward are set together, of which one runs."""
+    if tiles is None:
+        return {}
+    given = jflex.Tiles(*tiles)
+    if kernel in ("dkv_sm90", "dq_sm90"):
+        idle = jflex.Tiles(64, 64, 4, 2)
+        return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): given, "deterministic": True}
+    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90"): given}
 
 
 def inputs(attention: Attention) -> tuple[Any, ...]:
@@ -137,30 +147,42 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
 
     The backward in one pass takes more registers, so that not all of its tiles compile.
     """
-    from pallas_kernels.mosaic_gpu import backward_dq, backward_walk, forward_sm90, memory
+    from pallas_kernels.mosaic_gpu import (
+        backward_dkv,
+        backward_dq,
+        backward_one_pass,
+        backward_walk,
+        forward_sm90,
+        memory,
+    )
 
     one_pass = functools.partial(backward_walk.declare, one_pass=True)
     declare = {
         "forward_sm90": forward_sm90.declare, "dq_sm90": backward_dq.declare, "one_pass_sm90": one_pass,
     }.get(kernel, backward_walk.declare)  # fmt: skip
-    by_keys = kernel in ("one_pass_sm90", "dkv_sm90")
+    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > backward_dkv.BOTH_SUMS
     length = 1024
     setting = Setting(1, length, length, 1, 1, 1, head_size, head_size, "BTNH", 1.0, None, None, (128, 128), 1, 1, None,
                       False)  # fmt: skip
-    for groups, rows, columns in itertools.product((1, 2), (64, 128), (32, 64, 128)):
-        needless = columns < 64 and head_size <= 128
-        if needless or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
+    for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
+        refused = rows > 64 and kernel != "forward_sm90"
+        if refused or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
             continue
         block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
         for stages in range(2, _MOST_STAGES + 1):
             tiles = Tiles(block_q, block_kv, 4 * groups, stages)
+            if kernel == "one_pass_sm90" and (sums_apart or not backward_one_pass.fits(setting, tiles)):
+                continue
             if memory.bytes_of(jax.tree.leaves(declare(setting, tiles, jnp.bfloat16))) <= memory.LIMIT:
                 yield tiles
 
 
 def _held(kernel: str, columns: int, head_size: int) -> int:
     """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
-    sums = head_size if kernel in ("forward_sm90", "dq_sm90") else 2 * head_size
+    from pallas_kernels.mosaic_gpu.backward_dkv import BOTH_SUMS
+
+    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= BOTH_SUMS
+    sums = 2 * head_size if both else head_size
     tiles = columns if kernel == "forward_sm90" else 2 * columns
     return sums // 2 + tiles // 2 + columns // 4
 

@@ -39,6 +39,8 @@ MOST_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 an
 _LOCK = pathlib.Path(tempfile.gettempdir()) / "jflex-tune.lock"
 _RUNS = 5
 _ALIKE = 0.05  # of the norm, by which results may differ
+_NAMES = dict(zip(HOPPER_KERNELS, ("jflex_forward_sm90", "jflex_backward_sm90", "jflex_backward_dkv_sm90",
+                                   "jflex_backward_dq_sm90"), strict=True))  # fmt: skip
 _REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
@@ -195,6 +197,8 @@ def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
             except _REFUSALS:
                 continue
+            if kernel in HOPPER_KERNELS and not all(_NAMES[kernel] in program.as_text() for program in lowered):
+                continue  # jflex would take kernels of Triton instead
             futures[x] = pool.submit(compiled, lowered)
     found = {x: future.result() for x, future in futures.items()}
     bind = lambda run, a: lambda: run(*a)

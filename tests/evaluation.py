@@ -120,8 +120,8 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     score_mod = None if case.score is None else case.score.jax(score_captures)
     mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
-    implementation, _, interpret = backend.partition("-")
-    config = jflex.Config(interpret=True) if interpret else None
+    implementation, _, manner = backend.partition("-")
+    config = {"interpret": lambda: jflex.Config(interpret=True), "one_pass": lambda: one_pass(case)}.get(manner)
     out, lse = jflex.flex_attention(
         turn(query),
         turn(key),
@@ -134,9 +134,18 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         layout=case.layout,
         return_lse=True,
         implementation=implementation,
-        config=config,
+        config=config and config(),
     )
     return turn(out), lse
+
+
+def one_pass(case: Case) -> jflex.Config:
+    """Tiles with which the Hopper kernels compute dK, dV and dQ in one pass, however short the sequences."""
+    block = case.block if isinstance(case.block, tuple) else (case.block or 128,) * 2
+    if any(size % 128 for size in block):
+        return jflex.Config(dkv=jflex.Tiles(64, 64, num_warps=4))
+    widest = max(case.sizes.D, case.sizes.Dv)
+    return jflex.Config(dkv=jflex.Tiles(128 if widest <= 64 else 64, 128, num_warps=8))
 
 
 @functools.cache

@@ -81,3 +81,37 @@ MANY = [
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
 HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.kinds is None] + WIDE + MANY
+# Computed in one pass too, which short sequences take two for.
+_OF_TABLE = [
+    "identity",
+    "relative_causal",
+    "times_two_through_full_blocks",
+    "softcap",
+    "own_derivative",
+    "negative_scale",
+    "bias_bqk",
+    "table",
+    "table_of_distance",
+    "outside_index",
+    "only_bias",
+    "window",
+    "documents",
+    "rows_that_see_nothing",
+    "window_by_head",
+    "padding",
+    "wide_blocks",
+    "decode_mask_mod",
+    "one_query_one_key",
+    "head_size_1",
+    "head_sizes_16_40",
+    "head_size_80",
+    "head_size_96",
+    "head_size_128",
+    "grouped_causal",
+    "long",
+    "length_mask_mod",
+    "length_sees_nothing",
+]
+_TWO_KERNELS = {"softcap_of_much", "even_bias", "two_groups_scalar", "many_empty_rows", "many_wide"}
+ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
+ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS]

@@ -13,7 +13,7 @@ from jflex.backends import triton
 from pallas_kernels import blocks
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from tests import evaluation
-from tests.hopper_cases import HOPPER
+from tests.hopper_cases import HOPPER, ONE_PASS
 from tests.test_compile import program_of
 
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
@@ -27,6 +27,13 @@ def test_results_and_gradients(case):
         return
     evaluation.check_forward(case, BACKEND)
     evaluation.check_gradients(case, BACKEND, ("query", "key", "value", *evaluation.draw(case).floats()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_gradients_in_one_pass(case):
+    names = ("query", "key", "value", *evaluation.draw(case).floats())
+    evaluation.check_gradients(case, f"{BACKEND}-one_pass", names)
 
 
 # Bytes that a thread stores away. The backward kernels hold sums for dK and dV that fill the registers: what they store
@@ -43,16 +50,27 @@ KNOWN_SPILLS = {
 @NEEDS_011
 @pytest.mark.parametrize("case", [case for case in HOPPER if not case.unsupported], ids=str)
 def test_compiles(case):
-    program = program_of(case, BACKEND)
+    assert compiled(case, BACKEND)
+
+
+@NEEDS_011
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_compiles_in_one_pass(case):
+    assert any("backward_sm90" in kernel.name for kernel in compiled(case, f"{BACKEND}-one_pass"))
+
+
+def compiled(case, backend):
+    """The kernels of a case, of which none stores much away."""
+    program = program_of(case, backend)
     if gpu_compile.missing():
         gpu_compile.lower(*program)
         pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
     kernels = [kernel for kernel in gpu_compile.compile_kernels(*program) if "sm90" in kernel.name]
-    assert kernels
     assert {kernel.tensor for kernel in kernels} == {"wgmma"}
     for kernel in kernels:
         allowed = SPILLS["forward" if "forward" in kernel.name else "backward"]
         assert kernel.spill <= KNOWN_SPILLS.get(case.name, allowed), kernel
+    return kernels
 
 
 def on_absent_gpu(call, *shapes):

@@ -48,6 +48,7 @@ class MosaicGpu(Backend):
         H200, jax 0.11.2, bf16, causal, 16384 tokens in texts of 256, TFLOP/s beside those of `triton`: 239 and 204 at
         head size 64, 325 and 240 at 128.
         """
+        from pallas_kernels.mosaic_gpu.arithmetic import is_periodic
         from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS
 
         if triton.decodes(problem):
@@ -61,6 +62,8 @@ class MosaicGpu(Backend):
             return (
                 "blocks of 64 queries keep one of its two computing warp groups idle (a `block_size` of 128 does not)"
             )
+        if is_periodic(known_programs(problem).score):
+            return "a sine or its like of each score takes longer beside products (H200, head size 64: 2.4 times)"
         return None
 
     def faster_gradients(self, problem: Problem) -> tuple[str, str] | None:
@@ -188,8 +191,8 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
         assert dkv is not None  # or there was a reason
         tiles = backward_sm90.BackwardTiles(dkv, dq)
     else:
-        tiles = _measured_backward(problem, one_pass=one_pass)
-        tiles = tiles or backward_sm90.tiles_for(facts, groups, deterministic=problem.config.deterministic)
+        one_pass = one_pass and backward_sm90.may_take_one_pass(facts, groups)
+        tiles = _measured_backward(problem, one_pass=one_pass) or backward_sm90.tiles_for(facts, one_pass=one_pass)
     if tiles is None:
         return "no tile of them divides the blocks of the mask"
     needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype)]
@@ -293,10 +296,13 @@ def _tiles(problem: Problem) -> Tiles:
 
 
 def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
-    """Those of a table, for the kernel's name there and the length of its loop."""
+    """Those of a table, for the kernel's name there and the length of its loop; the mods there compute little."""
+    from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
     from pallas_kernels.tuning import tables
 
     programs, itemsize = known_programs(problem), jnp.dtype(problem.dtype).itemsize
+    if much_arithmetic(programs.score) or much_arithmetic(programs.mask):
+        return None
     key = tables.key_of(kernel, max(problem.D, problem.Dv), itemsize, (programs.score, programs.mask), length)
     found = tables.look_up(problem.device_kind, key)
     if found is None:

@@ -24,9 +24,12 @@ def much_arithmetic(program: Program | None) -> bool:
     Functions that reduce their argument to a period always do: a sine stores 2280 bytes away with 128 keys, and none
     with 64, where a gelu or a softplus store none with either (compiled for sm_90a, head size 64).
     """
-    if program is None:
-        return False
-    return _values(program.nodes) > MUCH or any(x.kind == "qk" and x.op in _PERIODIC for x in program.nodes)
+    return is_periodic(program) or (program is not None and _values(program.nodes) > MUCH)
+
+
+def is_periodic(program: Program | None) -> bool:
+    """Whether a mod calls a function of each element that reduces its argument to a period."""
+    return program is not None and any(x.kind == "qk" and x.op in _PERIODIC for x in program.nodes)
 
 
 def fits_beside_product(program: Program | None) -> bool:

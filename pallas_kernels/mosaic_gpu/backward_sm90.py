@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
+SHORTEST_ONE_PASS = 1024  # queries from which on one pass is faster (`tiles_for`)
 TWO_GROUPS = 192  # head size up to which shared memory holds what two warp groups own, beside what they walk over
 
 
@@ -68,11 +69,22 @@ def unsupported_tiles(setting: Setting, dkv: Tiles | None, dq: Tiles | None, *, 
     return None
 
 
-def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = False) -> BackwardTiles | None:
+def may_take_one_pass(setting: Setting, groups: LoadGroups) -> bool:
+    """Whether one pass can compute what is wanted, and is faster.
+
+    Cotangents of loads by query are summed by the kernel for dQ alone, so with them there are two. Short sequences have
+    little to multiply beside the float32 sums of dQ, which one pass sets to zero, adds to and converts. H200, jax
+    0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383 at 256 tokens, 533
+    and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007. Without a mask, 1024
+    tokens: 915 and 928, 1493 and 1544.
+    """
+    return not groups.rows and setting.T >= SHORTEST_ONE_PASS
+
+
+def tiles_for(setting: Setting, *, one_pass: bool) -> BackwardTiles | None:
     """The tiles that an H200 measured as best, cut to what divides the blocks; None if nothing fits them.
 
-    In one pass, where that is possible and `deterministic` does not forbid it. Cotangents of loads by query are summed
-    by the kernel for dQ alone, so with them there are two. So there are with a mod that computes much on each element,
+    In one pass, where they fit it and `one_pass` allows it. A mod that computes much on each element takes two kernels,
     by the compiler's account and not by measurement: of T5's buckets at head size 64 a tile of 128 by 128 stores 1568
     bytes away, tiles half as large in two kernels none.
     """
@@ -85,7 +97,7 @@ def tiles_for(setting: Setting, groups: LoadGroups, *, deterministic: bool = Fal
     groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64
     dkv = Tiles(block_q, 64 * groups_kv, 4 * groups_kv, 2)
-    if not deterministic and not groups.rows and widest <= backward_dkv.BOTH_SUMS and fits(setting, dkv):
+    if one_pass and widest <= backward_dkv.BOTH_SUMS and fits(setting, dkv):
         return BackwardTiles(dkv, None)
     return BackwardTiles(dkv, Tiles(64 * groups_q, 128 if narrow and groups_kv == 2 else 64, 4 * groups_q, 2))
 
