@@ -35,6 +35,7 @@ class Setting:
       list_heads: Heads of the lists: 1 or Hq.
       precision: Of products of float32; None for the hardware's default.
       interpret: Run by Pallas' interpreter on the CPU.
+      score_shapes: Of what the score mod captures; only the Hopper kernels ask for them.
     """
 
     B: int
@@ -54,6 +55,7 @@ class Setting:
     list_heads: int
     precision: str | None
     interpret: bool
+    score_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def group(self) -> int:

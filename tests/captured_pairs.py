@@ -73,6 +73,20 @@ bias_bf16 = added(
     lambda b, h, q, k, n: (b, h, q, k),
     normal("B", "Hq", "T", "S", dtype=jnp.bfloat16),
 )
+_EIGHTHS = lambda rng, *shape: (rng.integers(-32, 32, shape) / 8).astype(jnp.bfloat16)  # bfloat16 holds their sums
+fixed_bias = ScorePair(
+    lambda c: lambda s, b, h, q, k: s + c["fixed"][b, h, q, k].astype(F32),
+    Score(lambda s, b, h, q, k, c: s + c["fixed"][b, h, q, k].astype(np.float64)),
+    lambda rng, n: {"fixed": rng.normal(size=(n.B, n.Hq, n.T, n.S)).astype(jnp.bfloat16)},
+)
+fixed_biases = ScorePair(
+    lambda c: lambda s, b, h, q, k: s * (c["fixed"][h // 2, q, k] + c["fixed_too"][b, q, k]).astype(F32),
+    Score(
+        lambda s, b, h, q, k, c: s * (c["fixed"][h // 2, q, k] + c["fixed_too"][b, q, k]).astype(np.float64),
+        lambda s, b, h, q, k, c: (c["fixed"][h // 2, q, k] + c["fixed_too"][b, q, k]).astype(np.float64),
+    ),
+    lambda rng, n: {"fixed": _EIGHTHS(rng, n.Hq, n.T, n.S), "fixed_too": _EIGHTHS(rng, n.B, n.T, n.S)},
+)
 bias_of_product = added(
     lambda c: (lambda bias: lambda s, b, h, q, k: s + bias[q, k])(c["bias"] * 1.0),
     lambda b, h, q, k, n: (q, k),

@@ -32,8 +32,9 @@ class Drawn(NamedTuple):
     mask: dict[str, np.ndarray]
 
     def floats(self) -> dict[str, np.ndarray]:
-        """The captured arrays that get gradients."""
-        return {name: x for name, x in self.score.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        """The captured arrays that get gradients: numbers, but for those that are called fixed."""
+        wanted = lambda name, x: jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith("fixed")
+        return {name: x for name, x in self.score.items() if wanted(name, x)}
 
 
 class Results(NamedTuple):

@@ -55,6 +55,13 @@ WIDE = [
     # Tiles end where the sequences do: elements are loaded from one address on.
     Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),
     Case("even_bias", captured.bias_bhqk, masks.causal, Sizes(T=256, S=384, D=128), block=128, layout="BNTH", **BF16),
+    # Elements that the copy engine brings, of 16 bits also for gradients.
+    Case("plane", captured.fixed_bias, masks.causal, Sizes(T=304, S=448, Hq=4, Hkv=2, D=128), block=128, **BF16),
+    Case("plane_no_mask", captured.fixed_bias, sizes=Sizes(B=1, T=264, S=576, D=64), dtype="float16"),
+    Case("planes_two", captured.fixed_biases, masks.window, Sizes(T=384, D=64), block=128, **BF16),
+    Case("planes_one_group", captured.fixed_biases, masks.causal, Sizes(T=192, S=320, D=80), block=64, **BF16),
+    Case("plane_wide", captured.fixed_bias, masks.causal, Sizes(T=264, S=320, Hq=4, Hkv=2, D=192), block=128, **BF16),
+    Case("plane_gradient", captured.bias_bf16, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("even_booleans", mask=masks.random_elements, sizes=Sizes(T=256, D=64), block=128, by_head=True, **BF16),
     Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
@@ -77,6 +84,7 @@ MANY = [
     Case(
         "many_empty_rows", mask=masks.first_half_only, sizes=Sizes(B=10, T=260, Hq=12, D=64, Dv=128), block=128, **BF16
     ),
+    Case("many_planes", captured.fixed_bias, masks.causal, Sizes(B=6, T=256, Hq=24, D=64), block=128, **BF16),
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
@@ -112,6 +120,6 @@ _OF_TABLE = [
     "length_mask_mod",
     "length_sees_nothing",
 ]
-_TWO_KERNELS = {"softcap_of_much", "even_bias", "two_groups_scalar", "many_empty_rows", "many_wide"}
+_TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows"}
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
-ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS]
+ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]

@@ -41,6 +41,7 @@ def setting_of(problem: Problem, *, heads_in_rows: bool = False) -> Any:
         *lists,
         p.precision,
         p.config.interpret,
+        () if p.score is None else tuple(shape for shape, _ in p.score.operands),
     )
 
 

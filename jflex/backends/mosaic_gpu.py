@@ -253,9 +253,9 @@ def _limit_of_mods(problem: Problem) -> str | None:
 
 
 def _limit_of_tiles(problem: Problem) -> str | None:
-    from pallas_kernels.mosaic_gpu import forward_sm90, memory
+    from pallas_kernels.mosaic_gpu import memory
 
-    tiles, given = _kernel_tiles(problem), problem.config.forward
+    tiles, given = _tiles(problem), problem.config.forward
     if given is not None and (tiles.num_warps not in (4, 8) or tiles.block_q * 4 // tiles.num_warps not in (64, 128)):
         return (
             f"a warp group of 4 warps takes 64 or 128 queries, one or two of them a tile; `config` sets "
@@ -263,9 +263,7 @@ def _limit_of_tiles(problem: Problem) -> str | None:
         )
     if tiles.block_kv % ROWS:
         return f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}"
-    needed = memory.bytes_of(
-        jax.tree.leaves(forward_sm90.declare(setting_of(problem), tiles, jnp.dtype(problem.dtype)))
-    )
+    needed = _forward_bytes(problem, tiles)
     if needed > memory.LIMIT:
         return f"its tile needs {needed} bytes of shared memory, of which there are {memory.LIMIT}"
     return None
@@ -284,15 +282,25 @@ def _limit_of_gradients(problem: Problem) -> str | None:
 
 def _tiles(problem: Problem) -> Tiles:
     """The user's tiles, else measured ones where they divide the mask's blocks, else a rule's."""
-    from pallas_kernels.mosaic_gpu import rules
+    from pallas_kernels.mosaic_gpu import memory, rules
 
     if problem.config.forward is not None:
         return problem.config.forward
     measured = _measured_tiles(problem, "forward_sm90", problem.S)
-    if measured is not None and measured.block_q <= problem.T:
+    if measured is not None and measured.block_q <= problem.T and _forward_bytes(problem, measured) <= memory.LIMIT:
         return measured
     setting = setting_of(problem)
     return Tiles(*rules.forward_tiles(setting, jnp.dtype(problem.dtype)))
+
+
+def _forward_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory that the forward kernel takes."""
+    from pallas_kernels import setting
+    from pallas_kernels.mosaic_gpu import forward_sm90, memory
+
+    of_kernel = setting.Tiles(*dataclasses.astuple(tiles))
+    declared = forward_sm90.declare(setting_of(problem), of_kernel, jnp.dtype(problem.dtype))
+    return memory.bytes_of(jax.tree.leaves(declared))
 
 
 def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:

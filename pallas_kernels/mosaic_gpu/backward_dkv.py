@@ -21,7 +21,7 @@ from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows
 from pallas_kernels.mods import Derivative
-from pallas_kernels.mosaic_gpu import memory
+from pallas_kernels.mosaic_gpu import memory, planes
 from pallas_kernels.mosaic_gpu.backward_stream import KEY, VALUE, Given, Static, accumulator, give, store_sums
 from pallas_kernels.mosaic_gpu.backward_walk import Scratch, State, Walker, declare
 from pallas_kernels.mosaic_gpu.grid import Grid
@@ -76,11 +76,14 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q, static.unit)
     like = {KEY: arrays.key, VALUE: arrays.value}
     of_batch = lambda x: jax.ShapeDtypeStruct((setting.B, *x.shape[1:]), x.dtype)
+    declared = declare(setting, tiles, arrays.key.dtype, one_pass=one_pass)
+    brought = () if declared.stream.elements is None else planes.planes_of(setting, transposed=True)
+    elements = [plane.of(arrays.score_operands) for plane in brought]
     found = launch(
         functools.partial(_kernel, static),
-        (flat_operands(arrays), order, given, d_query),
+        (flat_operands(arrays), order, given, d_query, elements),
         [*(of_batch(like[name]) for name in static.sums), *(per_column for _ in groups.columns)],
-        declare(setting, tiles, arrays.key.dtype, one_pass=one_pass),
+        declared,
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
         blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
@@ -96,23 +99,26 @@ def _grid(static: Static) -> Grid:
 
 
 def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
-    arrays, order, given, d_query = inputs
+    arrays, order, given, d_query, refs = inputs
     b, kv_h, nth = _grid(static).place(number)
     here = (b, kv_h, blocks.column_at(static.setting, order, b, kv_h, nth))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, here, (*outputs, d_query), scratch, group)
-    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, given, here, scratch))
+    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, given, refs, here, scratch))
     pl.when(group < static.warp_groups)(compute)
 
 
-def _copy(static: Static, arrays: Arrays, given: Given, here: Any, scratch: Scratch) -> None:
+def _copy(static: Static, arrays: Arrays, given: Given, refs: Any, here: Any, scratch: Scratch) -> None:
     """The warp group that brings tiles of queries."""
     plg.set_max_registers(COPYING, action="decrease")
-    b = here[0]
+    b, k_first = here[0], here[2] * static.tiles.block_kv
+    brought = static.brought(arrays, refs, transposed=True)
 
     def one_head(h: Any, count: Any) -> Any:
+        elements_at = brought.of_head(b, h)
+
         def step(count: Any, first: Any, _: bool) -> Any:
-            scratch.stream.fill(static.setting, count, arrays, given, (b, h, first))
+            scratch.stream.fill(static.setting, count, arrays, given, (b, h, first), elements_at(first, k_first))
             return count + 1
 
         return blocks.over_queries(static.setting, static.tiles, arrays, (b, h, here[2]), count, step)

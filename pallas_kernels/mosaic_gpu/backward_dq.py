@@ -20,7 +20,7 @@ from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows, through_mod
 from pallas_kernels.mods import Derivative
-from pallas_kernels.mosaic_gpu import inline, memory, padding, scores
+from pallas_kernels.mosaic_gpu import inline, memory, padding, planes, scores
 from pallas_kernels.mosaic_gpu.backward_stream import (
     DELTA,
     SHIFT,
@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_gpu.backward_stream import (
     Static,
     accumulator,
     awaited,
+    awaited_all,
     give,
     load_vector,
     store_sums,
@@ -56,6 +57,7 @@ class Scratch(NamedTuple):
       filled: A barrier a group, for queries and cotangents.
       keys: Ring of keys.
       values: Ring of values.
+      elements: Ring of `planes`; None without.
     """
 
     queries: Any
@@ -64,13 +66,15 @@ class Scratch(NamedTuple):
     filled: Any
     keys: Ring
     values: Ring
+    elements: Ring | None
 
 
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
-    return Scratch(
+    make = functools.partial(
+        Scratch,
         memory.tiled((groups, rows, setting.D), dtype),
         memory.tiled((groups, rows, setting.Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
@@ -78,6 +82,7 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
         Ring.declare(tiles.num_stages, tiles.block_kv, (setting.D,), dtype, groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, (setting.Dv,), dtype, groups),
     )
+    return planes.beside(make, setting, tiles)
 
 
 def dq(
@@ -87,14 +92,17 @@ def dq(
     static = Static.of(setting, tiles, arrays, derivative, groups)
     row_tiles = pl.cdiv(setting.T, tiles.block_q)
     per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, row_tiles * tiles.block_q), jnp.float32)
+    declared = declare(setting, tiles, arrays.query.dtype)
+    found = () if declared.elements is None else planes.planes_of(setting)
+    elements = [plane.of(arrays.score_operands) for plane in found]
     d_query, *sums = launch(
         functools.partial(_kernel, static),
-        (flat_operands(arrays), blocks.row_order(setting, tiles, arrays), give(rows, tiles.block_q)),
+        (flat_operands(arrays), blocks.row_order(setting, tiles, arrays), give(rows, tiles.block_q), elements),
         [
             padding.like_rows(arrays.query, setting.D),
             *(per_row for _ in groups.rows),
         ],
-        declare(setting, tiles, arrays.query.dtype),
+        declared,
         name="jflex_backward_dq_sm90",
         blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
@@ -107,26 +115,29 @@ def _grid(static: Static) -> Grid:
 
 
 def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
-    arrays, order, given = inputs
+    arrays, order, given, refs = inputs
     grid = _grid(static)
     b, h, nth = grid.place(number)
     here = (b, h, blocks.row_at(static.setting, order, b, h, nth, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, given, here, outputs, scratch, group)
-    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, here, scratch))
+    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, refs, here, scratch))
     pl.when(group < static.warp_groups)(compute)
 
 
-def _copy(static: Static, arrays: Arrays, here: Any, scratch: Scratch) -> None:
+def _copy(static: Static, arrays: Arrays, refs: Any, here: Any, scratch: Scratch) -> None:
     """The warp group that brings keys and values."""
     plg.set_max_registers(COPYING, action="decrease")
-    setting = static.setting
+    setting, q_first = static.setting, here[2] * static.tiles.block_q
+    elements_at = static.brought(arrays, refs).of_head(*here[:2])
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
 
     def step(count: Any, first: Any, _: bool) -> Any:
         at = memory.rows_at(setting, b, h, first, static.tiles.block_kv)
         scratch.keys.fill(count, arrays.key.at[at])
         scratch.values.fill(count, arrays.value.at[at])
+        if scratch.elements is not None:
+            scratch.elements.fill(count, *elements_at(q_first, first))
         return count + 1
 
     blocks.over_keys(setting, static.tiles, arrays, here, jnp.int32(0), step)
@@ -160,7 +171,8 @@ def _compute(
     plg.barrier_wait(scratch.filled.at[group])
 
     def walk(d_query: Any) -> tuple[jax.Array, Any]:
-        step = functools.partial(_step, static, known, scratch, own, (shift, delta), d_query)
+        part = pl.ds(group * rows, rows)
+        step = functools.partial(_step, static, known, scratch, own, (shift, delta), part, d_query)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
         _, sums = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), sums), step)
         return d_query[...] * setting.scale, sums
@@ -180,6 +192,7 @@ def _step(
     scratch: Scratch,
     own: tuple[Any, Any],
     statistics: tuple[jax.Array, jax.Array],
+    part: Any,
     d_query: Any,
     state: Any,
     first: Any,
@@ -193,7 +206,10 @@ def _step(
     def products(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
         plg.wgmma(raw, own[0], keys.T)
         plg.wgmma(d_weights, own[1], awaited(scratch.values, count).T)
-        tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial)
+        elements = [x.at[part] for x in awaited_all(scratch.elements, count)]
+        tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, brought=elements)
+        if scratch.elements is not None:
+            scratch.elements.release(count)
         p = inline.weights(TILE, tile.s, known.unit, shift)
         d_s = p * (plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)
         scratch.values.release(count)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cotangents import LoadGroups, group_loads
 from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
-from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, padding
+from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, padding, planes
 from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
@@ -77,8 +77,16 @@ def may_take_one_pass(setting: Setting, groups: LoadGroups) -> bool:
     0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383 at 256 tokens, 533
     and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007. Without a mask, 1024
     tokens: 915 and 928, 1493 and 1544.
+
+    Nor where shared memory has no room for elements that the copy engine brings (`planes`): with a pair bias of 16 bits
+    at head size 64, 4096 tokens, 2751 us and 2051.
     """
-    return not groups.rows and setting.T >= SHORTEST_ONE_PASS
+    if groups.rows or setting.T < SHORTEST_ONE_PASS:
+        return False
+    found = tiles_for(setting, one_pass=True)
+    if found is None or found.dq is not None or not planes.planes_of(setting):
+        return True
+    return declare(setting, found, jnp.bfloat16)[0].stream.elements is not None
 
 
 def tiles_for(setting: Setting, *, one_pass: bool) -> BackwardTiles | None:
@@ -92,7 +100,7 @@ def tiles_for(setting: Setting, *, one_pass: bool) -> BackwardTiles | None:
     if any(size % 64 for size in blocks):
         return None
     widest = max(setting.D, setting.Dv)
-    narrow = widest <= 64 and not much_arithmetic(setting.score)
+    narrow = widest <= 64 and not much_arithmetic(setting.score) and len(planes.planes_of(setting)) < 2
     pair = lambda size: 2 if size % 128 == 0 and widest <= TWO_GROUPS else 1
     groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows, shift_of
 from pallas_kernels.mods import Derivative
-from pallas_kernels.mosaic_gpu import memory, scores
+from pallas_kernels.mosaic_gpu import memory, planes, scores
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.setting import LOG2_E, Arrays, Setting, Tiles
 
@@ -54,6 +54,11 @@ class Static(NamedTuple):
             return self._replace(sums=(name,))
         return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
 
+    def brought(self, arrays: Arrays, refs: Any, *, transposed: bool = False) -> planes.Brought:
+        """What the copy engine brings of what the score mod captures; `refs` are empty if that does not fit."""
+        found = planes.planes_of(self.setting, transposed=transposed) if refs else ()
+        return planes.Brought(self.setting, self.tiles, self.captured.score, arrays.score_operands, found, refs)
+
     @property
     def warp_groups(self) -> int:
         """Those that compute."""
@@ -85,29 +90,38 @@ class Stream(NamedTuple):
       queries: [rows, D].
       d_out: [rows, Dv].
       statistics: float32 [2, rows]: what is added to scores in base 2, and to cotangents of weights.
+      elements: Of `planes`, [rows, keys of the block]; None without.
     """
 
     queries: Ring
     d_out: Ring
     statistics: Ring
+    elements: Ring | None
 
     @classmethod
-    def declare(cls, setting: Setting, rows: int, stages: int, dtype: Any, readers: int) -> Stream:
+    def declare(
+        cls, setting: Setting, rows: int, stages: int, dtype: Any, readers: int, elements: Ring | None
+    ) -> Stream:
         """What to allocate for it."""
         return cls(
             Ring.declare(stages, rows, (setting.D,), dtype, readers),
             Ring.declare(stages, rows, (setting.Dv,), dtype, readers),
             Ring.of((plg.SMEM((stages, 2, rows), jnp.float32),), readers),
+            elements,
         )
 
-    def fill(self, setting: Setting, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any]) -> None:
-        """Starts to copy the nth tile: that at batch, query head and first query."""
+    def fill(
+        self, setting: Setting, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any], elements: Any
+    ) -> None:
+        """Starts to copy the nth tile: that at batch, query head and first query, with its elements of `planes`."""
         b, h, first = place
         rows = self.queries.tiles[0].shape[1]
         at = memory.rows_at(setting, b, h, first, rows)
         self.queries.fill(nth, arrays.query.at[at])
         self.statistics.fill(nth, given.statistics.at[b, h, :, pl.ds(first, rows)])
         self.d_out.fill(nth, given.d_out.at[at])
+        if self.elements is not None:
+            self.elements.fill(nth, *elements)
 
 
 class Given(NamedTuple):
@@ -146,6 +160,14 @@ def awaited(ring: Ring, nth: Any) -> Any:
     """The nth tile of a ring of one array, once it is there."""
     ring.wait(nth)
     return ring.stage(nth)[0]
+
+
+def awaited_all(ring: Ring | None, nth: Any) -> tuple[Any, ...]:
+    """The nth tiles of a ring, once they are there; none without a ring."""
+    if ring is None:
+        return ()
+    ring.wait(nth)
+    return ring.stage(nth)
 
 
 def accumulator(rows: int, columns: int) -> Any:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.gradients import through_mod
-from pallas_kernels.mosaic_gpu import inline, memory, scores
+from pallas_kernels.mosaic_gpu import inline, memory, planes, scores
 from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
 from pallas_kernels.mosaic_gpu.backward_stream import (
     DELTA,
@@ -23,8 +23,10 @@ from pallas_kernels.mosaic_gpu.backward_stream import (
     Stream,
     accumulator,
     awaited,
+    awaited_all,
     load_vector,
 )
+from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
@@ -53,14 +55,18 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any, *, one_pass: bool = Fals
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_kv // groups
-    return Scratch(
-        memory.tiled((groups, rows, setting.D), dtype),
-        memory.tiled((groups, rows, setting.Dv), dtype),
-        plg.SMEM((groups, rows), jnp.float32),
-        plg.Barrier(num_arrivals=2, num_barriers=groups),
-        Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups),
-        QueryGradient.declare(setting, tiles, dtype) if one_pass else None,
-    )
+
+    def make(elements: Ring | None) -> Scratch:
+        return Scratch(
+            memory.tiled((groups, rows, setting.D), dtype),
+            memory.tiled((groups, rows, setting.Dv), dtype),
+            plg.SMEM((groups, rows), jnp.float32),
+            plg.Barrier(num_arrivals=2, num_barriers=groups),
+            Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups, elements),
+            QueryGradient.declare(setting, tiles, dtype) if one_pass else None,
+        )
+
+    return planes.beside(make, setting, tiles, transposed=True)
 
 
 class State(NamedTuple):
@@ -182,7 +188,11 @@ class Walker(NamedTuple):
         if KEY in self.sums:
             plg.wgmma(d_weights, self.scratch.values.at[self.group], d_out.T)
         scores_of = plg.wgmma_accumulator_load(raw, wait_n=int(KEY in self.sums))
-        tile = scores.modify(known, scores_of, query, is_partial)
+        rows = self.scratch.keys.shape[1]
+        elements = [x.at[:, pl.ds(self.group * rows, rows)].T for x in awaited_all(stream.elements, count)]
+        tile = scores.modify(known, scores_of, query, is_partial, brought=elements)
+        if stream.elements is not None:
+            stream.elements.release(count)
         if self.static.folds:
             p = inline.exp2(TILE, tile.s * known.unit)
         else:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
-from pallas_kernels.mosaic_gpu import forward_step, memory, padding, schedule, scores
+from pallas_kernels.mosaic_gpu import forward_step, memory, padding, planes, schedule, scores
 from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
@@ -33,7 +33,8 @@ class Scratch(NamedTuple):
       queries: [1 or 2, groups, rows, D]: of the tile at hand, and of the next.
       queries_filled: A barrier for each of them and each group.
       queries_emptied: Likewise.
-      ring: A stage holds the keys of a tile and the values of the one before, which are multiplied in the same step.
+      ring: A stage holds the keys of a tile and the values of the one before, which are multiplied in the same step,
+        and tiles of `planes`.
       out: [groups, rows, Dv]; None if it takes the place of the queries.
       lse: [groups, rows].
       numbers: Of the tiles; None if there is but one.
@@ -66,11 +67,12 @@ def _declare(setting: Setting, tiles: Tiles, dtype: Any, *, many: bool) -> Scrat
     groups, ahead = tiles.num_warps // 4, schedule.AHEAD if many else 1
     rows = tiles.block_q // groups
     D, Dv = padding.head_sizes(setting, dtype)
+    stages = [memory.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
     return Scratch(
         memory.tiled((ahead, groups, rows, D), dtype),
         plg.Barrier(num_barriers=ahead * groups),
         plg.Barrier(num_barriers=ahead * groups) if many else None,
-        Ring.declare(tiles.num_stages, tiles.block_kv, (D, Dv), dtype, groups),
+        Ring.of((*stages, *planes.declare(setting, tiles, tiles.num_stages)), groups),
         None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
         schedule.numbers() if many else None,
@@ -88,9 +90,10 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
     grid, scratch = _grid(setting, tiles), declare(setting, tiles, arrays.query.dtype)
     many = scratch.numbers is not None
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
+    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(setting)]
     out, lse = launch(
         functools.partial(_kernel, setting, tiles, captured),
-        (flat_operands(arrays), order, schedule.counter() if many else None),
+        (flat_operands(arrays), order, schedule.counter() if many else None, brought),
         [
             padding.like_rows(arrays.query, setting.Dv),
             jax.ShapeDtypeStruct((setting.B, setting.Hq, grid.tiles * tiles.block_q), jnp.float32),
@@ -106,11 +109,13 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
 def _kernel(
     setting: Setting, tiles: Tiles, captured: scores.Captured, number: Any, inputs: Any, outputs: Any, scratch: Scratch
 ) -> None:
-    arrays, order, counter = inputs
+    arrays, order, counter, brought = inputs
     plan = schedule.Schedule(_grid(setting, tiles), number, counter, scratch.numbers)
     row_at = lambda b, h, nth: (b, h, blocks.row_at(setting, order, b, h, nth, plan.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    static = Static(setting, tiles, captured, arrays, outputs, scratch, row_at)
+    found = planes.planes_of(setting)
+    elements = planes.Brought(setting, tiles, captured.score, arrays.score_operands, found, brought)
+    static = Static(setting, tiles, captured, arrays, elements, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _copy(static, plan))
     pl.when(group < groups)(lambda: _compute(static, plan, group))
 
@@ -123,6 +128,7 @@ class Static(NamedTuple):
       tiles: The tiles.
       captured: Shapes of what the mods capture.
       arrays: The inputs.
+      brought: What the copy engine brings beside keys and values.
       outputs: Out and lse.
       scratch: Shared memory and barriers.
       row_at: Batch, head and tile of queries, of a place in the order of work.
@@ -132,6 +138,7 @@ class Static(NamedTuple):
     tiles: Tiles
     captured: scores.Captured
     arrays: Arrays
+    brought: planes.Brought
     outputs: Any
     scratch: Scratch
     row_at: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -165,19 +172,22 @@ def _copy(static: Static, plan: schedule.Schedule) -> None:
 
 
 def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
-    """Brings the keys and values that a tile of queries visits; returns the next free stage."""
+    """Brings what the visit of a tile of queries to tiles of keys takes; returns the next free stage."""
     setting, arrays, ring = static.setting, static.arrays, static.scratch.ring
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
     at = lambda first: memory.rows_at(setting, b, h, first, static.tiles.block_kv)
+    elements_at, q_first = static.brought.of_head(*here[:2]), here[2] * static.tiles.block_q
 
     def step(state: Any, first: Any, _: bool) -> Any:
         nth, before = state
         before = jnp.where(nth == stage, first, before)
-        ring.fill(nth, arrays.key.at[at(first)], arrays.value.at[at(before)])
+        ring.fill(nth, arrays.key.at[at(first)], arrays.value.at[at(before)], *elements_at(q_first, first))
         return nth + 1, first
 
     end, last = blocks.over_keys(setting, static.tiles, arrays, here, (stage, jnp.int32(0)), step)
-    pl.when(end > stage)(lambda: ring.fill(end, None, arrays.value.at[at(last)]))
+    pl.when(end > stage)(
+        lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.brought.planes))
+    )
     return _after(stage, end)
 
 
@@ -228,7 +238,7 @@ def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, 
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
     start = forward_step.start(setting, rows, tiles.block_kv, static.arrays.query.dtype, stage)
-    step = forward_step.Step(known, queries, scratch.ring, turns)
+    step = forward_step.Step(known, queries, scratch.ring, turns, pl.ds(group * rows, rows))
     state = blocks.over_keys(setting, tiles, static.arrays, here, start, step)
     found = forward_step.finish(scratch.ring, state)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))

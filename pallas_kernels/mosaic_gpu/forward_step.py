@@ -43,14 +43,16 @@ class Step(NamedTuple):
     Attributes:
       known: How scores are computed, and what is known of the mods.
       queries: Those of the warp group, in shared memory.
-      ring: Keys and values.
+      ring: Keys and values, and tiles of `planes`.
       turns: With the other warp group.
+      rows: Of these tiles, those of the warp group.
     """
 
     known: scores.Scores
     queries: Any
     ring: Ring
     turns: Turns
+    rows: Any
 
     @property
     def bounded(self) -> bool:
@@ -85,7 +87,7 @@ class Step(NamedTuple):
 
     def _products(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
         """The output with the values of the tile before; scores of this one, the largest so far, what to subtract."""
-        (keys, values), setting = self.ring.stage(state.stage), self.known.setting
+        (keys, values, *brought), setting = self.ring.stage(state.stage), self.known.setting
         by_products = scarce(setting) is Scarce.PRODUCTS
 
         def products(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
@@ -100,7 +102,8 @@ class Step(NamedTuple):
             # The product with the values may still run, unless a mod wants the registers of the weights.
             loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(setting.score)))
             by_clause = leaves_registers(setting.score)
-            s = scores.modify(self.known, loaded, first, is_partial, begun, by_clause=by_clause).s
+            elements = [tile.at[self.rows] for tile in brought]
+            s = scores.modify(self.known, loaded, first, is_partial, begun, elements, by_clause=by_clause).s
             return self._shifted(s, state.top)
 
         def start(refs: Any) -> None:

@@ -16,7 +16,7 @@ MOST_STAGES = 4
 def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
     """Tiles of the forward kernel: two warp groups of 64 queries, and as many stages as fit.
 
-    Stages give way to a block of threads that computes many tiles.
+    Stages, then keys, give way to a block of threads that computes many tiles.
 
     A thread holds half a tile's columns of scores in registers, beside half of Dv for the output: 128 keys go with
     head sizes up to 128, if a mod does not compute much on each element (it spills 1420 bytes where it has a gelu and
@@ -27,8 +27,11 @@ def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
     groups = 2 if blocks[0] % 128 == 0 and setting.T > 64 else 1
     light = not (much_arithmetic(setting.score) or much_arithmetic(setting.mask))
     wide = max(setting.D, setting.Dv) <= 128 and blocks[1] % 128 == 0 and light
-    block_kv = 128 if wide else 64
-    found = [Tiles(64 * groups, block_kv, 4 * groups, stages) for stages in range(MOST_STAGES, 1, -1)]
+    found = [
+        Tiles(64 * groups, block_kv, 4 * groups, stages)
+        for block_kv in ((128, 64) if wide else (64,))
+        for stages in range(MOST_STAGES, 1, -1)
+    ]
     declared = {tiles: forward_sm90.declare(setting, tiles, dtype) for tiles in found}
     fitting = [t for t in found if memory.bytes_of(jax.tree.leaves(declared[t])) <= memory.LIMIT] or found[-1:]
     return next((t for t in fitting if declared[t].numbers is not None), fitting[0])

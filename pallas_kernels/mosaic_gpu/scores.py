@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import intervals
 from pallas_kernels.evaluate import Evaluation, Product
-from pallas_kernels.mosaic_gpu import forms, inline
+from pallas_kernels.mosaic_gpu import forms, inline, planes
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, numbers
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.setting import LOG2_E, Arrays, Setting
@@ -166,6 +167,7 @@ def modify(
     first: Any,
     is_partial: bool,
     begun: Begun = NOTHING,
+    brought: Sequence[Any] = (),
     *,
     by_clause: bool = False,
 ) -> ScoreTile:
@@ -177,6 +179,7 @@ def modify(
       first: First index along the axis of the loop.
       is_partial: Whether the mask, and the ends of the sequences, matter.
       begun: What `begin` gave for it.
+      brought: Its elements of `planes`, in shared memory.
       by_clause: Whether to hide clause by clause of the mask, which is faster where registers are left: beside the sums
         of the backward kernels it stores up to 184 bytes more of them away.
     """
@@ -187,7 +190,9 @@ def modify(
         assert setting.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
         score = begun.score or _at(scores, scores.score, setting.score, first)
-        score = score.child({}, {setting.score.argument("score"): scaled})
+        elements = zip(planes.planes_of(setting, transposed=scores.transposed) if brought else (), brought, strict=True)
+        given = {plane.load: plg.load(ref, layout=TILE) for plane, ref in elements}
+        score = score.child(given, {setting.score.argument("score"): scaled})
         added, multiple = forms.addend(setting.score, setting.scale), forms.multiple(setting.score)
         if added is not None:
             s = _added(setting, score, raw, added)

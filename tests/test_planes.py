@@ -1,0 +1,87 @@
+"""Which elements of captured arrays the copy engine brings to the Hopper kernels, and what is declared for them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.mods import Sizes, trace_program
+from pallas_kernels.mosaic_gpu import memory, planes
+from pallas_kernels.setting import Setting, Tiles
+
+SIZES = Sizes(2, 4, 1024, 2048)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def setting_of(mod, *operands, D=64):
+    shapes = [(shape, str(jnp.dtype(dtype))) for shape, dtype in operands]
+    scalars = [jax.ShapeDtypeStruct((), F32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
+    jaxpr = jax.make_jaxpr(mod)(*scalars, *(jax.ShapeDtypeStruct(*x) for x in operands))
+    program = trace_program(jaxpr, shapes, SIZES)
+    sizes = (SIZES.B, SIZES.T, SIZES.S, SIZES.Hq, SIZES.Hq, SIZES.B, D, D)
+    return Setting(*sizes, "BTNH", 1.0, program, None, None, 1, 1, None, False, tuple(x for x, _ in shapes))
+
+
+def plus(index):
+    return lambda s, b, h, q, k, x: s + x[index(b, h, q, k)].astype(F32)
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "dtype", "found"),
+    [
+        (lambda b, h, q, k: (h, q, k), (4, 1024, 2048), BF16, (4, 1024, 2048)),
+        (lambda b, h, q, k: (q, k), (1024, 2048), F32, (1, 1024, 2048)),
+        (lambda b, h, q, k: (b, h // 2, q, k), (2, 2, 1024, 2048), BF16, (4, 1024, 2048)),
+        (lambda b, h, q, k: (q, k), (1504, 2112), BF16, (1, 1504, 2112)),  # longer than what is read
+        (lambda b, h, q, k: (q, k), (1025, 2048), BF16, None),  # not whole tiles of 8 rows
+        (lambda b, h, q, k: (q, k), (1024, 2080), BF16, None),  # and 128 bytes
+        (lambda b, h, q, k: (q, k), (1024, 2080), F32, (1, 1024, 2080)),
+        (lambda b, h, q, k: (q, k), (1000, 2048), BF16, None),  # the last row is read again and again
+        (lambda b, h, q, k: (k, q), (2048, 1024), BF16, None),
+        (lambda b, h, q, k: (q, k, h), (1024, 2048, 4), BF16, None),
+        (lambda b, h, q, k: (q // 2, k), (1024, 2048), BF16, None),
+        (lambda b, h, q, k: (q, q, k), (1024, 1024, 2048), BF16, None),
+        (lambda b, h, q, k: (q, k), (1024, 2048), jnp.int8, None),
+    ],
+)
+def test_which_loads_are_planes(index, shape, dtype, found):
+    assert [x.shape for x in planes.planes_of(setting_of(plus(index), (shape, dtype)))] == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "D", "count", "transposed"),
+    [
+        ((BF16, BF16), 64, 2, 2),
+        ((BF16, F32), 64, 1, 1),
+        ((F32, BF16), 64, 1, 1),
+        ((F32,), 64, 1, 0),
+        ((BF16,), 192, 1, 1),
+        ((BF16,), 256, 0, 0),
+    ],
+)
+def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
+    mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
+    setting = setting_of(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
+    assert len(planes.planes_of(setting)) == count
+    assert len(planes.planes_of(setting, transposed=True)) == transposed
+
+
+def test_without_a_mod_or_shapes_there_are_none():
+    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    assert planes.planes_of(dataclasses.replace(setting, score=None)) == ()
+    assert planes.planes_of(dataclasses.replace(setting, score_shapes=())) == ()
+
+
+@pytest.mark.parametrize(("taken", "stages"), [(0, 3), (memory.LIMIT - 80_000, 2), (memory.LIMIT - 40_000, 1)])
+def test_takes_the_stages_that_fit(taken, stages):
+    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    make = lambda ring: [memory.tiled((taken // 128 + 1, 64), BF16), ring]
+    found = planes.beside(make, setting, Tiles(128, 128, 8, 3))
+    assert found[1].tiles[0].shape == (stages, 128, 128)
+
+
+def test_takes_none_that_does_not_fit():
+    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    make = lambda ring: [memory.tiled((memory.LIMIT // 128, 64), BF16), ring]
+    assert planes.beside(make, setting, Tiles(128, 128, 8, 3))[1] is None
