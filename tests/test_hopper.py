@@ -176,20 +176,40 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
 
 @NEEDS_011
 @pytest.mark.parametrize(
-    ("length", "D", "config", "by_triton"),
+    ("length", "heads", "D", "score_mod", "reason"),
     [
-        (256, 64, {}, True),
-        (1023, 64, {}, True),
-        (1024, 64, {}, False),
-        (256, 128, {}, False),
-        (256, 64, {"deterministic": True}, False),
+        (256, 2, 64, None, "4 tiles of 128 queries leave some of the 132"),
+        (256, 2, 128, None, None),
+        (1023, 80, 32, None, "below 1024 queries or keys, at head sizes up to 32, 'triton' is faster"),
+        (1024, 80, 32, None, None),
+        (512, 80, 32, lambda s, b, h, q, k: s * 2, None),
+        (1024, 80, 64, lambda s, b, h, q, k: jnp.sin(s), "a sine or its like of each score"),
     ],
 )
-def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, by_triton):
+def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, reason):
+    account = chosen(length, heads=heads, D=D, score_mod=score_mod)
+    assert account.backend == ("triton" if reason else BACKEND)
+    assert reason is None or reason in account.reasons[BACKEND]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "D", "config", "below"),
+    [
+        (256, 64, {}, 1024),
+        (1023, 64, {}, 1024),
+        (1024, 64, {}, None),
+        (256, 128, {}, None),
+        (256, 64, {"deterministic": True}, None),
+        (2047, 32, {}, 2048),
+        (2048, 32, {}, None),
+    ],
+)
+def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, below):
     arguments = {"heads": 80, "D": D, "config": jflex.Config(**config)}
     tiles = chosen(length, **arguments).tiles
-    told = "; gradients by 'triton', because below 1024 queries or keys, at head sizes up to 64, it is faster"
-    assert tiles.endswith(told) if by_triton else "triton" not in tiles
+    told = f"; gradients by 'triton', because below {below} queries or keys, at head sizes up to {D}, it is faster"
+    assert tiles.endswith(told) if below else "triton" not in tiles
     assert "triton" not in chosen(length, **arguments, implementation=BACKEND).tiles
 
 
@@ -213,6 +233,24 @@ def test_gradients_run_where_explain_says(length, kernels):
     total = lambda *args: jflex.flex_attention(*args).astype(jnp.float32).sum()
     compiled = gpu_compile.compile_kernels(jax.grad(total, (0, 1, 2)), x, x, x)
     assert {name for name in kernels | {"backward"} if any(f"{name}_sm90" in k.name for k in compiled)} == kernels
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("length", "D", "bias", "kernels"),
+    [
+        (1023, 128, None, "dkv 64 x 128"),
+        (1024, 128, None, "dkv and dq 64 x 128"),
+        (4096, 64, (4096, 4096), "dkv 128 x 128"),  # shared memory has no room for its elements in one pass
+        (4096, 64, (4096, 4100), "dkv and dq 128 x 128"),  # which the copy engine does not bring
+        (4096, 128, (4096, 4096), "dkv and dq 64 x 128"),
+    ],
+)
+@NEEDS_011
+def test_one_pass_where_it_is_faster(length, D, bias, kernels):
+    elements = jnp.zeros(bias or (), jnp.int16)  # of which nobody wants gradients
+    mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
+    assert f" {kernels} " in chosen(length, D=D, score_mod=mod).tiles
 
 
 @NEEDS_011

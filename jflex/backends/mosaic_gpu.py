@@ -21,7 +21,8 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devic
 ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
 WARPS_OF_GROUP = 4
 SHORTEST = 256  # queries and keys from which on it is preferred, if its tiles fill the GPU
-SHORTEST_GRADIENTS, NARROW = 1024, 64  # the same of gradients, at head sizes up to that
+NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
+VERY_NARROW = 32  # head size up to which that goes for longer ones
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 _READ_BY_BOTH = "that are read by query and key at once"
 MOST_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
@@ -45,8 +46,9 @@ class MosaicGpu(Backend):
     def slower(self, problem: Problem) -> str | None:
         """What leaves most of a block of threads, or of the GPU, without work.
 
-        H200, jax 0.11.2, bf16, causal, 16384 tokens in texts of 256, TFLOP/s beside those of `triton`: 239 and 204 at
-        head size 64, 325 and 240 at 128.
+        H200, jax 0.11.2, bf16, 16 heads, TFLOP/s beside those of `triton`: causal, 64 texts of 256 tokens, 220 and 202
+        at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
+        384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199.
         """
         from pallas_kernels.mosaic_gpu.arithmetic import is_periodic
         from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS
@@ -54,9 +56,12 @@ class MosaicGpu(Backend):
         if triton.decodes(problem):
             return "for so few queries only 'triton' has kernels of their own"
         length, tiles = min(problem.T, problem.S), problem.B * problem.Hq * math.ceil(problem.T / 128)
+        widest = max(problem.D, problem.Dv)
         if length < SHORTEST:
             return f"below {SHORTEST} queries or keys only the kernels of 'triton' were tuned"
-        if length < 2 * SHORTEST and tiles < MULTIPROCESSORS:
+        if length < 4 * SHORTEST and widest <= VERY_NARROW and problem.score is None:
+            return f"below {4 * SHORTEST} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
+        if length < 2 * SHORTEST and tiles < MULTIPROCESSORS and widest <= NARROW:
             return f"{tiles} tiles of 128 queries leave some of the {MULTIPROCESSORS} multiprocessors without work"
         if _tiles(_as_run(problem)).num_warps == WARPS_OF_GROUP:
             return (
@@ -67,17 +72,19 @@ class MosaicGpu(Backend):
         return None
 
     def faster_gradients(self, problem: Problem) -> tuple[str, str] | None:
-        """`triton`, where what surrounds the kernel takes too much beside it: sums in float32 for dQ.
+        """`triton`, where few products of narrow heads do not outweigh what else takes time.
 
-        H200, jax 0.11.2, bf16, causal, TFLOP/s beside those of `triton`: 144 and 177 for 256 tokens, 208 and 223 for
-        512, 289 and 266 for 1024 at head size 64; 186 and 185 for 256 at 128.
+        H200, jax 0.11.2, bf16, TFLOP/s beside those of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
+        and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
+        654 for 1024 tokens, 1178 and 1221 for 2048.
         """
-        config, length = problem.config, min(problem.T, problem.S)
-        if config.dkv is not None or config.dq is not None or config.deterministic:
+        config, length, widest = problem.config, min(problem.T, problem.S), max(problem.D, problem.Dv)
+        if config.dkv is not None or config.dq is not None or config.deterministic or widest > NARROW:
             return None
-        if length >= SHORTEST_GRADIENTS or max(problem.D, problem.Dv) > NARROW:
+        least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (1024, NARROW)
+        if length >= least:
             return None
-        return "triton", f"below {SHORTEST_GRADIENTS} queries or keys, at head sizes up to {NARROW}, it is faster"
+        return "triton", f"below {least} queries or keys, at head sizes up to {size}, it is faster"
 
     def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
         """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""
@@ -304,7 +311,11 @@ def _forward_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
-    """Those of a table, for the kernel's name there and the length of its loop; the mods there compute little."""
+    """Those of a table, for the kernel's name there and the length of its loop.
+
+    The mods there compute little, and the elements that they read are brought by the copy engine.
+    """
+    from pallas_kernels.mosaic_gpu import planes
     from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
     from pallas_kernels.tuning import tables
 
@@ -313,7 +324,7 @@ def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
         return None
     key = tables.key_of(kernel, max(problem.D, problem.Dv), itemsize, (programs.score, programs.mask), length)
     found = tables.look_up(problem.device_kind, key)
-    if found is None:
+    if found is None or (key.mods == "elements" and not planes.planes_of(setting_of(problem))):
         return None
     tiles, blocks = Tiles(*found), problem.blocks
     divide = blocks is None or (blocks.size[0] % tiles.block_q == 0 and blocks.size[1] % tiles.block_kv == 0)
