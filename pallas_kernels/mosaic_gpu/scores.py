@@ -191,7 +191,8 @@ def modify(
         scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
         score = begun.score or _at(scores, scores.score, setting.score, first)
         elements = zip(planes.planes_of(setting, transposed=scores.transposed) if brought else (), brought, strict=True)
-        given = {plane.load: plg.load(ref, layout=TILE) for plane, ref in elements}
+        load: Any = plg.load  # jax < 0.11: wants an index
+        given = {plane.load: load(ref, layout=TILE) for plane, ref in elements}
         score = score.child(given, {setting.score.argument("score"): scaled})
         added, multiple = forms.addend(setting.score, setting.scale), forms.multiple(setting.score)
         if added is not None:
