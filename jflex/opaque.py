@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -88,7 +88,7 @@ def _trace(function: Pass, tree: Any, avals: Sequence[Any], x64: bool, several_d
     call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
     inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
     arrays = jax.tree.unflatten(tree, inputs)
-    with _no_mesh():
+    with no_mesh():
         plain, outputs = jax.make_jaxpr(call, return_shape=True)(*inputs)
         jaxpr = plain
         if several_devices:
@@ -98,10 +98,27 @@ def _trace(function: Pass, tree: Any, avals: Sequence[Any], x64: bool, several_d
 
 
 @functools.lru_cache(maxsize=1024)
-def _batched(jaxpr: Any, in_axes: Sequence[int | None], shapes: Sequence[Any]) -> Any:
+def _batched(jaxpr: Any, in_axes: Sequence[int | None], shapes: Sequence[Any], x64: bool) -> Any:
+    """The jaxpr over batches; one of 32 bits stays one, as loops that kernels are batched by must."""
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    with _no_mesh():
+    with no_mesh(), jax.enable_x64(x64 and _computes_in_64_bits(open_jaxpr(jaxpr).jaxpr)):
         return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes))(*inputs)
+
+
+def _computes_in_64_bits(jaxpr: Any) -> bool:
+    wide = lambda v: getattr(getattr(v.aval, "dtype", None), "itemsize", 0) > 4
+    if any(wide(v) for v in (*jaxpr.constvars, *jaxpr.invars)):
+        return True
+    return any(any(map(wide, eqn.outvars)) or any(map(_computes_in_64_bits, _inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            opened = open_jaxpr(x).jaxpr
+            if hasattr(opened, "eqns"):
+                yield opened
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,8 +126,8 @@ def _compiled(jaxpr: Any, traced: _Traced | None) -> Callable[..., Any]:
     return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
 
 
-def _no_mesh() -> Any:
-    """No mesh, but the abstract device of the one at hand, for which a program may be lowered."""
+def no_mesh() -> Any:
+    """A context without a mesh, but with the abstract device of the one at hand, for which a program may be lowered."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
@@ -139,7 +156,7 @@ def _abstract(*avals, jaxpr, traced):
 def _lowering(ctx, *args, jaxpr, traced):
     del traced
     plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
-    with _no_mesh():
+    with no_mesh():
         ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
 
@@ -158,7 +175,8 @@ ad.primitive_jvps[_opaque_p] = _jvp
 def _batching(args, dims, *, jaxpr, traced):
     in_axes = tuple(dims)  # None where an array is not mapped
     plain = jaxpr if traced is None else traced.plain
-    new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args))
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args), x64)
     outs = _opaque_p.bind(*args, jaxpr=new, traced=None)
     return outs, [0] * len(outs)
 

@@ -86,6 +86,23 @@ def test_lowers_for_hopper():
         gpu_compile.lower(jax.grad(attend), jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="its kernels need JAX 0.11")
+def test_lowers_for_hopper_over_batches():
+    """Its kernels are batched by a loop, whose counter must not have 64 bits."""
+    attend = lambda q: jnp.sum(jflex.flex_attention(q, q, q, alibi, mask_mod=seen, implementation="mosaic_gpu"))
+    with jax.enable_x64(True):
+        gpu_compile.lower(jax.vmap(jax.grad(attend)), jax.ShapeDtypeStruct((2, 1, 256, 2, 64), jnp.bfloat16))
+
+
+def test_batches_of_64_bits_stay_so():
+    wide = lambda score, b, h, q_idx, kv_idx: score * jnp.asarray(q_idx + 1, jnp.float64).astype(jnp.float32)
+    q = drawn(2, 1, 20, 2, 16)
+    with jax.enable_x64(True):
+        attend = lambda q: jflex.flex_attention(q, q, q, wide, implementation="xla")
+        found, right = jax.vmap(attend)(q), jnp.stack([attend(x) for x in q])
+    np.testing.assert_allclose(found, right, rtol=1e-6, atol=1e-6)
+
+
 def test_mods_that_compute_in_64_bits_are_refused():
     """A number of Python times an integer is float64 there."""
     far = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)

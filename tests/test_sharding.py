@@ -87,6 +87,21 @@ def test_shard_map_without_mods_inside_of_a_gradient(backend, arrays):
     assert_close(jax.jit(sharded)(*args), local(*args))
 
 
+@backends
+def test_shard_map_with_captures_that_get_no_gradient(backend, arrays):
+    """Programs of mods, and of their derivatives, are traced outside of the mesh."""
+    rows, x = P("data", None, "model"), arrays
+
+    def local(q, k, v, ids, bias):
+        mod = lambda s, b, h, i, j: jnp.where(ids[b, i] == ids[b, j], s + bias[i, j], s)
+        attend = lambda q: jflex.flex_attention(q, k, v, mod, **BACKENDS[backend]).sum()
+        return jax.grad(attend)(q)
+
+    sharded = jax.shard_map(local, mesh=mesh_of(), in_specs=(rows,) * 3 + (P("data"), P()), out_specs=rows)
+    args = x["q"], x["k"], x["v"], x["ids"], x["bias"][0, 0][:, None] * jnp.ones((1, T))
+    assert_close(jax.jit(sharded)(*args), local(*args))
+
+
 def whole_attention(options, x, block_mask):
     """Attention whose mods see the indices of the whole arrays."""
 

@@ -13,7 +13,7 @@ from jflex import kv_lengths
 from jflex.backends import triton
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.kernel_inputs import arrays_of, known_programs, setting_of
-from jflex.backends.programs import in_32_bits, programs_of
+from jflex.backends.programs import programs_of, traced_alone
 from jflex.config import Tiles
 from jflex.problem import Problem
 
@@ -99,7 +99,7 @@ class MosaicGpu(Backend):
         told = ", ".join([forward, *kernels])
         return told if theirs is None else f"{told}; gradients of arrays {_READ_BY_BOTH} by 'triton'"
 
-    @in_32_bits
+    @traced_alone
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel."""
         from pallas_kernels.mosaic_gpu import forward_sm90
@@ -108,7 +108,7 @@ class MosaicGpu(Backend):
             problem, inputs = kv_lengths.without_lengths(problem, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))
         return Saved(*forward_sm90.forward(setting_of(problem), _kernel_tiles(problem), arrays_of(inputs)))
 
-    @in_32_bits
+    @traced_alone
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
     ) -> Gradients:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
+from jflex.opaque import no_mesh
 from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
 from jflex.trace import TracedMod
@@ -22,12 +23,16 @@ _OPERAND_DTYPES = frozenset(
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def in_32_bits(function: _F) -> _F:
-    """Traces kernels as without ``jax_enable_x64``, under which the Python numbers in them would have 64 bits."""
+def traced_alone(function: _F) -> _F:
+    """Traces kernels and programs by themselves.
+
+    That is without ``jax_enable_x64``, under which the Python numbers in them would have 64 bits, and outside of the
+    mesh of an enclosing `jax.shard_map`, in which derivatives hold steps that say how an array lies on the mesh.
+    """
 
     @functools.wraps(function)
     def traced(*args: Any) -> Any:
-        with jax.enable_x64(False):
+        with jax.enable_x64(False), no_mesh():
             return function(*args)
 
     return cast(_F, traced)
@@ -40,6 +45,7 @@ class Programs:
     score: Any
     mask: Any
 
+    @traced_alone
     def derivative(self, wanted: tuple[bool, ...]) -> Any:
         """The derivative of the score program, with respect to the wanted operands."""
         from pallas_kernels.mods import differentiate
@@ -72,7 +78,7 @@ def programs_of(problem: Problem | PagedProblem, *, heads_in_rows: bool = False)
 
 
 @functools.lru_cache(maxsize=256)
-@in_32_bits
+@traced_alone
 def _programs_of(problem: Problem | PagedProblem, heads_in_rows: bool) -> Programs | _Refusal:
     from pallas_kernels.mods import Sizes, differentiate, trace_program
     from pallas_kernels.views import NotOnTile

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jflex import kv_lengths
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
 from jflex.backends.kernel_inputs import arrays_of, known_programs, setting_of
-from jflex.backends.programs import in_32_bits, programs_of
+from jflex.backends.programs import programs_of, traced_alone
 from jflex.config import Tiles
 from jflex.paged.problem import PagedProblem
 from jflex.problem import Problem
@@ -58,7 +58,7 @@ class Triton(Backend):
             for t, source in [_tiles_and_source(_as_run(problem, kernel), kernel)]
         )
 
-    @in_32_bits
+    @traced_alone
     def forward(self, problem: Problem, inputs: Inputs) -> Saved:
         """Runs the forward kernel, or that for few queries."""
         from pallas_kernels.triton import decode, forward
@@ -70,7 +70,7 @@ class Triton(Backend):
             problem, inputs = kv_lengths.without_lengths(problem, inputs, _block_size(problem))
         return Saved(*forward.forward(setting_of(problem), _kernel_tiles(problem, "forward"), arrays_of(inputs)))
 
-    @in_32_bits
+    @traced_alone
     def backward(
         self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
     ) -> Gradients:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.paged.base import PagedBackend
-from jflex.backends.programs import Programs, in_32_bits, programs_of
+from jflex.backends.programs import Programs, programs_of, traced_alone
 from jflex.backends.triton import MOST_DECODED, MOST_ROWS, SMALLEST_TILE, limit_of_kernels
 from jflex.config import Tiles
 from jflex.paged.problem import PagedInputs, PagedProblem
@@ -39,7 +39,7 @@ class PagedTriton(PagedBackend):
             return f"its tiles are powers of two from {SMALLEST_TILE} on, and what `config` sets asks for {smallest}"
         return None
 
-    @in_32_bits
+    @traced_alone
     def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
         """Runs the kernel, once for requests with few queries, and once for those with many if there can be any."""
         from pallas_kernels.setting import Tiles as KernelTiles
