@@ -73,6 +73,28 @@ def compiled(case, backend):
     return kernels
 
 
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize(("D", "count"), [(64, 2), (96, 2), (192, 4)])
+def test_shared_memory_is_known_from_what_is_declared(monkeypatch, D, count):
+    from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, forward_sm90, memory
+
+    known = {}
+    for module in (forward_sm90, backward_dkv, backward_dq):
+
+        def launch(kernel, inputs, outputs, scratch, *, name, launch=module.launch, **more):
+            known[name] = memory.bytes_of(jax.tree.leaves(scratch))
+            return launch(kernel, inputs, outputs, scratch, name=name, **more)
+
+        monkeypatch.setattr(module, "launch", launch)
+    x, bias = jax.ShapeDtypeStruct((1, 1024, 2, D), jnp.bfloat16), jnp.zeros((1024, 1024), jnp.int16)
+    mod = lambda s, b, h, q, k: s + bias[q, k].astype(jnp.float32)
+    total = lambda *args: jflex.flex_attention(*args, mod, implementation=BACKEND).astype(jnp.float32).sum()
+    kernels = [x for x in gpu_compile.compile_kernels(jax.grad(total, (0, 1, 2)), x, x, x) if "sm90" in x.name]
+    assert {x.name.removesuffix("_mosaic_gpu_kernel"): x.shared for x in kernels} == known
+    assert len(known) == count
+
+
 def on_absent_gpu(call, *shapes):
     """Traces a call for the GPU that is not there."""
     with gpu_compile.absent_gpu():
@@ -246,7 +268,6 @@ def test_gradients_run_where_explain_says(length, kernels):
         (4096, 128, (4096, 4096), "dkv and dq 64 x 128"),
     ],
 )
-@NEEDS_011
 def test_one_pass_where_it_is_faster(length, D, bias, kernels):
     elements = jnp.zeros(bias or (), jnp.int16)  # of which nobody wants gradients
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)

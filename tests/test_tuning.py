@@ -238,7 +238,7 @@ class TestSearch:
     def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):
         for D in (64, 80, 96, 128):
             found = list(candidates.configurations(kernel, D))
-            assert len(found) == len(set(found)) > 3
+            assert len(found) == len(set(found)) > (0 if kernel == "one_pass_sm90" else 3)
             for tiles in found:
                 jflex.Tiles(*tiles)
                 rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q

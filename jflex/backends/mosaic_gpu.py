@@ -198,11 +198,12 @@ def _own_backward(problem: Problem, wanted: Wanted) -> Any:
         assert dkv is not None  # or there was a reason
         tiles = backward_sm90.BackwardTiles(dkv, dq)
     else:
-        one_pass = one_pass and backward_sm90.may_take_one_pass(facts, groups)
-        tiles = _measured_backward(problem, one_pass=one_pass) or backward_sm90.tiles_for(facts, one_pass=one_pass)
+        tiles = _best_backward(problem, one_pass=one_pass)
+        if one_pass and tiles is not None and not backward_sm90.is_one_pass_faster(facts, tiles, groups):
+            tiles = _best_backward(problem, one_pass=False)
     if tiles is None:
         return "no tile of them divides the blocks of the mask"
-    needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype)]
+    needed = [memory.bytes_of(jax.tree.leaves(x)) for x in backward_sm90.declare(facts, tiles, problem.dtype, groups)]
     if max(needed) > memory.LIMIT:
         return f"their tiles need {max(needed)} bytes of shared memory, of which there are {memory.LIMIT}"
     return tiles
@@ -289,15 +290,18 @@ def _limit_of_gradients(problem: Problem) -> str | None:
 
 def _tiles(problem: Problem) -> Tiles:
     """The user's tiles, else measured ones where they divide the mask's blocks, else a rule's."""
-    from pallas_kernels.mosaic_gpu import memory, rules
+    from pallas_kernels import setting
+    from pallas_kernels.mosaic_gpu import rules
 
     if problem.config.forward is not None:
         return problem.config.forward
+    facts, dtype = setting_of(problem), jnp.dtype(problem.dtype)
     measured = _measured_tiles(problem, "forward_sm90", problem.S)
-    if measured is not None and measured.block_q <= problem.T and _forward_bytes(problem, measured) <= memory.LIMIT:
-        return measured
-    setting = setting_of(problem)
-    return Tiles(*rules.forward_tiles(setting, jnp.dtype(problem.dtype)))
+    if measured is not None and measured.block_q <= problem.T:
+        of_kernel = setting.Tiles(*dataclasses.astuple(measured))
+        if rules.suits(facts, of_kernel, dtype):
+            return measured
+    return Tiles(*rules.forward_tiles(facts, dtype))
 
 
 def _forward_bytes(problem: Problem, tiles: Tiles) -> int:
@@ -329,6 +333,13 @@ def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
     tiles, blocks = Tiles(*found), problem.blocks
     divide = blocks is None or (blocks.size[0] % tiles.block_q == 0 and blocks.size[1] % tiles.block_kv == 0)
     return tiles if divide else None
+
+
+def _best_backward(problem: Problem, *, one_pass: bool) -> Any:
+    """Measured tiles of the backward kernels, or a rule's; None if no tile divides the blocks of the mask."""
+    from pallas_kernels.mosaic_gpu.backward_sm90 import tiles_for
+
+    return _measured_backward(problem, one_pass=one_pass) or tiles_for(setting_of(problem), one_pass=one_pass)
 
 
 def _measured_backward(problem: Problem, *, one_pass: bool) -> Any:

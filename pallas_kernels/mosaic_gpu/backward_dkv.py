@@ -76,7 +76,7 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q, static.unit)
     like = {KEY: arrays.key, VALUE: arrays.value}
     of_batch = lambda x: jax.ShapeDtypeStruct((setting.B, *x.shape[1:]), x.dtype)
-    declared = declare(setting, tiles, arrays.key.dtype, one_pass=one_pass)
+    declared = declare(setting, tiles, arrays.key.dtype, groups, one_pass=one_pass)
     brought = () if declared.stream.elements is None else planes.planes_of(setting, transposed=True)
     elements = [plane.of(arrays.score_operands) for plane in brought]
     found = launch(
@@ -112,7 +112,7 @@ def _copy(static: Static, arrays: Arrays, given: Given, refs: Any, here: Any, sc
     """The warp group that brings tiles of queries."""
     plg.set_max_registers(COPYING, action="decrease")
     b, k_first = here[0], here[2] * static.tiles.block_kv
-    brought = static.brought(arrays, refs, transposed=True)
+    brought = static.elements(arrays, refs, transposed=True)
 
     def one_head(h: Any, count: Any) -> Any:
         elements_at = brought.of_head(b, h)

@@ -129,7 +129,7 @@ def _copy(static: Static, arrays: Arrays, refs: Any, here: Any, scratch: Scratch
     """The warp group that brings keys and values."""
     plg.set_max_registers(COPYING, action="decrease")
     setting, q_first = static.setting, here[2] * static.tiles.block_q
-    elements_at = static.brought(arrays, refs).of_head(*here[:2])
+    elements_at = static.elements(arrays, refs).of_head(*here[:2])
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
 
     def step(count: Any, first: Any, _: bool) -> Any:

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
-SHORTEST_ONE_PASS = 1024  # queries from which on one pass is faster (`tiles_for`)
+SHORTEST_ONE_PASS = 1024  # queries from which on one pass is faster (`is_one_pass_faster`)
 TWO_GROUPS = 192  # head size up to which shared memory holds what two warp groups own, beside what they walk over
 
 
@@ -69,24 +69,21 @@ def unsupported_tiles(setting: Setting, dkv: Tiles | None, dq: Tiles | None, *, 
     return None
 
 
-def may_take_one_pass(setting: Setting, groups: LoadGroups) -> bool:
-    """Whether one pass can compute what is wanted, and is faster.
+def is_one_pass_faster(setting: Setting, tiles: BackwardTiles, groups: LoadGroups) -> bool:
+    """Whether tiles are of one pass, and it is faster than two.
 
-    Cotangents of loads by query are summed by the kernel for dQ alone, so with them there are two. Short sequences have
-    little to multiply beside the float32 sums of dQ, which one pass sets to zero, adds to and converts. H200, jax
-    0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383 at 256 tokens, 533
-    and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007. Without a mask, 1024
-    tokens: 915 and 928, 1493 and 1544.
+    Short sequences have little to multiply beside the float32 sums of dQ, which one pass sets to zero, adds to and
+    converts. H200, jax 0.11.2, bf16, 32768 tokens, 16 heads, one pass and two in us, causal: head size 64 438 and 383
+    at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
+    Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
 
     Nor where shared memory has no room for elements that the copy engine brings (`planes`): with a pair bias of 16 bits
     at head size 64, 4096 tokens, 2751 us and 2051.
     """
-    if groups.rows or setting.T < SHORTEST_ONE_PASS:
+    if tiles.dq is not None or setting.T < SHORTEST_ONE_PASS:
         return False
-    found = tiles_for(setting, one_pass=True)
-    if found is None or found.dq is not None or not planes.planes_of(setting):
-        return True
-    return declare(setting, found, jnp.bfloat16)[0].stream.elements is not None
+    brings = declare(setting, tiles, jnp.bfloat16, groups)[0].stream.elements is not None
+    return brings or not planes.planes_of(_padded(setting), transposed=True)
 
 
 def tiles_for(setting: Setting, *, one_pass: bool) -> BackwardTiles | None:
@@ -115,10 +112,10 @@ def _padded(setting: Setting) -> Setting:
     return dataclasses.replace(setting, D=D, Dv=Dv)
 
 
-def declare(setting: Setting, tiles: BackwardTiles, dtype: Any) -> list[Any]:
+def declare(setting: Setting, tiles: BackwardTiles, dtype: Any, groups: LoadGroups) -> list[Any]:
     """What a block of threads of each kernel needs, for `memory.bytes_of` of its leaves."""
     setting = _padded(setting)
-    declared = [backward_walk.declare(setting, tiles.dkv, dtype, one_pass=tiles.dq is None)]
+    declared = [backward_walk.declare(setting, tiles.dkv, dtype, groups, one_pass=tiles.dq is None)]
     return declared if tiles.dq is None else [*declared, backward_dq.declare(setting, tiles.dq, dtype)]
 
 

@@ -54,10 +54,10 @@ class Static(NamedTuple):
             return self._replace(sums=(name,))
         return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
 
-    def brought(self, arrays: Arrays, refs: Any, *, transposed: bool = False) -> planes.Brought:
+    def elements(self, arrays: Arrays, refs: Any, *, transposed: bool = False) -> planes.Brought:
         """What the copy engine brings of what the score mod captures; `refs` are empty if that does not fit."""
         found = planes.planes_of(self.setting, transposed=transposed) if refs else ()
-        return planes.Brought(self.setting, self.tiles, self.captured.score, arrays.score_operands, found, refs)
+        return planes.Brought(self.setting, self.tiles, arrays.score_operands, found, refs)
 
     @property
     def warp_groups(self) -> int:

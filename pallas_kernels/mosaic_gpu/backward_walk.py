@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import through_mod
 from pallas_kernels.mosaic_gpu import inline, memory, planes, scores
 from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
@@ -37,7 +38,7 @@ class Scratch(NamedTuple):
     Attributes:
       keys: [groups, rows, D].
       values: [groups, rows, Dv].
-      sums: float32 [groups, rows], to store cotangents of loads by key.
+      sums: float32 [groups, rows], to store cotangents of loads by key; None without.
       filled: A barrier a group, for keys and values.
       stream: What is walked.
       d_query: For dQ; None without.
@@ -51,7 +52,7 @@ class Scratch(NamedTuple):
     d_query: QueryGradient | None
 
 
-def declare(setting: Setting, tiles: Tiles, dtype: Any, *, one_pass: bool = False) -> Scratch:
+def declare(setting: Setting, tiles: Tiles, dtype: Any, loads: LoadGroups, *, one_pass: bool = False) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_kv // groups
@@ -60,7 +61,7 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any, *, one_pass: bool = Fals
         return Scratch(
             memory.tiled((groups, rows, setting.D), dtype),
             memory.tiled((groups, rows, setting.Dv), dtype),
-            plg.SMEM((groups, rows), jnp.float32),
+            plg.SMEM((groups, rows), jnp.float32) if loads.columns else None,
             plg.Barrier(num_arrivals=2, num_barriers=groups),
             Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups, elements),
             QueryGradient.declare(setting, tiles, dtype) if one_pass else None,

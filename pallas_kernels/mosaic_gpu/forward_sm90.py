@@ -9,6 +9,7 @@ turns at what is scarce: the tensor cores, or the exponentials (`forward_step`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +49,11 @@ class Scratch(NamedTuple):
     lse: Any
     numbers: Any
 
+    @property
+    def brings(self) -> bool:
+        """Whether the ring holds tiles of `planes`."""
+        return len(self.ring.tiles) > 2
+
     def place(self, i: Any, group: Any) -> tuple[Any, Any]:
         """Where the queries of the ith tile are: in which part, and the number of their barriers."""
         groups, part = self.queries.shape[1], jnp.int32(0) if self.numbers is None else schedule.slot(i)
@@ -55,15 +61,17 @@ class Scratch(NamedTuple):
 
 
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
-    """What a block of threads needs: for many tiles, if there are and it fits."""
-    if _grid(setting, tiles).size > schedule.BLOCKS:
-        declared = _declare(setting, tiles, dtype, many=True)
+    """What a block of threads needs: with tiles of `planes` if they fit, and for many tiles if those fit then."""
+    elements = planes.declare(setting, tiles, tiles.num_stages)
+    most = (True, False) if _grid(setting, tiles).size > schedule.BLOCKS else (False,)
+    for brought, many in itertools.product((elements, ()) if elements else ((),), most):
+        declared = _declare(setting, tiles, dtype, brought, many=many)
         if memory.bytes_of(jax.tree.leaves(declared)) <= memory.LIMIT:
             return declared
-    return _declare(setting, tiles, dtype, many=False)
+    return _declare(setting, tiles, dtype, (), many=False)
 
 
-def _declare(setting: Setting, tiles: Tiles, dtype: Any, *, many: bool) -> Scratch:
+def _declare(setting: Setting, tiles: Tiles, dtype: Any, elements: tuple[Any, ...], *, many: bool) -> Scratch:
     groups, ahead = tiles.num_warps // 4, schedule.AHEAD if many else 1
     rows = tiles.block_q // groups
     D, Dv = padding.head_sizes(setting, dtype)
@@ -72,7 +80,7 @@ def _declare(setting: Setting, tiles: Tiles, dtype: Any, *, many: bool) -> Scrat
         memory.tiled((ahead, groups, rows, D), dtype),
         plg.Barrier(num_barriers=ahead * groups),
         plg.Barrier(num_barriers=ahead * groups) if many else None,
-        Ring.of((*stages, *planes.declare(setting, tiles, tiles.num_stages)), groups),
+        Ring.of((*stages, *elements), groups),
         None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
         schedule.numbers() if many else None,
@@ -90,7 +98,7 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
     grid, scratch = _grid(setting, tiles), declare(setting, tiles, arrays.query.dtype)
     many = scratch.numbers is not None
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
-    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(setting)]
+    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(setting)] if scratch.brings else []
     out, lse = launch(
         functools.partial(_kernel, setting, tiles, captured),
         (flat_operands(arrays), order, schedule.counter() if many else None, brought),
@@ -113,8 +121,8 @@ def _kernel(
     plan = schedule.Schedule(_grid(setting, tiles), number, counter, scratch.numbers)
     row_at = lambda b, h, nth: (b, h, blocks.row_at(setting, order, b, h, nth, plan.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    found = planes.planes_of(setting)
-    elements = planes.Brought(setting, tiles, captured.score, arrays.score_operands, found, brought)
+    found = planes.planes_of(setting) if brought else ()
+    elements = planes.Brought(setting, tiles, arrays.score_operands, found, brought)
     static = Static(setting, tiles, captured, arrays, elements, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _copy(static, plan))
     pl.when(group < groups)(lambda: _compute(static, plan, group))

@@ -22,7 +22,7 @@ from pallas_kernels.mosaic_gpu.tile import evaluation
 from pallas_kernels.nodes import Node
 from pallas_kernels.setting import Setting, Tiles
 
-WIDEST = 192  # head size up to which shared memory holds tiles of them too
+WIDEST = 192  # head size up to which shared memory may hold tiles of them too
 MOST = 4  # bytes of them for each score
 _SWIZZLE = 128  # bytes: that of their tiles
 
@@ -42,10 +42,10 @@ class Plane(NamedTuple):
         """The array, with three axes."""
         return operands[self.load.value].reshape(self.shape)
 
-    def leading(self, known: Evaluation, shape: tuple[int, ...]) -> Any:
-        """The index along the first of these axes, by what is known of the mod."""
+    def leading(self, known: Evaluation, sizes: tuple[int, ...]) -> Any:
+        """The index along the first of these axes, by what is known of the mod, and the sizes of the array's own."""
         at = jnp.int32(0)
-        for index, size in zip(self.load.inputs[:-2], shape, strict=False):
+        for index, size in zip(self.load.inputs[:-2], sizes[:-2], strict=True):
             at = at * jnp.int32(size) + known(index)
         return at
 
@@ -97,15 +97,13 @@ class Brought(NamedTuple):
     Attributes:
       setting: The setting.
       tiles: Of the kernel.
-      shapes: Of what the score mod captures.
-      operands: That, each as one dimension.
+      operands: What the score mod captures, each as one dimension.
       planes: Which loads.
       refs: Their arrays.
     """
 
     setting: Setting
     tiles: Tiles
-    shapes: tuple[tuple[int, ...], ...]
     operands: Sequence[Any]
     planes: Sequence[Plane]
     refs: Sequence[Any]
@@ -116,10 +114,9 @@ class Brought(NamedTuple):
             return lambda q_first, k_first: []
         assert self.setting.score is not None  # whose loads they are
         tile, indices = (self.tiles.block_q, self.tiles.block_kv), {"b": b, "h": h}
-        known = evaluation(
-            self.setting.score, self.operands, self.shapes, tile, indices, transposed=False, may_end=False
-        )
-        leading = [plane.leading(known, self.shapes[plane.load.value]) for plane in self.planes]
+        mod, sizes = self.setting.score, self.setting.score_shapes
+        known = evaluation(mod, self.operands, sizes, tile, indices, transposed=False, may_end=False)
+        leading = [plane.leading(known, sizes[plane.load.value]) for plane in self.planes]
         return lambda q_first, k_first: [
             ref.at[at, pl.ds(q_first, tile[0]), pl.ds(k_first, tile[1])]
             for ref, at in zip(self.refs, leading, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.mosaic_gpu import forward_sm90, memory
+from pallas_kernels.mosaic_gpu import forward_sm90, memory, planes
 from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.setting import Setting, Tiles
 
@@ -32,6 +32,13 @@ def forward_tiles(setting: Setting, dtype: Any) -> Tiles:
         for block_kv in ((128, 64) if wide else (64,))
         for stages in range(MOST_STAGES, 1, -1)
     ]
-    declared = {tiles: forward_sm90.declare(setting, tiles, dtype) for tiles in found}
-    fitting = [t for t in found if memory.bytes_of(jax.tree.leaves(declared[t])) <= memory.LIMIT] or found[-1:]
-    return next((t for t in fitting if declared[t].numbers is not None), fitting[0])
+    fitting = [t for t in found if suits(setting, t, dtype)] or found[-1:]
+    many = (t for t in fitting if forward_sm90.declare(setting, t, dtype).numbers is not None)
+    return next(many, fitting[0])
+
+
+def suits(setting: Setting, tiles: Tiles, dtype: Any) -> bool:
+    """Whether shared memory holds tiles of the forward kernel, and of the elements that the copy engine can bring."""
+    declared = forward_sm90.declare(setting, tiles, dtype)
+    fits = memory.bytes_of(jax.tree.leaves(declared)) <= memory.LIMIT
+    return fits and (declared.brings or not planes.planes_of(setting))
