@@ -263,13 +263,14 @@ def test_gradients_run_where_explain_says(length, kernels):
     [
         (1023, 128, None, "dkv 64 x 128"),
         (1024, 128, None, "dkv and dq 64 x 128"),
-        (4096, 64, (4096, 4096), "dkv 128 x 128"),  # shared memory has no room for its elements in one pass
-        (4096, 64, (4096, 4100), "dkv and dq 128 x 128"),  # which the copy engine does not bring
-        (4096, 128, (4096, 4096), "dkv and dq 64 x 128"),
+        (4096, 64, ((4096, 4096), jnp.int16), "dkv and dq 128 x 128"),
+        (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # which the copy engine brings for dQ alone
+        (4096, 64, ((4096, 4100), jnp.int32), "dkv and dq 128 x 128"),  # which it does not bring
+        (4096, 128, ((4096, 4096), jnp.int16), "dkv and dq 64 x 128"),
     ],
 )
 def test_one_pass_where_it_is_faster(length, D, bias, kernels):
-    elements = jnp.zeros(bias or (), jnp.int16)  # of which nobody wants gradients
+    elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers, of which nobody wants gradients
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
     assert f" {kernels} " in chosen(length, D=D, score_mod=mod).tiles
 

@@ -20,7 +20,7 @@ from jflex.problem import Problem
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
 ROWS = 64  # of a product of a warp group: what the blocks of a mask must be a multiple of
 WARPS_OF_GROUP = 4
-SHORTEST = 256  # queries and keys from which on it is preferred, if its tiles fill the GPU
+SHORTEST = 256  # queries and keys from which on it may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
 VERY_NARROW = 32  # head size up to which that goes for longer ones
 LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
@@ -44,11 +44,12 @@ class MosaicGpu(Backend):
         return _limit_of_mods(problem) or _limit_of_tiles(_as_run(problem)) or _limit_of_gradients(problem)
 
     def slower(self, problem: Problem) -> str | None:
-        """What leaves most of a block of threads, or of the GPU, without work.
+        """What leaves most of a block of threads, or of the GPU, without work, or computes little by products.
 
         H200, jax 0.11.2, bf16, 16 heads, TFLOP/s beside those of `triton`: causal, 64 texts of 256 tokens, 220 and 202
         at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
-        384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199.
+        384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. A sine of each score, causal, 4 x
+        4096 tokens, head size 64: 6031 us and 2475.
         """
         from pallas_kernels.mosaic_gpu.arithmetic import is_periodic
         from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS

@@ -77,13 +77,14 @@ def is_one_pass_faster(setting: Setting, tiles: BackwardTiles, groups: LoadGroup
     at 256 tokens, 533 and 493 at 512, 660 and 644 at 1024; head size 128 730 and 575, 867 and 748, 1051 and 1007.
     Without a mask, 1024 tokens: 915 and 928, 1493 and 1544.
 
-    Nor where shared memory has no room for elements that the copy engine brings (`planes`): with a pair bias of 16 bits
-    at head size 64, 4096 tokens, 2751 us and 2051.
+    Nor where the copy engine brings elements (`planes`) to the kernel for dQ alone, as it does those of 32 bits: with
+    such a pair bias for each of 16 heads, 4 x 4096 tokens, 3538 and 3278 at head size 64, 3920 and 3769 at 128. With
+    one of 16 bits 2012 and 1992, 2553 and 3251; under a causal mask 998 and 1090, 1587 and 1778.
     """
     if tiles.dq is not None or setting.T < SHORTEST_ONE_PASS:
         return False
     brings = declare(setting, tiles, jnp.bfloat16, groups)[0].stream.elements is not None
-    return brings or not planes.planes_of(_padded(setting), transposed=True)
+    return brings or not planes.planes_of(_padded(setting))
 
 
 def tiles_for(setting: Setting, *, one_pass: bool) -> BackwardTiles | None:

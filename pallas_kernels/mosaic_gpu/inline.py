@@ -95,7 +95,7 @@ def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array
     Each thread computes the address of its first element of a row alone; the others are a constant further.
     """
     size = jnp.dtype(dtype).itemsize
-    constraint, bits = {8: ("l", 64), 4: ("r", 32), 2: ("h", 16), 1: ("h", 16)}[size]
+    constraint, bits = {4: ("r", 32), 2: ("h", 16), 1: ("h", 16)}[size]
 
     @plg.inline_mgpu(
         arg_types=(plg.RefType(), plg.Layout.WGMMA),
