@@ -180,7 +180,7 @@ def _copy(static: Static, plan: schedule.Schedule) -> None:
 
 
 def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
-    """Brings what the visit of a tile of queries to tiles of keys takes; returns the next free stage."""
+    """Brings the keys and values that a tile of queries visits, and elements; returns the next free stage."""
     setting, arrays, ring = static.setting, static.arrays, static.scratch.ring
     b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
     at = lambda first: memory.rows_at(setting, b, h, first, static.tiles.block_kv)
