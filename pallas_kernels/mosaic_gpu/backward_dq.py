@@ -69,6 +69,26 @@ class Scratch(NamedTuple):
     elements: Ring | None
 
 
+class Own(NamedTuple):
+    """What a warp group holds of its queries.
+
+    Attributes:
+      queries: [rows, D], in shared memory.
+      d_out: [rows, Dv], in shared memory.
+      rows: Which they are of those of the block.
+      shift: What is subtracted from scores in base 2.
+      delta: What is subtracted from cotangents of weights.
+      d_query: The accumulator of dQ.
+    """
+
+    queries: Any
+    d_out: Any
+    rows: Any
+    shift: jax.Array
+    delta: jax.Array
+    d_query: Any
+
+
 def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
@@ -171,8 +191,8 @@ def _compute(
     plg.barrier_wait(scratch.filled.at[group])
 
     def walk(d_query: Any) -> tuple[jax.Array, Any]:
-        part = pl.ds(group * rows, rows)
-        step = functools.partial(_step, static, known, scratch, own, (shift, delta), part, d_query)
+        held = Own(*own, pl.ds(group * rows, rows), shift, delta, d_query)
+        step = functools.partial(_step, static, known, scratch, held)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
         _, sums = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), sums), step)
         return d_query[...] * setting.scale, sums
@@ -190,23 +210,20 @@ def _step(
     static: Static,
     known: scores.Scores,
     scratch: Scratch,
-    own: tuple[Any, Any],
-    statistics: tuple[jax.Array, jax.Array],
-    part: Any,
-    d_query: Any,
+    own: Own,
     state: Any,
     first: Any,
     is_partial: bool,
 ) -> Any:
     """Adds a tile of keys; the state is how many came before, and cotangents of loads by query."""
     count, sums = state
-    shift, delta = (lax.broadcast_in_dim(x, known.tile, (0,)) for x in statistics)
+    shift, delta = (lax.broadcast_in_dim(x, known.tile, (0,)) for x in (own.shift, own.delta))
     keys = awaited(scratch.keys, count)
 
     def products(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
-        plg.wgmma(raw, own[0], keys.T)
-        plg.wgmma(d_weights, own[1], awaited(scratch.values, count).T)
-        elements = [x.at[part] for x in awaited_all(scratch.elements, count)]
+        plg.wgmma(raw, own.queries, keys.T)
+        plg.wgmma(d_weights, own.d_out, awaited(scratch.values, count).T)
+        elements = [x.at[own.rows] for x in awaited_all(scratch.elements, count)]
         tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, brought=elements)
         if scratch.elements is not None:
             scratch.elements.release(count)
@@ -218,7 +235,7 @@ def _step(
 
     acc = accumulator(*known.tile)
     d_s, sums = pl.run_scoped(products, acc, acc)
-    plg.wgmma(d_query, d_s.astype(keys.dtype), keys)
+    plg.wgmma(own.d_query, d_s.astype(keys.dtype), keys)
     plg.wgmma_wait(0)
     scratch.keys.release(count)
     return count + 1, sums
