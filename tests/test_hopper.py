@@ -272,7 +272,9 @@ def test_gradients_run_where_explain_says(length, kernels):
 def test_one_pass_where_it_is_faster(length, D, bias, kernels):
     elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers, of which nobody wants gradients
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
-    assert f" {kernels} " in chosen(length, D=D, score_mod=mod).tiles
+    tiles = chosen(length, D=D, score_mod=mod).tiles
+    assert f" {kernels} " in tiles
+    assert ("by the copy engine" in tiles) == (bias is not None and bias[0][1] % 32 == 0)
 
 
 @NEEDS_011

@@ -90,6 +90,8 @@ class MosaicGpu(Backend):
     def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
         """The tiles of its kernels, and which backend computes gradients where its own kernels cannot."""
         forward = _told("forward", _tiles(problem))
+        if _declared(problem, _tiles(problem)).brings:
+            forward += " with elements of captured arrays by the copy engine"
         if forward_alone:
             return forward
         mine, theirs = _shared_out(problem, _all_wanted(problem))
@@ -272,7 +274,7 @@ def _limit_of_tiles(problem: Problem) -> str | None:
         )
     if tiles.block_kv % ROWS:
         return f"its tiles are multiples of {ROWS} keys, and `config` sets tiles of {tiles.block_kv}"
-    needed = _forward_bytes(problem, tiles)
+    needed = memory.bytes_of(jax.tree.leaves(_declared(problem, tiles)))
     if needed > memory.LIMIT:
         return f"its tile needs {needed} bytes of shared memory, of which there are {memory.LIMIT}"
     return None
@@ -305,14 +307,13 @@ def _tiles(problem: Problem) -> Tiles:
     return Tiles(*rules.forward_tiles(facts, dtype))
 
 
-def _forward_bytes(problem: Problem, tiles: Tiles) -> int:
-    """Shared memory that the forward kernel takes."""
+def _declared(problem: Problem, tiles: Tiles) -> Any:
+    """The shared memory of the forward kernel."""
     from pallas_kernels import setting
-    from pallas_kernels.mosaic_gpu import forward_sm90, memory
+    from pallas_kernels.mosaic_gpu import forward_sm90
 
     of_kernel = setting.Tiles(*dataclasses.astuple(tiles))
-    declared = forward_sm90.declare(setting_of(problem), of_kernel, jnp.dtype(problem.dtype))
-    return memory.bytes_of(jax.tree.leaves(declared))
+    return forward_sm90.declare(setting_of(problem), of_kernel, jnp.dtype(problem.dtype))
 
 
 def _measured_tiles(problem: Problem, kernel: str, length: int) -> Tiles | None:
