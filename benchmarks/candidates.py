@@ -167,7 +167,8 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     setting = Setting(1, length, length, 1, 1, 1, head_size, head_size, "BTNH", 1.0, None, None, (128, 128), 1, 1, None,
                       False)  # fmt: skip
     for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
-        # One group in one pass took 1.3 to 2 times as long as two wherever both were measured, long sequences, H200.
+        # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
+        # 64 to 128), but where two left no room for elements that the copy engine brings.
         refused = (rows > 64 and kernel != "forward_sm90") or (groups == 1 and kernel == "one_pass_sm90")
         if refused or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
             continue

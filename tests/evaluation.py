@@ -122,7 +122,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
     score_mod = None if case.score is None else case.score.jax(score_captures)
     mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
     implementation, _, manner = backend.partition("-")
-    config = {"interpret": lambda: jflex.Config(interpret=True), "one_pass": lambda: one_pass(case)}.get(manner)
+    config = jflex.Config(interpret=True) if manner == "interpret" else None
     out, lse = jflex.flex_attention(
         turn(query),
         turn(key),
@@ -135,7 +135,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         layout=case.layout,
         return_lse=True,
         implementation=implementation,
-        config=config and config(),
+        config=one_pass(case) if manner == "one_pass" else config,
     )
     return turn(out), lse
 
