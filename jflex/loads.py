@@ -18,11 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jflex.batchable import SMALL, VIEWS, bind
 from jflex.fingerprint import open_jaxpr
-from jflex.trace import TracedMod, bind
-
-_VIEWS = frozenset({"dynamic_slice", "gather", "squeeze", "reshape", "slice", "transpose", "rev"})
-_SMALL = 64  # values; an operand of which more are read at once is differentiated as a whole
+from jflex.trace import TracedMod, batchable_program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,11 +44,13 @@ class LoadedMod:
 
     Attributes:
       traced: The mod.
+      jaxpr: Its program; see `jflex.batchable`.
       loads: The loads of floating-point operands of which it reads little at once.
       whole: Numbers of the other floating-point operands.
     """
 
     traced: TracedMod
+    jaxpr: Any
     loads: tuple[Load, ...]
     whole: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class LoadedMod:
     def rest(self, values: Sequence[jax.Array], operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
         """The mod as a function of what its loads read."""
         given = {load.variable: x for load, x in zip(self.loads, values, strict=True)}
-        [out] = open_jaxpr(self.traced.jaxpr).jaxpr.outvars
+        [out] = self.jaxpr.outvars
         if isinstance(out, core.Literal):
             return jnp.asarray(out.val)
         return self._run(operands, arguments, given, [out])[out]
@@ -72,7 +72,7 @@ class LoadedMod:
         shape = operands[load.operand].shape
         numbered = list(operands)
         numbered[load.operand] = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
-        return self._run(numbered, arguments, {}, [load.variable], as_numbers=True)[load.variable]
+        return self._run(numbered, arguments, {}, [load.variable], numbered=load.operand)[load.variable]
 
     def _run(
         self,
@@ -81,16 +81,19 @@ class LoadedMod:
         given: dict[Any, jax.Array],
         outputs: Sequence[Any],
         *,
-        as_numbers: bool = False,
+        numbered: int | None = None,
     ) -> dict[Any, jax.Array]:
-        jaxpr = open_jaxpr(self.traced.jaxpr).jaxpr
+        jaxpr = self.jaxpr
         env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | given
         needed = _needed(jaxpr, outputs, set(given))
+        views = set() if numbered is None else {jaxpr.invars[len(arguments) + numbered]}
         for number in needed:
             eqn = jaxpr.eqns[number]
             values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            if as_numbers and eqn.primitive.name == "gather":
-                eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # what is outside is dropped later
+            if eqn.primitive.name in VIEWS and not isinstance(eqn.invars[0], core.Literal) and eqn.invars[0] in views:
+                views.add(eqn.outvars[0])  # of the numbers; what computes an index keeps its own fill value
+                if eqn.primitive.name == "gather":
+                    eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # what is outside is dropped later
             outs = bind(eqn, values)
             env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in given)
         return env
@@ -99,7 +102,7 @@ class LoadedMod:
 @functools.lru_cache(maxsize=256)
 def split_loads(traced: TracedMod) -> LoadedMod:
     """Finds the loads of a score mod."""
-    jaxpr = open_jaxpr(traced.jaxpr).jaxpr
+    jaxpr = open_jaxpr(batchable_program(traced)).jaxpr
     count = len(jaxpr.invars) - len(traced.operands)
     axes: dict[Any, frozenset[int]] = {v: frozenset({i - 1}) for i, v in enumerate(jaxpr.invars[:count])}
     origin = {v: i for i, v in enumerate(jaxpr.invars[count:]) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
@@ -107,7 +110,7 @@ def split_loads(traced: TracedMod) -> LoadedMod:
     for eqn in jaxpr.eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         depends = frozenset().union(*(axes.get(v, frozenset()) for v in inputs))
-        is_view = eqn.primitive.name in _VIEWS and eqn.invars[0] in origin
+        is_view = eqn.primitive.name in VIEWS and eqn.invars[0] in origin
         if is_view:
             origin[eqn.outvars[0]] = origin[eqn.invars[0]]
         for v in inputs[1:] if is_view else inputs:
@@ -116,9 +119,9 @@ def split_loads(traced: TracedMod) -> LoadedMod:
         axes.update(dict.fromkeys(eqn.outvars, depends))
     ends.update((v, None) for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in origin)
     by_score = lambda v: -1 in axes.get(v, ())  # where it reads is no matter of b, h, q_idx, kv_idx alone
-    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > _SMALL or by_score(v)}
+    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > SMALL or by_score(v)}
     loads = [Load(v, origin[v], tuple(sorted(axes.get(v, ())))) for v in ends if origin[v] not in whole]
-    return LoadedMod(traced, tuple(loads), tuple(sorted(whole)))
+    return LoadedMod(traced, jaxpr, tuple(loads), tuple(sorted(whole)))
 
 
 def _needed(jaxpr: Any, outputs: Sequence[Any], given: set[Any]) -> list[int]:

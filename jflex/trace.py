@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,13 +19,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
+from jflex.batchable import CALLS, batchable, bind
 from jflex.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mod_sizes import Requirement, program_requirements
 from jflex.varying import unify_varying, varying_axes
 
 Kind = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
-_INLINED = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "remat"})
 # What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
 _TYPE_CASTS = frozenset({"pvary", "pcast"})
 
@@ -42,6 +44,7 @@ class TracedMod:
       operands: Shape and dtype of each captured array.
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar.
       source: The user's function, for messages: ``causal (model.py:41)``.
+      requirements: The sizes that a ready mod was made for.
     """
 
     kind: Kind
@@ -49,6 +52,7 @@ class TracedMod:
     operands: tuple[tuple[tuple[int, ...], str], ...]
     jaxpr: Any = dataclasses.field(compare=False, repr=False)
     source: str = dataclasses.field(compare=False)
+    requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
         """Evaluates the mod on scalars, as plain JAX (``jax.vmap`` it for more).
@@ -60,10 +64,16 @@ class TracedMod:
         Returns:
           A float32 scalar for a score mod, a bool scalar for a mask mod.
         """
-        args = (*scalars, *operands)
+        args, program = (*scalars, *operands), batchable_program(self)
         if not varying_axes(*args):
-            return core.jaxpr_as_fun(self.jaxpr)(*args)[0]
-        return _evaluate_varying(open_jaxpr(self.jaxpr), unify_varying(args))[0]
+            return core.jaxpr_as_fun(program)(*args)[0]
+        return _evaluate_varying(open_jaxpr(program), unify_varying(args))[0]
+
+
+@functools.lru_cache(maxsize=256)
+def batchable_program(traced: TracedMod) -> Any:
+    """The program of a mod as plain JAX evaluates it under `jax.vmap`; see `jflex.batchable`."""
+    return batchable(traced.jaxpr)
 
 
 def trace_score_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
@@ -129,7 +139,7 @@ def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Ar
         residual = jax.make_jaxpr(replay)(*scalars, *avals)
     key = fingerprint(residual, differentiable=kind == "score")
     signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
-    return TracedMod(kind, key, signature, residual, source), operands
+    return TracedMod(kind, key, signature, residual, source, program_requirements(mod)), operands
 
 
 def _check_signature(mod: Any, kind: Kind, source: str) -> None:
@@ -223,7 +233,7 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
         env |= dict(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            inner = sub_jaxpr(eqn) if eqn.primitive.name in _INLINED else None
+            inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
             if eqn.primitive.name in _TYPE_CASTS:
                 outs = ins
             elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
@@ -287,13 +297,7 @@ def _evaluate_varying(opened: Open, args: Sequence[jax.Array]) -> list[jax.Array
     read = lambda v: jnp.asarray(v.val) if isinstance(v, core.Literal) else env[v]
     for eqn in opened.jaxpr.eqns:
         values = unify_varying([read(v) for v in eqn.invars])
-        inner = sub_jaxpr(eqn) if eqn.primitive.name in _INLINED else None
+        inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
         outs = bind(eqn, values) if inner is None else _evaluate_varying(inner, values)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in opened.jaxpr.outvars]
-
-
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Applies the primitive of an equation to values."""
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
