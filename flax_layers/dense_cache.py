@@ -12,6 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
+from jflex.narrow import set_rows
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +107,7 @@ class DenseCache:
         row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
         place = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
         # A scatter, for `dynamic_update_slice` would move what does not fit over earlier tokens.
-        write = lambda x, new: x.at[row, place].set(new.astype(x.dtype), mode="drop", wrap_negative_indices=False)
+        write = lambda x, new: set_rows(x, (row, place), new.astype(x.dtype))
         return DenseCache(write(self.k, k), write(self.v, v), self.lengths + tokens)
 
     def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseCache:

@@ -19,6 +19,7 @@ from jax import lax
 from jflex.backends.base import Inputs
 from jflex.block_lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
 from jflex.kv_lengths import bounded_inputs, bounded_problem
+from jflex.narrow import read
 from jflex.problem import Problem
 from jflex.trace import TracedMod
 
@@ -43,6 +44,13 @@ class Unit(NamedTuple):
     start: tuple[Any, Any, Any]
     row: Any
     lists: tuple[Any, Any]
+
+
+class Column(NamedTuple):
+    """A block of keys: its number, and True, which XLA does not know (see `jflex.narrow.read`)."""
+
+    number: jax.Array
+    exists: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,21 +151,22 @@ class Walk:
     def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
         """The rows of one unit, of an array [B, Hkv, group, T, ...]."""
         start = (*unit.start, unit.row * self.size[0], *[jnp.zeros_like(unit.row)] * (x.ndim - 4))
-        return lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
+        part = lambda: lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
+        return read(part, unit.row < self.rows, self.problem.platform)
 
-    def keys(self, x: jax.Array, unit: Unit, column: jax.Array, *, is_partial: bool) -> jax.Array:
+    def keys(self, x: jax.Array, unit: Unit, column: Column, *, is_partial: bool) -> jax.Array:
         """A block of key or value as [B, Hkv, S, ...], zeros past the end and, in a partial one, past the lengths.
 
         It is taken from the array as it came, so that what no query visits costs nothing.
         """
         p, size = self.problem, min(self.size[1], self.problem.S)
         batch, heads, _ = self.together
-        first = column * self.size[1]
+        first = column.number * self.size[1]
         start = jnp.minimum(first, p.S - size)
         at = (unit.start[0] if p.Bkv > 1 else jnp.zeros_like(first), unit.start[1], start, jnp.zeros_like(first))
         shape = (batch if p.Bkv > 1 else 1, heads, size, x.shape[3])
         turn = lambda t: t if p.layout == "BNTH" else (t[0], t[2], t[1], t[3])
-        block = lax.dynamic_slice(x, turn(at), turn(shape))
+        block = read(lambda: lax.dynamic_slice(x, turn(at), turn(shape)), column.exists, p.platform)
         block = block if p.layout == "BNTH" else block.swapaxes(1, 2)
         if p.S % self.size[1]:  # the last block begins earlier than it should, and moves to where it should
             block = jnp.pad(block, ((0, 0), (0, 0), (0, self.size[1]), (0, 0)))
@@ -178,7 +187,7 @@ class Walk:
         at = (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
         return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, block.shape) + block, at)
 
-    def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
+    def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, Column, bool], Any]) -> Any:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
         lists, last = self.lists, block_count(self.problem.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
@@ -188,7 +197,8 @@ class Walk:
         ):
             here = lax.dynamic_slice(indices, (*at, jnp.zeros_like(unit.row)), (1, 1, 1, indices.shape[3]))[0, 0, 0]
             count = lax.dynamic_slice(counts, at, (1, 1, 1))[0, 0, 0]
-            body = lambda i, c, here=here, is_partial=is_partial: step(c, jnp.clip(here[i], 0, last), is_partial)
+            columns = lambda i, here=here, count=count: Column(jnp.clip(here[i], 0, last), i < count)
+            body = lambda i, c, columns=columns, is_partial=is_partial: step(c, columns(i), is_partial)
             carry = lax.fori_loop(jnp.int32(0), count, body, carry)
         return carry
 

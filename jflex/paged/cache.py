@@ -18,8 +18,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
+from jflex.narrow import read, set_rows
 from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.problem import DTYPES, describe_array
+from jflex.problem import DTYPES, current_device, describe_array
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +151,7 @@ def write(
     checked = checked_layer(cache, layer)
     if checked is not None:
         index = (checked, *index)
-    return PagedCache(_set(cache.k, index, k), _set(cache.v, index, v))
+    return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
 
 
 def copy_pages(cache: PagedCache, src: Int32[Array, " M"], dst: Int32[Array, " M"]) -> PagedCache:
@@ -323,12 +324,7 @@ def _check_copies(src: Any, dst: Any, num_pages: int) -> None:
         )
 
 
-def _set(pages: jax.Array, index: tuple[Any, ...], tokens: Any) -> jax.Array:
-    """Scatters, in place if `pages` is donated. Without `wrap_negative_indices=False` a -1 would hit the last page."""
-    return pages.at[index].set(jnp.asarray(tokens), mode="drop", wrap_negative_indices=False)
-
-
 def _copied(pages: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
-    axis = (slice(None),) * (pages.ndim - 4)
-    read = pages.at[(*axis, src)].get(mode="clip")
-    return pages.at[(*axis, dst)].set(read, mode="drop", wrap_negative_indices=False)
+    layers = () if pages.ndim == 4 else (jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None],)
+    part = lambda: pages.at[(*layers, src)].get(mode="clip")
+    return set_rows(pages, (*layers, dst), read(part, jnp.any(dst >= 0), current_device(pages)[0]))
