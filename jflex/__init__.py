@@ -21,6 +21,7 @@ from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.dense_mask import create_mask as create_mask
 from jflex.errors import UnsupportedError as UnsupportedError
+from jflex.mod_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods import and_masks as and_masks
 from jflex.mods import noop_mask as noop_mask
 from jflex.mods import not_mask as not_mask

@@ -15,7 +15,8 @@ from jflex.block_mask import BlockMask
 from jflex.choice import Implementation, choose, gradients_by, reasons_of
 from jflex.config import Config
 from jflex.explain import Account
-from jflex.kv_lengths import check_kv_lengths
+from jflex.kv_lengths import check_kv_lengths, known_keys
+from jflex.mod_sizes import check_mod_sizes
 from jflex.problem import (
     Blocks,
     Problem,
@@ -83,7 +84,7 @@ def flex_attention(
       key: Likewise; `key` and `value` may have batch size 1, shared by all of the batch.
       value: Likewise.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
-        head.
+        head. Arrays that a mod of your own indexes beyond their end give their last element, as always in JAX.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is
         skipped.
@@ -108,7 +109,7 @@ def flex_attention(
 
     Raises:
       TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, or a value is out of its range.
+      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of its range.
       UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
 
     References:
@@ -209,6 +210,8 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, sca
     scale = check_scale(scale, D)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
+    for mod in (score_mod, mask_mod):
+        check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
     blocks, lists = None, None
     if block_mask is not None:

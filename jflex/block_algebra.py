@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8
 
 from jflex.block_lists import EMPTY, FULL, PARTIAL, block_count
+from jflex.mod_sizes import Requirement, SizedMod, requirements_of, without
 from jflex.mods import MaskMod, and_masks, not_mask, or_masks
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ListedMask:
+class ListedMask(SizedMod):
     """Visible where the block is listed and, if there is a mask_mod, that says so too."""
 
     listed: Bool[Array, "B H R C"]
@@ -30,9 +31,13 @@ class ListedMask:
         visible = self.listed[b if batch > 1 else 0, h if heads > 1 else 0, row, column]
         return visible if self.mask_mod is None else visible & self.mask_mod(b, h, q_idx, kv_idx)
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.mask_mod)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SharedMask:
+class SharedMask(SizedMod):
     """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
 
     mask_mod: MaskMod
@@ -44,9 +49,15 @@ class SharedMask:
         zero = jnp.int32(0)
         return self.mask_mod(zero if self.shares_batch else b, zero if self.shares_heads else h, q_idx, kv_idx)
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        kept = requirements_of(self.mask_mod)
+        kept = without(kept, "b") if self.shares_batch else kept
+        return without(kept, "h") if self.shares_heads else kept
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ExtendedMask:
+class ExtendedMask(SizedMod):
     """One mask inside of some lengths, another outside."""
 
     inside: MaskMod
@@ -57,6 +68,10 @@ class ExtendedMask:
         """Evaluates the mask at one place."""
         is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
         return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.outside)
 
 
 class Composed(NamedTuple):

@@ -13,6 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
+from jflex.mod_sizes import Requirement, SizedMod, requirements_of, without
+
 _AXES = ("batch", "heads", "query blocks")
 
 
@@ -36,7 +38,7 @@ class Selection:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SelectedMask:
+class SelectedMask(SizedMod):
     """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
 
     mask_mod: Callable[..., Any]
@@ -56,6 +58,15 @@ class SelectedMask:
         block, within = q_idx // self.q_block_size, q_idx % self.q_block_size
         old_q = of_query.blocks[block] * self.q_block_size + within
         return (block < of_query.size) & self.mask_mod(old_b, old_h, old_q, kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        of_batch, of_head, of_query = self.selections
+        kept = requirements_of(self.mask_mod)
+        kept = kept if of_batch.blocks is None else without(kept, "b")
+        kept = kept if of_head.blocks is None else without(kept, "h")
+        # What neighbouring blocks require beyond this depends on where they begin, which is data.
+        return kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
 
 
 def _look_up(selection: Selection, index: Any) -> Any:

@@ -27,6 +27,7 @@ from jflex.dense_mask import block_mask_elements
 from jflex.given_lists import kinds_from_given
 from jflex.mask_fit import uses_index
 from jflex.mask_sizes import checked_block_size, checked_shape, checked_size
+from jflex.mod_sizes import check_mask_shape
 from jflex.mods import BoundMask, MaskMod
 from jflex.trace import TracedMod, trace_mask_mod
 
@@ -128,6 +129,7 @@ class BlockMask:
             seq_lengths = (checked_size(q_length, "seq_lengths"), checked_size(kv_length, "seq_lengths"))
         given = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         kinds, seq_lengths = kinds_from_given(given, block_size, seq_lengths)
+        check_mask_shape(mask_mod, (*kinds.shape[:2], *seq_lengths), "a BlockMask")
         if mask_mod is None:
             kinds = block_algebra.solid_kinds(kinds)
         return _assemble(kinds, mask_mod, (seq_lengths, block_size), lists_follow_mod=False)
@@ -307,8 +309,9 @@ class BlockMask:
 
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
         """Evaluates a mask_mod anew, for other lengths."""
-        traced, operands = trace_mask_mod(mask_mod)
-        kinds = block_kinds(traced, operands, (*self.kv_num_blocks.shape[:2], *seq_lengths), self.block_size)
+        shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
+        check_mask_shape(mask_mod, shape, "a BlockMask")
+        kinds = block_kinds(*trace_mask_mod(mask_mod), shape, self.block_size)
         return self._like(kinds, mask_mod, seq_lengths, lists_follow_mod=True)
 
     def _composed(self, composed: block_algebra.Composed) -> BlockMask:
@@ -345,7 +348,7 @@ def create_block_mask(
     Raises:
       TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
       ValueError: A size is negative; `mask_mod` branches in Python on its arguments; or it uses ``b`` while `B` is
-        None, or ``h`` while `H` is None.
+        None, or ``h`` while `H` is None; or a ready mask was made for other sizes.
 
     >>> documents = jnp.array([0] * 200 + [1] * 312)
     >>> def same_document(b, h, q_idx, kv_idx):
@@ -367,16 +370,12 @@ def create_block_mask(
                 f"`{argument}` is None, which makes one mask for all, but the mask_mod {traced.source} uses `{index}`. "
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
-    kinds = block_kinds(traced, operands, shape, block_size)
-    lists = lists_from_kinds(kinds)._asdict()
+    check_mask_shape(mask_mod, shape, "a BlockMask")
+    lists = lists_from_kinds(block_kinds(traced, operands, shape, block_size))._asdict()
     return BlockMask(
-        **lists,
-        mask_operands=operands,
-        traced=traced,
-        seq_lengths=shape[2:],
-        block_size=block_size,
+        **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
         lists_follow_mod=True,
-    )
+    )  # fmt: skip
 
 
 def _assemble(

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int32
 
 from jflex.choice import Implementation
 from jflex.config import Config
-from jflex.kv_lengths import check_kv_lengths
+from jflex.kv_lengths import check_kv_lengths, known_lengths
+from jflex.mod_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_rules import check_rules, indptr_rules
@@ -192,7 +193,8 @@ def cascade_attention(
 
     Raises:
       TypeError: An argument is of a wrong kind.
-      ValueError: Shapes disagree, `positions` are missing, or a value that is known is out of its range.
+      ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a value that is
+        known is out of its range.
       UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
 
     References:
@@ -213,6 +215,9 @@ def cascade_attention(
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
     positions, requests = _checked_rows(q, positions, requests, score_mod, mask_mod)
+    required = requirements_of(score_mod, mask_mod)
+    if required:
+        check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
     levels = [level for level in levels if _has_places(level, q.shape[0])]
     if not levels:
@@ -226,6 +231,22 @@ def cascade_attention(
     merged = merge_all(states)
     out = merged.out.astype(q.dtype)
     return (out, merged.lse) if return_lse else out
+
+
+def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
+    """How far the indices go that mods see; of keys, those of the levels where that is known."""
+    keys = [
+        int(np.where(lengths > 0, start + lengths, 0).max(initial=0))
+        for start, lengths in ((known_lengths(level.start), known_lengths(level.groups.kv_lengths)) for level in levels)
+        if start is not None and lengths is not None
+    ]
+    return CallSizes(
+        1 if requests is None else last_plus_one(known_lengths(requests)),
+        q.shape[1],
+        last_plus_one(known_lengths(positions)),
+        max(keys, default=None),
+        all_batch=requests is None,
+    )
 
 
 def _pages_of(level: CascadeLevel) -> Pages:

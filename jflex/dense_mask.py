@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int8, Int32
 from jflex.block_kinds import visible_elements
 from jflex.block_lists import FULL, PARTIAL
 from jflex.mask_sizes import checked_shape
+from jflex.mod_sizes import check_mask_shape
 from jflex.mods import MaskMod, noop_mask
 from jflex.trace import TracedMod, trace_mask_mod
 
@@ -33,12 +34,13 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
 
     Raises:
       TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
-      ValueError: `mask_mod` branches in Python on its arguments, or a size is negative.
+      ValueError: `mask_mod` branches in Python on its arguments, or was made for other sizes; or a size is negative.
 
     >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3)[0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0]]
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
+    check_mask_shape(mask_mod, shape, "a mask")
     traced, operands = trace_mask_mod(mask_mod)
     everywhere = jnp.full((*shape[:2], 1, 1), PARTIAL, jnp.int8)
     return dense_elements(traced, operands, everywhere, shape[2:], shape[2:])

@@ -67,6 +67,17 @@ def known_lengths(kv_lengths: Any) -> np.ndarray | None:
     return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
 
 
+def known_keys(kv_lengths: Any, S: int) -> int | None:
+    """Keys that a call sees of some batch entry: S without lengths, None where lengths are not known."""
+    return S if kv_lengths is None else last_key(kv_lengths)
+
+
+def last_key(kv_lengths: Any) -> int | None:
+    """The longest of known lengths, None of others."""
+    known = known_lengths(kv_lengths)
+    return None if known is None else int(known.max(initial=0))
+
+
 @functools.lru_cache(maxsize=256)
 def bounded_problem(problem: Problem, size: tuple[int, int] | None) -> Problem:
     """The problem in which the mask, and lists, hide what lies beyond the lengths.

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jflex.mod_sizes import Requirement, SizedMod, requirements_of
 from jflex.trace import TracedMod
 
 MaskMod = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class AndMasks:
+class AndMasks(SizedMod):
     """Visible where every part is; with no parts, everywhere. Made by `and_masks`."""
 
     parts: tuple[MaskMod, ...]
@@ -31,9 +32,13 @@ class AndMasks:
             visible = visible & part(b, h, q_idx, kv_idx)
         return visible
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(*self.parts)
+
 
 @dataclasses.dataclass(frozen=True)
-class OrMasks:
+class OrMasks(SizedMod):
     """Visible where any part is; with no parts, nowhere. Made by `or_masks`."""
 
     parts: tuple[MaskMod, ...]
@@ -45,9 +50,13 @@ class OrMasks:
             visible = visible | part(b, h, q_idx, kv_idx)
         return visible
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(*self.parts)
+
 
 @dataclasses.dataclass(frozen=True)
-class NotMask:
+class NotMask(SizedMod):
     """Visible where the part is not. Made by `not_mask`."""
 
     part: MaskMod
@@ -56,9 +65,13 @@ class NotMask:
         """Evaluates the mask at one place."""
         return ~jnp.asarray(self.part(b, h, q_idx, kv_idx))
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.part)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BoundMask:
+class BoundMask(SizedMod):
     """A traced mask_mod joined with the values of its captures: a mask_mod again."""
 
     traced: TracedMod
@@ -68,6 +81,10 @@ class BoundMask:
         """Evaluates the mask at one place."""
         indices = (jnp.asarray(index, jnp.int32) for index in (b, h, q_idx, kv_idx))
         return self.traced(self.operands, *indices)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return self.traced.requirements
 
 
 def and_masks(*mask_mods: MaskMod) -> AndMasks:

@@ -16,6 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from jflex.kv_lengths import known_lengths
+from jflex.mod_sizes import Requirement, SizedMod, requirements_of, shifted
 from jflex.mods import AndMasks, MaskMod, NotMask, OrMasks
 from jflex.trace import describe
 
@@ -25,11 +27,12 @@ _RULE = "`mod` must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod (b
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OffsetMask:
+class OffsetMask(SizedMod):
     """A mask_mod for queries that begin at `offset`. Made by `with_offset`."""
 
     mod: MaskMod
     offset: Offset
+    known: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _name_after(self, self.mod)
@@ -38,13 +41,18 @@ class OffsetMask:
         """Evaluates the mask at one place."""
         return self.mod(b, h, _position(self.offset, b, q_idx), kv_idx)
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return _requirements(self)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OffsetScore:
+class OffsetScore(SizedMod):
     """A score_mod for queries that begin at `offset`. Made by `with_offset`."""
 
     mod: Callable[..., Any]
     offset: Offset
+    known: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _name_after(self, self.mod)
@@ -52,6 +60,10 @@ class OffsetScore:
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
         """Changes one score."""
         return self.mod(score, b, h, _position(self.offset, b, q_idx), kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return _requirements(self)
 
 
 def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> Callable[..., Any]:
@@ -67,8 +79,8 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
       mod: A score_mod, ``(score, b, h, q_idx, kv_idx) -> score``, or a mask_mod, ``(b, h, q_idx, kv_idx) -> bool``;
         which one, the number of its required arguments tells.
       offset: A position for the whole batch, or one for each sequence, indexed by ``b``: integers, traced ones too.
-        Its length must be that of the batch: like any array in a mod, it is read at its end where ``b`` is beyond.
-        Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must then expect negative positions.
+        Their number must be that of the batch. Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must
+        then expect negative positions.
 
     Returns:
       A mod of the same kind, for `flex_attention`, `create_block_mask` and all else that takes mods. A
@@ -88,16 +100,27 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
     [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
     """
     kind = _kind(mod)
-    positions = _checked_offset(offset)
-    return OffsetScore(mod, positions) if kind == "score" else _offset_mask(mod, positions)
+    positions, known = _checked_offset(offset)
+    return OffsetScore(mod, positions, known) if kind == "score" else _offset_mask(mod, positions, known)
 
 
-def _offset_mask(mask_mod: MaskMod, offset: Offset) -> MaskMod:
+def _offset_mask(mask_mod: MaskMod, offset: Offset, known: np.ndarray | None) -> MaskMod:
     if isinstance(mask_mod, AndMasks | OrMasks):
-        return type(mask_mod)(tuple(_offset_mask(part, offset) for part in mask_mod.parts))
+        return type(mask_mod)(tuple(_offset_mask(part, offset, known) for part in mask_mod.parts))
     if isinstance(mask_mod, NotMask):
-        return NotMask(_offset_mask(mask_mod.part, offset))
-    return OffsetMask(mask_mod, offset)
+        return NotMask(_offset_mask(mask_mod.part, offset, known))
+    return OffsetMask(mask_mod, offset, known)
+
+
+def _requirements(mod: OffsetMask | OffsetScore) -> tuple[Requirement, ...]:
+    kept = requirements_of(mod.mod)
+    if any(needed.axis == "q_idx" for needed in kept):  # else nothing waits for the value of an offset
+        known = known_lengths(mod.offset) if mod.known is None else mod.known
+        kept = shifted(kept, "q_idx", None if known is None else int(known.max()))
+    if not mod.offset.ndim:
+        return kept
+    rule = "`offset` of `with_offset` must be one position, or hold one for each batch entry"
+    return (Requirement("b", mod.offset.shape[0], rule, "Pass offsets [{}]."), *kept)
 
 
 def _position(offset: Offset, b: Any, q_idx: Any) -> Any:
@@ -139,7 +162,8 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _checked_offset(offset: Any) -> Offset:
+def _checked_offset(offset: Any) -> tuple[Offset, np.ndarray | None]:
+    """The offset as an array of JAX, and its value where no tracing hides it."""
     rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{rule}. Got {type(offset).__name__}. Wrap a list in `jnp.asarray`.")
@@ -153,5 +177,5 @@ def _checked_offset(offset: Any) -> Offset:
     if isinstance(offset, np.ndarray) and offset.size and not _INT32.min <= offset.min() <= offset.max() <= _INT32.max:
         raise ValueError(f"{rule}, within int32, like all positions. Got {offset.tolist()}.")
     if not offset.size:  # of no sequences: there is no place to read, but a mod is traced all the same
-        return jnp.zeros((), jnp.int32)
-    return jnp.asarray(offset, jnp.int32)
+        return jnp.zeros((), jnp.int32), np.zeros((), np.int32)
+    return jnp.asarray(offset, jnp.int32), offset if isinstance(offset, np.ndarray) else None

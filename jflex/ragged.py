@@ -28,6 +28,7 @@ from jflex.ragged_mask import (
     PackedTokens,
     VarlenBlockMask,
     check_callable,
+    check_packed_sizes,
     checked_boundaries,
     varlen_block_mask,
 )
@@ -97,8 +98,8 @@ def flex_attention_varlen(
 
     Raises:
       TypeError: An argument is of a wrong kind.
-      ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, or `block_mask` is for
-        other ones.
+      ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, a ready mod was made for
+        other sizes, or `block_mask` is for other boundaries.
       UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
 
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 300, 4, 32))
@@ -120,6 +121,8 @@ def flex_attention_varlen(
     lengths = q.shape[0], k.shape[0]
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
+    for mod in (score_mod, mask_mod):
+        check_packed_sizes(mod, q_ends, kv_ends, q.shape[1], "a call")
     if block_mask is None:
         make = lambda H: varlen_block_mask(
             q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(config)

@@ -22,6 +22,7 @@ from jflex.block_mask import BlockMask, BlockSize
 from jflex.kv_lengths import known_lengths
 from jflex.mask_fit import uses_index
 from jflex.mask_sizes import checked_block_size, checked_size
+from jflex.mod_sizes import check_mod_sizes
 from jflex.problem import describe_array
 from jflex.trace import TracedMod, trace_mask_mod
 from jflex.varying import unify_varying
@@ -79,7 +80,7 @@ def varlen_block_mask(
     Raises:
       TypeError: An argument is of a wrong kind.
       ValueError: Boundaries that are known do not ascend from 0 to at most `num_queries` and `num_keys`; they are for
-        different numbers of sequences; or `mask_mod` uses ``h`` while `H` is None.
+        different numbers of sequences; or `mask_mod` uses ``h`` while `H` is None, or was made for other sizes.
 
     >>> boundaries = jnp.array([0, 200, 456], jnp.int32)  # two sequences, of 200 and 256 tokens
     >>> print(varlen_block_mask(boundaries, boundaries, 512, 512, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx))
@@ -93,6 +94,7 @@ def varlen_block_mask(
     lengths = checked_size(num_queries, "num_queries"), checked_size(num_keys, "num_keys")
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
+    check_packed_sizes(mask_mod, q_ends, kv_ends, H, "packed sequences")
     tokens = PackedTokens.of(q_ends, kv_ends, lengths)
     mask_mod = mask_mod if tokens.sequences else None
     traced, operands = trace_mask_mod(_SameSequence(tokens) if mask_mod is None else _PackedMask(mask_mod, tokens))
@@ -262,6 +264,13 @@ def check_callable(mod: Any, name: str, signature: str) -> None:
         return
     hint = " Pass it as `block_mask`." if isinstance(mod, BlockMask) else ""
     raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
+
+
+def check_packed_sizes(mod: Mod, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str) -> None:
+    """Raises unless a mod was made for packed sequences; of positions, where the boundaries are known."""
+    ends = known_lengths(q_ends), known_lengths(kv_ends)
+    queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
+    check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
 
 
 def checked_boundaries(q_ends: Any, kv_ends: Any, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:

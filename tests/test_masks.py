@@ -56,7 +56,7 @@ def tree_rows(prefix):
 
 MASKS = {
     "causal": (masks.causal(), I >= J),
-    "causal, bottom right": (masks.causal("bottom_right", q_length=20, kv_length=24), I + 4 >= J),
+    "causal, bottom right": (masks.causal("bottom_right", q_length=20, kv_length=24), I[:20] + 4 >= J),
     "causal, traced lengths": (
         masks.causal("bottom_right", q_length=jnp.int32(20), kv_length=jnp.int32(24)),
         I + 4 >= J,

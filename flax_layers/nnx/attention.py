@@ -47,8 +47,8 @@ class FlexAttention(Projections):
         rngs: Source of the keys of the initializers.
 
     Raises:
-        ValueError: The head counts or sizes do not fit, or a mod given here holds parameters in a way that would cut
-            them off from their gradients.
+        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod given here holds
+            parameters in a way that would cut them off from their gradients.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,6 +85,7 @@ class FlexAttention(Projections):
     ):
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             check_no_hidden_state(name, mod)
+            jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
         super().__init__(
             in_features,
             num_heads,
@@ -207,7 +208,8 @@ class FlexAttention(Projections):
         Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
         embedding, count from the beginning of each sequence. Mods are given as for `__call__`, not in their inference
         form; a BlockMask that the constructor was given counts by its mask_mod. No mask is implied: for a decoder, one
-        of them must be causal. Arrays that mods capture must cover `max_length` positions, not one call's.
+        of them must be causal. Arrays that mods capture must cover all positions of the cache that come into use, not
+        one call's; those of ready mods are compared, as far as lengths are known.
 
         The lengths are data: one program serves all of them. Donate the cache to `jit`, and it is updated in place.
 

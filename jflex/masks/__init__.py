@@ -2,6 +2,9 @@
 
 Python numbers that are given to them become part of the compiled program; arrays, 0-d ones too, are operands whose
 values may change without compiling again. Join them with ``and_masks``, ``or_masks`` and ``not_mask``.
+
+They know the sizes that they were made for, and calls of others are refused: another batch or other heads, or positions
+beyond their arrays. In mods of your own, an index beyond the end of an array reads its last element, as always in JAX.
 """
 
 from jflex.masks.block_diffusion import block_diffusion as block_diffusion

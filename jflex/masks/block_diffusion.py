@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jflex.mod_sizes import ReadyMod, for_positions
 from jflex.mods import MaskMod
 
 
@@ -13,7 +14,7 @@ def block_diffusion(length: int, block: int) -> MaskMod:
     A noised block sees itself and the clean blocks before it; a clean block sees itself and the clean blocks before it.
 
     Args:
-      length: Tokens of the sequence; the mask is for ``2 * length`` queries and keys.
+      length: Tokens of the sequence; the mask is for ``2 * length`` queries and keys, or fewer.
       block: Tokens of a diffusion block.
 
     Returns:
@@ -36,4 +37,6 @@ def block_diffusion(length: int, block: int) -> MaskMod:
         own = (q_clean == kv_clean) & (q_block == kv_block)
         return own | (kv_clean & (q_block > kv_block))
 
-    return mask
+    rule = "`length` of `block_diffusion` must give 2 * length positions, one for each {}"
+    remedy = "Pass the length of one copy, and pad each copy by itself."
+    return ReadyMod(mask, for_positions(2 * length, rule, remedy))

@@ -6,6 +6,8 @@ from typing import Literal
 
 from jaxtyping import Array, Int
 
+from jflex.mod_arrays import known_count
+from jflex.mod_sizes import Axis, ReadyMod, Requirement
 from jflex.mods import MaskMod
 
 _Length = int | Int[Array, ""]
@@ -22,8 +24,9 @@ def causal(
     Args:
       alignment: ``"top_left"``: query 0 sees key 0. ``"bottom_right"``: the last query sees the last key, as when new
         queries follow a cache of earlier keys. They are the same for equal lengths.
-      q_length: Number of queries, for ``"bottom_right"``.
-      kv_length: Number of keys, for ``"bottom_right"``.
+      q_length: Number of queries, for ``"bottom_right"``: a Python number is compared with the call, which must not
+        have more.
+      kv_length: Number of keys, likewise.
 
     Returns:
       A mask_mod.
@@ -48,4 +51,15 @@ def causal(
     def causal_bottom_right(b, h, q_idx, kv_idx):
         return q_idx + offset >= kv_idx
 
-    return causal_bottom_right
+    lengths: tuple[tuple[Axis, _Length, str, str], ...] = (
+        ("q_idx", q_length, "q_length", "queries"),
+        ("kv_idx", kv_length, "kv_length", "keys"),
+    )
+    required = []
+    for axis, length, name, what in lengths:
+        known = known_count(length)
+        if known is not None:
+            rule = f"`{name}` of `causal` must count all {what}, the last of which are aligned"
+            remedy = f"Pass `{name}={{}}`, or an array if the {what} behind are padding."
+            required.append(Requirement(axis, known, rule, remedy, in_program=False))
+    return ReadyMod(causal_bottom_right, tuple(required))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Bool
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, for_positions
 from jflex.mods import MaskMod
 
 
@@ -13,14 +14,23 @@ def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
     """Shows every key to the global queries, and the global keys to every query. Join it to a window with `or_masks`.
 
     Args:
-      is_global: Which places are global, of queries and keys alike.
+      is_global: Which places are global, of queries and keys alike: booleans, which may be more than a call has.
 
     Returns:
       A mask_mod.
 
+    Raises:
+      TypeError: `is_global` is not boolean.
+      ValueError: `is_global` does not have one axis.
+
+    >>> import jax.numpy as jnp
     >>> from jflex.dense_mask import create_mask
     >>> create_mask(global_tokens(jnp.array([True, False, False])), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
-    flags = jnp.asarray(is_global, jnp.bool_)
-    return lambda b, h, q_idx, kv_idx: flags[q_idx] | flags[kv_idx]
+    flags = checked_array(is_global, "`is_global` of `global_tokens`", "booleans", "[S]")
+    rule = "`is_global` of `global_tokens` must hold one flag for each {}"
+    return ReadyMod(
+        lambda b, h, q_idx, kv_idx: flags[q_idx] | flags[kv_idx],
+        for_positions(flags.shape[0], rule, "Pass flags [{}]."),
+    )

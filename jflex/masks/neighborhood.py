@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jflex.mod_sizes import ReadyMod, for_positions
 from jflex.mods import MaskMod
 
 
@@ -17,7 +18,7 @@ def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
       kernel: Height and width of the neighbourhood, odd and at most those of the canvas.
 
     Returns:
-      A mask_mod, for ``height * width`` queries and keys.
+      A mask_mod, for ``height * width`` queries and keys, or fewer.
 
     Raises:
       ValueError: A side of the kernel is even or longer than that of the canvas.
@@ -39,4 +40,6 @@ def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
         rows = near(q_idx // width, kv_idx // width, height, kernel[0])
         return rows & near(q_idx % width, kv_idx % width, width, kernel[1])
 
-    return mask
+    rule = "`canvas` of `neighborhood` must hold one position for each {}"
+    remedy = "Pass a canvas of {} positions, height * width."
+    return ReadyMod(mask, for_positions(height * width, rule, remedy))

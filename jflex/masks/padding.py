@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, Requirement
 from jflex.mods import MaskMod
 
 
@@ -20,9 +21,18 @@ def padding(kv_lengths: Int[ArrayLike, " B"]) -> MaskMod:
     Returns:
       A mask_mod; it uses ``b``.
 
+    Raises:
+      TypeError: The lengths are no integers.
+      ValueError: The lengths do not have one axis.
+
+    >>> import jax.numpy as jnp
     >>> from jflex.dense_mask import create_mask
     >>> create_mask(padding(jnp.array([1, 3])), 2, None, 1, 3)[:, 0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 1]]
     """
-    lengths = jnp.asarray(kv_lengths)
-    return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
+    lengths = checked_array(kv_lengths, "`kv_lengths` of `padding`", "integers", "[B]")
+    rule = "`kv_lengths` of `padding` must hold one length for each batch entry"
+    return ReadyMod(
+        lambda b, h, q_idx, kv_idx: kv_idx < lengths[b],
+        (Requirement("b", lengths.shape[0], rule, "Pass lengths [{}]."),),
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, Requirement
 from jflex.mods import MaskMod
 
 
@@ -18,11 +19,22 @@ def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) ->
     Returns:
       A mask_mod.
 
+    Raises:
+      TypeError: `prefix_length` is no integer.
+      ValueError: `prefix_length` has more than one axis.
+
     >>> from jflex.dense_mask import create_mask
     >>> create_mask(prefix_lm(2), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
-    if jnp.ndim(prefix_length) == 0:
+    argument = "`prefix_length` of `prefix_lm`"
+    lengths = prefix_length if isinstance(prefix_length, int) else checked_array(prefix_length, argument, "integers")
+    if isinstance(lengths, int) or lengths.ndim == 0:
         return lambda b, h, q_idx, kv_idx: (kv_idx < prefix_length) | (q_idx >= kv_idx)
-    lengths = jnp.asarray(prefix_length)
-    return lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx)
+    if lengths.ndim > 1:
+        raise ValueError(f"{argument} must be one length, or lengths [B]. Got shape {lengths.shape}.")
+    rule = f"{argument} must be one length, or hold one for each batch entry"
+    return ReadyMod(
+        lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx),
+        (Requirement("b", lengths.shape[0], rule, "Pass lengths [{}]."),),
+    )

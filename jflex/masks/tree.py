@@ -9,6 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
+from jflex.mod_arrays import checked_array, known_count
+from jflex.mod_sizes import ReadyMod, Requirement
 from jflex.mods import MaskMod
 
 
@@ -18,22 +20,37 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
     Queries are the nodes; keys are the prefix and then the nodes.
 
     Args:
-      prefix_length: Keys before the first node.
+      prefix_length: Keys before the first node. Of a Python number, the call must not have keys behind the last node.
       ancestors: Whether node ``j`` is node ``i`` or an ancestor of it, at ``[i, j]``; from `tree_ancestors`.
 
     Returns:
       A mask_mod.
 
+    Raises:
+      TypeError: `ancestors` is not boolean.
+      ValueError: `ancestors` is not square.
+
     >>> from jflex.dense_mask import create_mask
     >>> create_mask(tree(1, tree_ancestors([-1, 0, 0])), None, None, 3, 4)[0, 0].astype(int).tolist()
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
-    ancestors = jnp.asarray(ancestors, jnp.bool_)
+    argument = "`ancestors` of `tree`"
+    ancestors = checked_array(ancestors, argument, "booleans", "[N, N]")
+    nodes = ancestors.shape[0]
+    if ancestors.shape != (nodes, nodes):
+        raise ValueError(f"{argument} must be [N, N], as `tree_ancestors` makes it. Got shape {ancestors.shape}.")
 
     def mask(b, h, q_idx, kv_idx):
         return (kv_idx < prefix_length) | ancestors[q_idx, jnp.maximum(kv_idx - prefix_length, 0)]
 
-    return mask
+    rule = f"{argument} must hold one row for each query"
+    required = [Requirement("q_idx", nodes, rule, "Pass the ancestors of {} nodes.")]
+    prefix = known_count(prefix_length)
+    if prefix is not None:
+        rule = "`prefix_length` and `ancestors` of `tree` must make up all keys, the prefix and then the nodes"
+        remedy = "Pass `kv_lengths` to the call if the keys behind are not in use."
+        required.append(Requirement("kv_idx", prefix + nodes, rule, remedy))
+    return ReadyMod(mask, tuple(required))
 
 
 def tree_ancestors(parents: Sequence[int]) -> Bool[np.ndarray, "N N"]:

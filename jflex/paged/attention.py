@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int32
 
 from jflex.choice import Implementation
 from jflex.config import Config
+from jflex.kv_lengths import known_lengths
+from jflex.mod_sizes import check_mod_sizes
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, Pages, attend
@@ -82,7 +84,7 @@ def paged_attention(
 
     Raises:
       TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, or a value that is known is out of its range.
+      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value that is known is out of its range.
       UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
 
     References:
@@ -103,12 +105,23 @@ def paged_attention(
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     layer = checked_layer(cache, layer)
+    _check_sizes(score_mod, mask_mod, q.shape[1], batch)
     score_mod = _PositionedScore(score_mod, batch) if callable(score_mod) else score_mod
     mask_mod = _PositionedMask(mask_mod, batch) if callable(mask_mod) else mask_mod
     state = attend(
         "paged_attention", q, pages_of(cache, batch, layer), How(score_mod, mask_mod, scale, implementation, config)
     )
     return (state.out, state.lse) if return_lse else state.out
+
+
+def _check_sizes(score_mod: Mod, mask_mod: Mod, heads: int, batch: PagedBatch) -> None:
+    """Compares the sizes that mods were made for; positions where lengths are known, since a table may hold more."""
+    lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
+    longest = None
+    if lengths is not None and indptr is not None:  # of the requests that have queries in this call
+        longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
+    for mod in (score_mod, mask_mod):
+        check_mod_sizes(mod, batch=batch.requests, heads=heads, queries=longest, keys=longest)
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:

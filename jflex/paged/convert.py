@@ -24,7 +24,9 @@ from jaxtyping import Array, Bool, Float, Int8, Int32
 
 from jflex.block_lists import EMPTY, FULL, PARTIAL, lists_from_kinds
 from jflex.block_mask import BlockMask
+from jflex.kv_lengths import last_key
 from jflex.mask_fit import uses_index
+from jflex.mod_sizes import Requirement, SizedMod, check_mod_sizes, requirements_of, without
 from jflex.mods import MaskMod, noop_mask
 from jflex.paged.cache import PagedCache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
@@ -33,7 +35,7 @@ from jflex.trace import trace_mask_mod
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SlotMask:
+class SlotMask(SizedMod):
     """A mask_mod whose ``kv_idx`` is a slot. Made by `convert_mask_mod`."""
 
     mod: MaskMod
@@ -47,9 +49,13 @@ class SlotMask:
         position, holds = self.slots.locate(b, kv_idx)
         return holds & self.mod(b, h, q_idx, position)
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return without(requirements_of(self.mod), "kv_idx")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SlotScore:
+class SlotScore(SizedMod):
     """A score_mod whose ``kv_idx`` is a slot. Made by `convert_score_mod`."""
 
     mod: Callable[..., Any]
@@ -62,6 +68,10 @@ class SlotScore:
         """Changes one score."""
         position, holds = self.slots.locate(b, kv_idx)
         return jnp.where(holds, self.mod(score, b, h, q_idx, position), -jnp.inf)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return without(requirements_of(self.mod), "kv_idx")
 
 
 def convert_block_mask(
@@ -168,8 +178,8 @@ def convert_mask_mod(
     Raises:
       TypeError: `mask_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
-        row, or a length is negative or beyond the table.
+      ValueError: The shapes do not fit, or a ready mod was made for other sizes; or, where values are known, a page is
+        outside of the cache, stands twice in a row, or a length is negative or beyond the table.
 
     >>> import jflex
     >>> table, lengths = jnp.array([[3, 1]]), jnp.array([3])
@@ -178,7 +188,9 @@ def convert_mask_mod(
     [0, 0, 1, 0, 0, 0, 1, 1]
     """
     _check_mod("mask_mod", mask_mod, "(b, h, q_idx, kv_idx) -> bool")
-    return SlotMask(mask_mod, slot_map(page_table, kv_lengths, num_pages, page_size))
+    slots = slot_map(page_table, kv_lengths, num_pages, page_size)
+    _check_sizes(mask_mod, page_table, kv_lengths)
+    return SlotMask(mask_mod, slots)
 
 
 def convert_score_mod(
@@ -208,8 +220,8 @@ def convert_score_mod(
     Raises:
       TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
-        row, or a length is negative or beyond the table.
+      ValueError: The shapes do not fit, or a ready mod was made for other sizes; or, where values are known, a page is
+        outside of the cache, stands twice in a row, or a length is negative or beyond the table.
 
     >>> distance = lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).astype(jnp.float32)
     >>> mod = convert_score_mod(distance, jnp.array([[3, 1]]), page_size=2, num_pages=4)
@@ -217,7 +229,9 @@ def convert_score_mod(
     [-3.0, -1.0, -inf]
     """
     _check_mod("score_mod", score_mod, "(score, b, h, q_idx, kv_idx) -> score")
-    return SlotScore(score_mod, slot_map(page_table, kv_lengths, num_pages, page_size))
+    slots = slot_map(page_table, kv_lengths, num_pages, page_size)
+    _check_sizes(score_mod, page_table, kv_lengths)
+    return SlotScore(score_mod, slots)
 
 
 def clear_unused(
@@ -296,6 +310,12 @@ def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: 
             "keys of `block_mask`. Make the table wider, with 0 where there is no page, or crop the mask with "
             "`with_lengths`."
         )
+
+
+def _check_sizes(mod: Callable[..., Any], page_table: Any, kv_lengths: Any) -> None:
+    """Compares what the call over slots no longer can: batch entries are rows of the table, and positions are known."""
+    keys = None if kv_lengths is None else last_key(kv_lengths)
+    check_mod_sizes(mod, batch=page_table.shape[0], keys=keys, caller="a page table")
 
 
 def _check_mod(name: str, mod: Any, signature: str) -> None:

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, Requirement
+
 
 def alibi(slopes: Float[ArrayLike, " Hq"]) -> Callable[..., Any]:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: keys before the query lose, in proportion to their distance.
@@ -22,11 +25,19 @@ def alibi(slopes: Float[ArrayLike, " Hq"]) -> Callable[..., Any]:
     Returns:
       A score_mod, which uses ``h``.
 
+    Raises:
+      TypeError: The slopes are not floating-point.
+      ValueError: The slopes do not have one axis.
+
     >>> float(alibi(jnp.array([0.5]))(1.0, 0, 0, 4, 2))
     0.0
     """
-    slopes = jnp.asarray(slopes, jnp.float32)
-    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * jnp.asarray(kv_idx - q_idx, jnp.float32)
+    slopes = checked_array(slopes, "`slopes` of `alibi`", "floating-point", "[Hq]").astype(jnp.float32)
+    rule = "`slopes` of `alibi` must hold one slope for each query head"
+    return ReadyMod(
+        lambda score, b, h, q_idx, kv_idx: score + slopes[h] * jnp.asarray(kv_idx - q_idx, jnp.float32),
+        (Requirement("h", slopes.shape[0], rule, "Pass `alibi_slopes({})`."),),
+    )
 
 
 def alibi_slopes(heads: int) -> Float32[Array, " {heads}"]:

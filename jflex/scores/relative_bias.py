@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, Requirement
+
 
 def relative_bias(table: Float[ArrayLike, "Hq N"]) -> Callable[..., Any]:
     """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
@@ -21,13 +24,14 @@ def relative_bias(table: Float[ArrayLike, "Hq N"]) -> Callable[..., Any]:
       A score_mod.
 
     Raises:
+      TypeError: `table` is not floating-point.
       ValueError: `table` does not have two axes, the second of odd size.
 
     >>> score_mod = relative_bias(jnp.array([[10.0, 0.0, 20.0]]))
     >>> [float(score_mod(1.0, 0, 0, 5, key)) for key in (0, 5, 6)]
     [11.0, 1.0, 21.0]
     """
-    table = jnp.asarray(table)
+    table = checked_array(table, "`table` of `relative_bias`", "floating-point")
     if table.ndim != 2 or table.shape[1] % 2 == 0:
         raise ValueError(f"`table` must be [Hq, 2 * m + 1] for distances from -m to m. Got shape {table.shape}.")
     farthest = table.shape[1] // 2
@@ -36,4 +40,5 @@ def relative_bias(table: Float[ArrayLike, "Hq N"]) -> Callable[..., Any]:
         distance = jnp.clip(kv_idx - q_idx, -farthest, farthest)
         return score + table[h, distance + farthest].astype(jnp.float32)
 
-    return add_bias
+    rule = "`table` of `relative_bias` must hold one row for each query head"
+    return ReadyMod(add_bias, (Requirement("h", table.shape[0], rule, "Pass a table of {} rows."),))

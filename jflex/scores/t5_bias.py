@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from jflex.mod_arrays import checked_array
+from jflex.mod_sizes import ReadyMod, Requirement
+
 
 def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> Callable[..., Any]:
     """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: near distances have own buckets, far ones share them.
@@ -24,13 +27,14 @@ def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distanc
       A score_mod.
 
     Raises:
+      TypeError: `table` is not floating-point.
       ValueError: `table` does not have two axes, or has too few buckets for the distances.
 
     >>> score_mod = t5_bias(jnp.arange(32.0)[None], bidirectional=False)
     >>> [int(score_mod(0.0, 0, 0, 500, 500 - distance)) for distance in (0, 15, 16, 64, 127, 400)]
     [0, 15, 16, 26, 31, 31]
     """
-    table = jnp.asarray(table)
+    table = checked_array(table, "`table` of `t5_bias`", "floating-point")
     if table.ndim != 2:
         raise ValueError(f"`table` must be [Hq, buckets]. Got shape {table.shape}.")
     buckets = table.shape[1] // 2 if bidirectional else table.shape[1]
@@ -48,4 +52,5 @@ def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distanc
             bucket += jnp.where(ahead > 0, buckets, 0)
         return score + table[h, bucket].astype(jnp.float32)
 
-    return add_bias
+    rule = "`table` of `t5_bias` must hold one row for each query head"
+    return ReadyMod(add_bias, (Requirement("h", table.shape[0], rule, "Pass a table of {} rows."),))

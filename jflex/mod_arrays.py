@@ -1,0 +1,53 @@
+"""Checks of the arrays that ready mods are made of."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "integers": (jnp.integer, "Cast with `.astype(jnp.int32)`."),
+    "booleans": (jnp.bool_, "Compare, as in `x > 0`, or cast with `.astype(bool)`."),
+    "floating-point": (jnp.floating, "Cast with `.astype(jnp.float32)`."),
+}
+
+
+def checked_array(
+    x: Any, argument: str, kind: Literal["integers", "booleans", "floating-point"], axes: str | None = None
+) -> jax.Array:
+    """An argument of a ready mod as an array.
+
+    Args:
+      x: An array, or what `jax.numpy.asarray` makes one of.
+      argument: Which argument, for messages.
+      kind: Of its elements.
+      axes: The axes that it must have, as in ``"[B, T]"``; None: those are not checked here.
+
+    Raises:
+      TypeError: Its elements are of another kind.
+      ValueError: It has another number of axes.
+
+    >>> checked_array([3, 4], "`kv_lengths` of `padding`", "integers", "[B]").tolist()
+    [3, 4]
+    """
+    array = jnp.asarray(x)
+    dtype, remedy = _KINDS[kind]
+    if not jnp.issubdtype(array.dtype, dtype):
+        got = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+        raise TypeError(f"{argument} must be {kind}. Got {got}. {remedy}")
+    if axes is not None and array.ndim != axes.count(",") + 1:
+        raise ValueError(f"{argument} must be {axes}. Got shape {array.shape}.")
+    return array
+
+
+def known_count(x: Any) -> int | None:
+    """A count that is part of the program, as an int; None for an array, whose value may change.
+
+    >>> known_count(np.int64(3)), known_count(jnp.int32(3))
+    (3, None)
+    """
+    return operator.index(x) if isinstance(x, int | np.integer) else None
