@@ -88,7 +88,7 @@ class Evaluation:
     def _compute(self, node: Node) -> jax.Array:
         if node.op == "literal":
             return self.space.literal(node)
-        if node.op == "call":
+        if node.op in ("call", "stop_gradient"):
             return self.values[node.inputs[0]]
         if node.op == "input":
             raise AssertionError(f"argument {node.value} of a mod was not given")

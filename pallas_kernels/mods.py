@@ -19,15 +19,16 @@ from jax.extend import core
 
 from pallas_kernels.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.nodes import Graph, Node, reachable
-from pallas_kernels.structural import RULES, Value, choose, element, load
+from pallas_kernels.structural import RULES, Value, choose, element, load, split
 from pallas_kernels.views import NotOnTile, Scalars, View, scalars
 
 MAX_STEPS = 64  # of an unrolled loop
 _CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
 _RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_IDENTITIES = frozenset(
-    {"copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"}
-)
+# The identity, and so is their derivative.
+_IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
+# Whose rules in `structural` have other derivatives at ties than JAX has.
+_TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,9 @@ def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
       NotOnTile: A primitive of the derivative has no meaning on a tile.
     """
     graph = program.graph
-    loads = [n for n in program.loads if jnp.issubdtype(n.dtype, jnp.floating) and wanted[n.value]]
+    # A function with a derivative of its own may read more for it than its value needs.
+    every = dict.fromkeys((*program.loads, *(n for n in _needed(program.output) if n.op == "load")))
+    loads = [n for n in every if jnp.issubdtype(n.dtype, jnp.floating) and wanted[n.value]]
 
     def pulled(cotangent, *arguments_and_loads):
         arguments, values = arguments_and_loads[:5], arguments_and_loads[5:]
@@ -144,11 +147,14 @@ def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
         others = dict(zip(rest, values[len(loads) :], strict=True))
         return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
 
-    rest = [n for n in program.loads if n not in loads]
+    rest = [n for n in every if n not in loads]
     ct = graph.input("cotangent", "qk", np.float32)
     exact = [graph.cast(n, np.float32) for n in loads]  # 16-bit loads: cotangents are summed before they are rounded
     ins = [ct, *program.arguments, *exact, *rest]
-    jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
+    try:
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
+    except NotImplementedError as error:  # JAX itself has no derivative of `nextafter`, say
+        raise NotOnTile(f"JAX cannot differentiate it: {error}") from error
     d_score, *d_loads = (element(graph, x) for x in _Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
@@ -160,6 +166,10 @@ def open_jaxpr(x: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _box(node: Node) -> Scalars:
     return scalars((), lambda _: node)
+
+
+def _stopped(graph: Graph, x: Scalars) -> Scalars:
+    return scalars(x.shape, lambda i: graph.stop_gradient(x[i]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,18 +209,23 @@ class _Run:
         name = eqn.primitive.name
         if name in _IDENTITIES:
             return ins[: len(eqn.outvars)]
+        if name == "stop_gradient":
+            return [x.stop_gradient() if isinstance(x, View) else _stopped(self.graph, x) for x in ins]
         if name in _CALLS:
             return self._division(eqn, ins) or self.jaxpr(*_body(eqn), ins)
         if name in _RULED:
-            return self._ruled(eqn, ins)
+            return self._differentiated_as(eqn, ins, self.jaxpr(*_body(eqn), ins))
         if name == "cond":
             return self._cond(eqn, ins)
         if name == "scan":
             return self._scan(eqn, ins)
         if name == "unstack":
             return [RULES["unstack"](self.graph, ins, eqn.params | {"place": i}, ()) for i in range(len(eqn.outvars))]
+        if name == "split":
+            return split(self.graph, ins[0], eqn.params["axis"], eqn.params["sizes"])
         if name in RULES:
-            return [RULES[name](self.graph, ins, eqn.params, tuple(eqn.outvars[0].aval.shape))]
+            outs = [RULES[name](self.graph, ins, eqn.params, tuple(eqn.outvars[0].aval.shape))]
+            return self._differentiated_as(eqn, ins, outs) if name in _TIES else outs
         if name in ELEMENTWISE:
             return [self._elementwise(eqn, ins)]
         hint = " (a loop whose number of steps is not fixed)" if name == "while" else ""
@@ -222,7 +237,7 @@ class _Run:
         values = [np.broadcast_to(load(graph, x), shape) for x in ins]
         bind_params = primitive.get_bind_params(params)
         apply = lambda *xs: primitive.bind(*xs, **bind_params)
-        formula = substitute(primitive.name, params)
+        formula = substitute(primitive.name, params, [v.aval.dtype for v in eqn.invars])
 
         def at(i: tuple[int, ...]) -> list[Node]:
             return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
@@ -258,9 +273,10 @@ class _Run:
             return None  # a function of the user's with that name
         return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
-    def _ruled(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+    def _differentiated_as(self, eqn: Any, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
+        """Values that were computed as `outs`, with the derivative of the equation itself."""
         graph = self.graph
-        outs = [load(graph, x) for x in self.jaxpr(*_body(eqn), ins)]
+        outs = [load(graph, x) for x in outs]
         if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
             return outs
         call = _Call(eqn, tuple(load(graph, x) for x in ins))

@@ -100,6 +100,10 @@ class Graph:
         """A primitive, folded where bounds decide it."""
         dtype = np.dtype(dtype)
         inputs = tuple(inputs)
+        if op not in _TAKE_16_BITS and any(x in _FLOATS_OF_16_BITS for x in (dtype, *(n.dtype for n in inputs))):
+            return self._widened(op, function, inputs, dtype, params)
+        if dtype == np.bool_ and op in _OF_BOOLEANS:  # Mosaic GPU has no extremes of booleans
+            op, function = _OF_BOOLEANS[op]
         folded = self._fold(op, inputs, dtype)
         if folded is not None:
             return folded
@@ -125,12 +129,21 @@ class Graph:
         dtype = np.dtype(dtype)
         if node.dtype == dtype:
             return node
-        if node.op == "literal" and node.dtype.itemsize > 4:  # a number of Python, under `jax_enable_x64`
+        is_wide_number = node.dtype.itemsize > 4  # of Python, under `jax_enable_x64`
+        if node.op == "literal" and (is_wide_number or (node.dtype, dtype) in _EXACT_CASTS):
             return self.literal(node.value.astype(dtype), dtype)
+        if np.float32 not in (node.dtype, dtype) and not _FLOATS_OF_16_BITS.isdisjoint({node.dtype, dtype}):
+            return self.cast(self.cast(node, np.float32), dtype)  # compilers convert 16 bits to and from float32 alone
         by_parts = dtype == np.float32 and node.kind == "qk" and node.op in _EXACT_IN_FLOAT
         if by_parts and is_exact_in_float(node, *node.inputs):
             return self.apply(node.op, _EXACT_IN_FLOAT[node.op], [self.cast(x, dtype) for x in node.inputs], dtype)
         return self.apply("convert_element_type", lambda x: lax.convert_element_type(x, dtype), (node,), dtype)
+
+    def stop_gradient(self, node: Node) -> Node:
+        """The value, without derivative; what has none is left as it is."""
+        if not jnp.issubdtype(node.dtype, jnp.floating):
+            return node
+        return self.same_dtype("stop_gradient", lax.stop_gradient, node)
 
     def clamp(self, node: Node, low: int, high: int) -> Node:
         """An index, forced into range unless it is proven to be there."""
@@ -184,6 +197,18 @@ class Graph:
             return inputs[0]
         return None
 
+    def _widened(
+        self, op: str, function: Callable[..., Any], inputs: tuple[Node, ...], dtype: np.dtype, params: Any
+    ) -> Node:
+        """A primitive of 16-bit floats, computed in float32 and rounded once, where JAX rounds.
+
+        The compilers behind Pallas lack most of them in 16 bits (division, `sqrt`, `exp`, `tanh`). For a sum, product,
+        quotient or root the second rounding changes nothing: float32 has more than twice the digits, and two.
+        """
+        wide = [self.cast(n, np.float32) if n.dtype in _FLOATS_OF_16_BITS else n for n in inputs]
+        result = self.apply(op, function, wide, np.float32 if dtype in _FLOATS_OF_16_BITS else dtype, params)
+        return self.cast(result, dtype)
+
     def _times_reciprocal(self, a: Node, b: Node) -> Node:
         """``a / b`` by one division for a row, a column or the tile, instead of one for each element.
 
@@ -202,6 +227,10 @@ class Graph:
         return None
 
 
+_FLOATS_OF_16_BITS = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
+_EXACT_CASTS = frozenset((narrow, np.dtype(np.float32)) for narrow in _FLOATS_OF_16_BITS)
+_TAKE_16_BITS = frozenset({"bitcast_convert_type", "convert_element_type", "select_n", "stop_gradient"})
+
 # Of integers that float32 holds exactly, the float32 result of these is the same: then the cast is made of rows and
 # columns instead of each element (ALiBi's distance: one subtraction instead of one and a conversion).
 _EXACT_IN_FLOAT = {"add": lax.add, "sub": lax.sub, "neg": lax.neg, "abs": lax.abs, "max": lax.max, "min": lax.min}
@@ -212,6 +241,7 @@ def is_exact_in_float(*nodes: Node) -> bool:
     return all(n.dtype.kind in "iu" and n.bounds is not None and max(map(abs, n.bounds)) <= 1 << 24 for n in nodes)
 
 
+_OF_BOOLEANS = {"max": ("or", lax.bitwise_or), "min": ("and", lax.bitwise_and)}
 _NEUTRAL = {"add": 0, "mul": 1, "or": 0}
 _ABSORBING = {"and": 0, "or": 1}
 

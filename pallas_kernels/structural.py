@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -135,15 +136,21 @@ def unstack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def pad(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Puts values around and between (not: cuts with negative padding)."""
+    """Puts values around and between; negative padding cuts."""
     x, value = load(graph, ins[0]), element(graph, ins[1])
-    if any(low < 0 or high < 0 for low, high, _ in params["padding_config"]):
-        raise NotOnTile("primitive `pad` with negative padding")
     out = scalars(shape, lambda _: value)
-    steps = [(low, inner + 1) for low, _, inner in params["padding_config"]]
+    steps = [(int(low), int(inner) + 1) for low, _, inner in params["padding_config"]]
     for i in np.ndindex(*x.shape):
-        out[tuple(low + step * p for p, (low, step) in zip(i, steps, strict=True))] = x[i]
+        at = tuple(low + step * p for p, (low, step) in zip(i, steps, strict=True))
+        if all(0 <= p < size for p, size in zip(at, shape, strict=True)):
+            out[at] = x[i]
     return out
+
+
+def split(graph: Graph, x: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
+    """Windows along a dimension, one after the other."""
+    x = load(graph, x)
+    return list(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
 
 
 def select_n(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
@@ -173,13 +180,14 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shap
     order_b = [*batch_b, *free(b, {*batch_b, *contract_b}), *contract_b]
     n, m = len(batch_a), len(contract_a)
     a, b = a.transpose(order_a), b.transpose(order_b)
-    free_a, dtype = a.ndim - n - m, params["preferred_element_type"] or a.flat[0].dtype
+    free_a, dtype = a.ndim - n - m, np.dtype(params["preferred_element_type"] or a.flat[0].dtype)
+    exact = accumulator(dtype)
 
     def at(i: tuple[int, ...]) -> Node:
         left, right = a[i[: n + free_a]], b[(*i[:n], *i[n + free_a :])]
         pairs = zip(np.ravel(left), np.ravel(right), strict=True)
-        products = [graph.same_dtype("mul", lax.mul, graph.cast(x, dtype), graph.cast(y, dtype)) for x, y in pairs]
-        return functools.reduce(lambda x, y: graph.same_dtype("add", lax.add, x, y), products)
+        products = [graph.same_dtype("mul", lax.mul, graph.cast(x, exact), graph.cast(y, exact)) for x, y in pairs]
+        return graph.cast(functools.reduce(lambda x, y: graph.same_dtype("add", lax.add, x, y), products), dtype)
 
     return scalars(shape, at)
 
@@ -188,8 +196,15 @@ def _reduction(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
     def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
         x = load(graph, ins[0])
         axes = params["axes"]
+        if x.size == 0:
+            raise NotOnTile(f"primitive `reduce` by `{op}` of no values")
         x = np.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim)).reshape(*shape, -1)
-        return scalars(shape, lambda i: functools.reduce(lambda a, b: graph.same_dtype(op, function, a, b), x[i]))
+
+        def at(i: tuple[int, ...]) -> Node:
+            terms = [graph.cast(n, accumulator(n.dtype)) for n in x[i]]
+            return graph.cast(functools.reduce(lambda a, b: graph.same_dtype(op, function, a, b), terms), x[i][0].dtype)
+
+        return scalars(shape, at)
 
     return rule
 
@@ -224,6 +239,11 @@ def _position(better: str) -> Callable[..., Value]:
         return scalars(shape, at)
 
     return rule
+
+
+def accumulator(dtype: np.dtype) -> np.dtype:
+    """In what sums and products of many values are computed: 16-bit floats are rounded once, at the end."""
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2 else dtype
 
 
 def load(graph: Graph, x: Value) -> Scalars:

@@ -44,6 +44,7 @@ class View:
       shape: Of the window.
       valid: Whether the elements exist; None if they surely do.
       fill: What stands for elements that do not exist.
+      stopped: Whether a `stop_gradient` lies between the operand and the window.
     """
 
     operand: int
@@ -53,6 +54,7 @@ class View:
     shape: tuple[int, ...]
     valid: Node | None = None
     fill: Any = None
+    stopped: bool = False
 
     @classmethod
     def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: Any) -> View:
@@ -80,6 +82,10 @@ class View:
         ]
         return self.window(graph, inside, sizes, (1,) * len(sizes))
 
+    def stop_gradient(self) -> View:
+        """The same window, without derivative."""
+        return dataclasses.replace(self, stopped=True)
+
     def select_dimensions(self, kept: Sequence[int]) -> View:
         """Keeps some dimensions, in this order; the others must have size 1."""
         return dataclasses.replace(
@@ -98,6 +104,8 @@ class View:
         """Loads one element."""
         at = self.window(graph, list(position), (), (1,) * len(position)) if position else self
         loaded = graph.load(self.operand, self.dtype, at.index)
+        if self.stopped:
+            loaded = graph.stop_gradient(loaded)
         if self.valid is None:
             return loaded
         return graph.select(self.valid, loaded, graph.literal(self.fill, self.dtype))

@@ -126,8 +126,8 @@ REFUSALS = [
     (
         "a primitive",
         X,
-        {"score_mod": lambda s, b, h, q, k: jax.lax.erf_inv(s)},
-        r"`score_mod` .* cannot run in its kernels: primitive `erf_inv` has no lowering for Mosaic GPU",
+        {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
+        r"`score_mod` .* cannot run in its kernels: primitive `population_count` has no lowering for Mosaic GPU",
     ),
     (
         "rows of a warp group",

@@ -88,7 +88,7 @@ def _size(node: Node, inputs: list[float]) -> float | None:
             return inputs[0] / abs(float(divisor.value)) if divisor.op == "literal" and divisor.value != 0 else None
         case "neg" | "abs":
             return inputs[0]
-        case "call" | "convert_element_type":
+        case "call" | "stop_gradient" | "convert_element_type":
             return inputs[0] if node.dtype.kind == "f" else None
         case _:
             return None

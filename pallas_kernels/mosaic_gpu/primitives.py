@@ -9,7 +9,7 @@ from pallas_kernels.nodes import Node
 
 # Lowered by Pallas for register arrays, or by `tile.LIBRARY`.
 _KNOWN = frozenset({
-    "input", "literal", "load", "call",
+    "input", "literal", "load", "call", "stop_gradient",
     "abs", "add", "and", "atan2", "bitcast_convert_type", "convert_element_type", "cos", "div", "eq", "erf", "exp",
     "exp2", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log2", "logistic", "lt", "max", "min", "mul", "ne",
     "neg", "not", "one_minus_square", "or", "rem", "round", "rsqrt", "select_n", "shift_left",

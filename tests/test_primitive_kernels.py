@@ -1,0 +1,108 @@
+"""The table of primitives in whole kernels: compiled for a GPU that is not there, and run on one that is.
+
+In every dtype, on every kind of value, forward and with all gradients. What a kernel cannot compute is refused by name
+before anything is compiled; no compiler's error reaches a user.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from benchmarks import gpu_compile
+from tests.primitives import ROWS, Primitive, is_coarse, mod_of, operands_of
+
+T, H, D = 128, 2, 64
+PAIRS = sorted({(x, y) for _, x, y in ROWS})
+AT_ONCE = 6  # primitives in one mod, where only their compilation is tested
+BACKENDS = ["triton", pytest.param("mosaic_gpu", marks=pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on"))]  # fmt: skip
+
+
+def program_of(primitives, pair, backend, dtype="bfloat16"):
+    """Output and all gradients as a function of arrays, and the arrays."""
+    mods, operands = [mod_of(p) for p in primitives], operands_of(pair, H, T, T)
+    floats = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, T, H, D)), dtype) for _ in range(3))
+
+    def attend(q, k, v, given):
+        captured = [given[floats.index(i)] if i in floats else x for i, x in enumerate(operands)]
+
+        def score_mod(s, b, h, q_idx, kv_idx):
+            for mod in mods:
+                s = mod(s, b, h, q_idx, kv_idx, *captured)
+            return s
+
+        return jflex.flex_attention(q, k, v, score_mod, implementation=backend)
+
+    def run(q, k, v, given):
+        out, pull = jax.vjp(attend, q, k, v, given)
+        return out, pull(out)
+
+    return run, (q, k, v, [operands[i] for i in floats])
+
+
+def refused(primitives, pair, backend):
+    """Whether the kernels refuse the mod; then it must be by the name of a primitive or dtype."""
+    run, arrays = program_of(primitives, pair, backend)
+    try:
+        with gpu_compile.absent_gpu():
+            jax.eval_shape(run, *arrays)
+    except jflex.UnsupportedError as error:
+        reason = str(error)
+    else:
+        return False
+    assert re.search(r"primitive `|it computes in", reason), reason
+    return True
+
+
+def chunks(pair):
+    found = [p for p, x, y in ROWS if (x, y) == pair]
+    return [tuple(found[i : i + AT_ONCE]) for i in range(0, len(found), AT_ONCE)]
+
+
+# By default those in 16 bits, of which the compilers lack most.
+CHUNKS = [
+    pytest.param(primitives, pair, marks=() if pair == ("bfloat16", "bfloat16") else pytest.mark.long)
+    for pair in PAIRS
+    for primitives in chunks(pair)
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("primitives", "pair"), CHUNKS, ids=lambda x: "-".join(getattr(p, "name", p) for p in x))
+def test_compiles(primitives, pair, backend):
+    with jax.numpy_dtype_promotion("standard"):
+        primitives = [p for p in primitives if not refused([p], pair, backend)]
+        run, arrays = program_of(primitives, pair, backend)
+        if gpu_compile.missing():
+            gpu_compile.lower(run, *arrays)
+            pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
+        assert gpu_compile.compile_kernels(run, *arrays)
+
+
+# On Hopper these primitives, and no others, are left to `triton`.
+REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "population_count"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize(("primitive", "x", "y"), ROWS, ids=lambda v: getattr(v, "name", v))
+def test_values_and_gradients(primitive: Primitive, x, y, backend):
+    with jax.numpy_dtype_promotion("standard"):
+        if refused([primitive], (x, y), backend):
+            assert backend == "mosaic_gpu"
+            assert primitive.name in REFUSED_BY_MOSAIC
+            return
+        run, arrays = program_of([primitive], (x, y), backend)
+        right, _ = program_of([primitive], (x, y), "xla")  # which sums gradients of 16-bit arrays in float32, too
+        found, wanted = jax.jit(run)(*arrays), jax.jit(right)(*arrays)
+    coarse = is_coarse(primitive, x, y)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = (np.asarray(z, np.float64) for z in (a, b))
+        size = np.abs(b).max() + 1e-3
+        np.testing.assert_allclose(a / size, b / size, atol=0.06 if coarse else 0.03, rtol=0)
