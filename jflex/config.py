@@ -53,6 +53,11 @@ class Config:
       deterministic: Add in an order that is the same in each run, where a kernel could add faster in any: the gradient
         of the query by `mosaic_gpu` is then computed by a kernel of its own. Gradients of captured arrays that are read
         by query and key at once, and repeatedly, are added in any order on a GPU all the same.
+      contain_nan: Keep NaN (and infinity) that a mask hides out of all sums: a key or value that no query may attend to
+        reaches neither output nor gradient. A second launch computes tiles again whose sums are not finite. Where all
+        are, it takes a masked call 3 us forward and 12 to 22 us backward: 0.8 to 2.6 % of sequences of 16384 tokens,
+        3 to 6 % of 256 to 1024 (H200, bf16, 16 heads, `mosaic_gpu`). False saves that, where arrays are known to be
+        finite. Decoding and paged attention, ``"xla"`` and ``"reference"`` contain it always.
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests.
 
     >>> Config(forward=Tiles(64, 64)).dq is None
@@ -64,4 +69,5 @@ class Config:
     dq: Tiles | None = None
     decode: Tiles | None = None
     deterministic: bool = False
+    contain_nan: bool = True
     interpret: bool = False

@@ -68,8 +68,8 @@ def through_mod(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) 
     assert tile.score is not None  # it is the derivative of a mod
     evaluation = tile.score.child({derivative.cotangent: d_s})
     # The derivative of a mod may be NaN where nothing is seen, and 0 times that too.
-    clear = lambda x: x if tile.visible is None else jnp.where(tile.visible, x, 0.0)
-    return clear(evaluation.tile(derivative.d_score)), lambda load: clear(evaluation.tile(derivative.d_loads[load]))
+    d_load = lambda load: tile.clear(evaluation.tile(derivative.d_loads[load]))
+    return tile.clear(evaluation.tile(derivative.d_score)), d_load
 
 
 def collect(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.evaluate import Evaluation
 
@@ -21,3 +22,7 @@ class ScoreTile(NamedTuple):
     s: jax.Array
     visible: jax.Array | None
     score: Evaluation | None
+
+    def clear(self, x: jax.Array) -> jax.Array:
+        """A tile with zeros where nothing is seen."""
+        return x if self.visible is None else jnp.where(self.visible, x, 0.0)

@@ -36,6 +36,7 @@ class Setting:
       precision: Of products of float32; None for the hardware's default.
       interpret: Run by Pallas' interpreter on the CPU.
       score_shapes: Of what the score mod captures; only the Hopper kernels ask for them.
+      contains_nan: Whether NaN that the mask hides is kept out of all sums (`pallas_kernels.marks`).
     """
 
     B: int
@@ -56,6 +57,7 @@ class Setting:
     precision: str | None
     interpret: bool
     score_shapes: tuple[tuple[int, ...], ...] = ()
+    contains_nan: bool = True
 
     @property
     def group(self) -> int:

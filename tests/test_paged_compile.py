@@ -62,7 +62,10 @@ def test_compiles(name):
         pytest.skip(f"lowered, but not compiled: {gpu_compile.missing()}")
     kernels = gpu_compile.compile_kernels(attend, *shapes)
     launches = 2 if "N" in CASES[name] else 1  # for requests with few queries, and with many
-    assert sorted(kernel.name.rstrip("_0123456789") for kernel in kernels) == sorted(KERNELS * launches)
+    names = [kernel.name.rstrip("_0123456789") for kernel in kernels]
+    repairs = ["jflex_paged_repair"] if CASES[name].get("mask_mod") is not None else []
+    assert sorted(names) == sorted((KERNELS + repairs) * launches)
+    kernels = [kernel for kernel in kernels if "repair" not in kernel.name]  # which hardly ever compute
     spilled = {kernel.name: kernel.spill for kernel in kernels if kernel.spill}
     assert max(spilled.values(), default=0) <= KNOWN_SPILLS.get(name, 16), (
         f"bytes of registers that each thread stores away: {spilled}"

@@ -42,6 +42,7 @@ def setting_of(problem: Problem, *, heads_in_rows: bool = False) -> Any:
         p.precision,
         p.config.interpret,
         () if p.score is None else tuple(shape for shape, _ in p.score.operands),
+        p.config.contain_nan or heads_in_rows,  # decoding, as paged attention, always contains it
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends.containment import all_finite, cleared
 from jflex.block_lists import FULL, PARTIAL, BlockLists, kinds_from_lists
 from jflex.kv_lengths import without_lengths
 from jflex.problem import Blocks, Problem
@@ -15,7 +18,11 @@ from jflex.trace import TracedMod
 
 
 class Reference(Backend):
-    """Holds all T x S scores of every head; never chosen by itself."""
+    """Holds all T x S scores of every head; never chosen by itself.
+
+    NaN that a mask hides stays hidden, with one exception: a cotangent that is NaN, of finite inputs, reaches the
+    gradients of values that its query does not attend to.
+    """
 
     name: ClassVar[str] = "reference"
     own_derivatives: ClassVar[bool] = True
@@ -29,23 +36,32 @@ class Reference(Backend):
         """Follows the definition line by line."""
         if problem.kv_lengths:
             problem, inputs = without_lengths(problem, inputs, None)
-        axes = "btnh,bsnh" if problem.layout == "BTNH" else "bnth,bnsh"
-        key, value = (self._per_query_head(problem, x) for x in (inputs.key, inputs.value))
-        precision = jax.lax.Precision.HIGHEST
         exact = jnp.dtype(problem.exact)
-        score = jnp.einsum(f"{axes}->bnts", inputs.query.astype(exact), key.astype(exact), precision=precision)
-        score = score * jnp.asarray(problem.scale, exact)
-        visible = jnp.ones(score.shape, bool)
+        by_heads = lambda x: (x if problem.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
+        query, key, value = (by_heads(x) for x in (inputs.query, inputs.key, inputs.value))
+        key, value = (self._per_query_head(problem, x) for x in (key, value))
+        visible = jnp.ones((problem.B, problem.Hq, problem.T, problem.S), bool)
         if problem.mask is not None:
-            visible = over_indices(problem.mask, inputs.mask_operands, score.shape)
+            visible = over_indices(problem.mask, inputs.mask_operands, visible.shape)
         if problem.blocks is not None:
             kinds = _kinds_of_elements(problem, problem.blocks, inputs.lists)
-            visible = (kinds == FULL) | ((kinds == PARTIAL) & visible)
-        if problem.score is not None:
-            score = _modified(problem.score, inputs.score_operands, score.astype(jnp.float32), visible).astype(exact)
-        weights, lse = _softmax(score, visible)
-        axes = "bsnh->btnh" if problem.layout == "BTNH" else "bnsh->bnth"
-        out = jnp.einsum(f"bnts,{axes}", weights, value.astype(exact), precision=precision)
+            visible = jnp.broadcast_to((kinds == FULL) | ((kinds == PARTIAL) & visible), visible.shape)
+
+        def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
+            score = scores(query, key) * jnp.asarray(problem.scale, exact)
+            if problem.score is not None:
+                score = _modified(problem.score, operands, score.astype(jnp.float32), visible).astype(exact)
+            weights, lse = _softmax(score, visible)
+            return outputs(weights, value), lse
+
+        dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
+        if problem.mask is None and problem.blocks is None:
+            out, lse = dense(query, key, value, inputs.score_operands)
+        else:  # what is hidden may be NaN
+            contained = jax.checkpoint(functools.partial(attend, _contained_scores, _contained_outputs(visible)))
+            finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
+            out, lse = jax.lax.cond(finite, dense, contained, query, key, value, inputs.score_operands)
+        out = out if problem.layout == "BNTH" else out.swapaxes(1, 2)
         return Saved(out.astype(problem.dtype), lse.astype(jnp.float32))
 
     def backward(
@@ -61,8 +77,59 @@ class Reference(Backend):
         return Gradients(*pull(Saved(d_saved.out, lse)))
 
     def _per_query_head(self, problem: Problem, x: jax.Array) -> jax.Array:
-        x = jnp.broadcast_to(x, (problem.B, *x.shape[1:]))
-        return jnp.repeat(x, problem.group, axis=2 if problem.layout == "BTNH" else 1)
+        return jnp.repeat(jnp.broadcast_to(x, (problem.B, *x.shape[1:])), problem.group, axis=1)
+
+
+_Scores = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, D], [B, H, S, D] -> [B, H, T, S]
+_Outputs = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, S], [B, H, S, Dv] -> [B, H, T, Dv]
+_ELEMENTS_AT_ONCE = 1 << 22  # of values that are repeated for each query
+
+
+def _einsum(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(axes, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    return _einsum("bnth,bnsh->bnts", query, key)
+
+
+@jax.custom_jvp
+def _values_cleared(x: jax.Array) -> jax.Array:
+    """0 for what is NaN or infinite, differentiated as the identity."""
+    return cleared(x)
+
+
+_values_cleared.defjvp(lambda primals, tangents: (cleared(*primals), *tangents))
+
+
+def _contained_scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The scores, differentiated with 0 for NaN: the dS of a hidden score is 0, and 0 times NaN is NaN.
+
+    A visible score that is NaN makes dS itself NaN.
+    """
+    clean = _scores(_values_cleared(query), _values_cleared(key))
+    return clean + jax.lax.stop_gradient(_scores(query, key) - clean)
+
+
+def _contained_outputs(visible: jax.Array) -> _Outputs:
+    """Sums over visible keys alone: hidden values, and in the derivative cotangents of what hides them, may be NaN."""
+
+    def outputs(weights: jax.Array, value: jax.Array) -> jax.Array:
+        S, per_key = weights.shape[3], weights.size // weights.shape[3] * value.shape[3]
+        count = max(1, min(S, _ELEMENTS_AT_ONCE // max(per_key, 1)))
+        pad = lambda x, axis: jnp.pad(x, [(0, -S % count if a == axis else 0) for a in range(4)])
+        chunks = lambda x, axis: jnp.stack(jnp.split(pad(x, axis), -(-S // count), axis))
+
+        @jax.checkpoint
+        def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+            weights, seen, value = chunk
+            values = jnp.where(seen[..., None], value[:, :, None], 0)  # [B, H, T, chunk, Dv]
+            return total + _einsum("bnts,bntsh->bnth", weights, values), None
+
+        start = jnp.zeros((*weights.shape[:3], value.shape[3]), weights.dtype)
+        return jax.lax.scan(add, start, (chunks(weights, 3), chunks(visible, 3), chunks(value, 2)))[0]
+
+    return outputs
 
 
 def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -91,6 +91,20 @@ class Triton(Backend):
             g if want else None for g, want in zip(found.score_operands, wanted.score_operands, strict=True)
         )
         return Gradients(found.query, found.key, found.value, captured)
+
+
+def repair_forward(setting: Any, arrays: Any, found: Any) -> Any:
+    """Out and lse of another backend, in which rows are computed again that it marked (`pallas_kernels.marks`)."""
+    from pallas_kernels.triton import repairs
+
+    return repairs.forward(setting, arrays, found)
+
+
+def repairs_of(setting: Any, arrays: Any, derivative: Any, saved: Any, d_saved: Any) -> Any:
+    """How gradients of another backend are computed again where it marked them."""
+    from pallas_kernels.triton import repairs
+
+    return repairs.backward(setting, arrays, derivative, saved, d_saved)
 
 
 def limit_of_kernels(problem: Problem | PagedProblem) -> str | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
-from jflex.backends.blockwise import INDEX_OF_AXIS, KEYS_FIRST, QUERIES_FIRST, Unit, Walk, evaluate, over_block
+from jflex.backends.blockwise import INDEX_OF_AXIS, KEYS_FIRST, QUERIES_FIRST, Column, Unit, Walk, evaluate, over_block
+from jflex.backends.containment import cleared, masked_product
+from jflex.batchable import Factored, batchable, factored
 from jflex.block_lists import block_count
-from jflex.loads import LoadedMod, split_loads
+from jflex.loads import Load, LoadedMod, split_loads
 from jflex.problem import Problem
 
 
@@ -46,10 +49,10 @@ class Xla(Backend):
             def step(state, column, is_partial):
                 keys = lambda x: walk.keys(x, unit, column, is_partial=is_partial)
                 s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), problem), problem)
-                s = _modified(walk, inputs, s, unit, column)
-                if is_partial:
-                    s = jnp.where(walk.visible(unit, column), s, -jnp.inf)
-                return _accumulate(state, s, keys(inputs.value), problem)
+                s = _modified(walk, inputs, s, unit, column.number)
+                visible = walk.visible(unit, column.number) if is_partial else None
+                s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+                return _accumulate(state, s, keys(inputs.value), visible, problem)
 
             shape, exact = q.shape[:-1], _exact(problem)
             start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
@@ -139,15 +142,15 @@ class _Backward:
         )
         return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
 
-    def _block(self, rows: _Rows, carry: Any, column: jax.Array, is_partial: bool) -> Any:
-        problem, walk, unit = self.problem, self.walk, rows.unit
+    def _block(self, rows: _Rows, carry: Any, at: Column, is_partial: bool) -> Any:
+        problem, walk, unit, column = self.problem, self.walk, rows.unit, at.number
         d_q, grads = carry
-        k, v = (walk.keys(x, unit, column, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
+        k, v = (walk.keys(x, unit, at, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
         visible = walk.visible(unit, column) if is_partial else None
         clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
         raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, problem), problem)
         s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
-        p = jnp.exp(s - rows.lse)
+        p = clear(jnp.exp(s - rows.lse))
         d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, problem)
         d_s = clear(p * (d_p - rows.delta))
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
@@ -155,12 +158,15 @@ class _Backward:
         d_s = (d_s * problem.scale).astype(problem.dtype)
         p = p.astype(problem.dtype)
         d_key, d_value = grads["key"], grads["value"]
+        # What is hidden has a dS of 0, and may be NaN itself; what is visible and NaN has made dS NaN.
+        contained = cleared if is_partial else lambda x: x
+        over_queries = lambda a, b: _einsum("bksgq,bkgqd->bksd", a, b, problem)
         if d_key is not None:
-            d_key = walk.add_keys(d_key, _einsum("bksgq,bkgqd->bksd", d_s, rows.q, problem), unit, column)
+            d_key = walk.add_keys(d_key, over_queries(d_s, contained(rows.q)), unit, column)
         if d_value is not None:
-            d_value = walk.add_keys(d_value, _einsum("bksgq,bkgqd->bksd", p, rows.d_out, problem), unit, column)
+            d_value = walk.add_keys(d_value, masked_product(over_queries, p, rows.d_out, visible), unit, column)
         if self.wanted.query:
-            d_q = d_q + _einsum("bksd,bksgq->bkdgq", k, d_s, problem)
+            d_q = d_q + _einsum("bksd,bksgq->bkdgq", contained(k), d_s, problem)
         return d_q, {"key": d_key, "value": d_value, "operands": operands}
 
     def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
@@ -172,24 +178,23 @@ class _Backward:
         def pull(score, cotangent, *scalars):
             values = loaded.values(operands, score, *scalars)
             _, vjp = jax.vjp(lambda s, xs: loaded.rest(xs, operands, s, *scalars), score, values)
-            return vjp(cotangent)
+            d_score, d_values = vjp(cotangent)
+            return [d_score, *d_values]
 
         exact = raw.dtype
         raw, d_s = raw.astype(jnp.float32), d_s.astype(jnp.float32)
-        d_score, d_loads = over_block(pull, (raw, d_s), indices, self.walk.axes)
+        d_score, *d_loads = _over_block(pull, (raw, d_s), indices, self.walk.axes)
         grads = list(grads)
         for load, cotangent in zip(loaded.loads, d_loads, strict=True):
             if grads[load.operand] is not None:
-                if visible is not None:  # a mod may give NaN where nothing is seen
-                    own_axes = tuple(range(visible.ndim, cotangent.ndim))
-                    cotangent = jnp.where(jnp.expand_dims(visible, own_axes), cotangent, jnp.zeros_like(cotangent))
+                cotangent = _summed(cotangent, load, self.walk.axes, visible)
                 grads[load.operand] = _scatter(
                     loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes
                 )
         for number in loaded.whole:
             if grads[number] is not None:
                 grads[number] = grads[number] + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
-        return d_score.astype(exact), grads
+        return d_score.rest.astype(exact), grads
 
     def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
         """Gradient, flat, of an operand of which the mod reads much at once, or by the score.
@@ -207,23 +212,70 @@ class _Backward:
             of_scalars = functools.partial(mod, [*operands[:number], x, *operands[number + 1 :]])
             return functools.reduce(lambda f, _: jax.vmap(f), axes, of_scalars)(*places)
 
-        [gradient] = jax.vjp(whole, operands[number])[1](d_s)
+        pull = lambda x, cotangent: jax.vjp(whole, x)[1](cotangent)
+        [gradient] = jaxpr_as_fun(batchable(jax.make_jaxpr(pull)(operands[number], d_s)))(operands[number], d_s)
         gradient = gradient.astype(jnp.float32).reshape(-1)
         return gradient if visible is None else jnp.where(jnp.any(visible), gradient, 0.0)
 
 
+def _over_block(
+    function: Callable[..., Sequence[jax.Array]], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str
+) -> list[Factored]:
+    """`over_block` of a function of several results, each of them `factored` and its factors as small as they are."""
+    depends: list[frozenset[int]] = []
+
+    def pairs(*args):
+        found = factored(function, *args)
+        depends[:] = [x.depends for x in found]
+        return [(x.scale, x.rest) for x in found]
+
+    found = over_block(pairs, blocks, indices, axes)
+    first = len(blocks)
+
+    def own_size(rest: jax.Array, depends: frozenset[int]) -> jax.Array:
+        if depends & set(range(first)):
+            return rest
+        varies = lambda axis: first + INDEX_OF_AXIS[axis] in depends
+        return rest[tuple(slice(None) if varies(axis) else slice(0, 1) for axis in axes)]
+
+    return [
+        Factored(scale, rest if scale is None else own_size(rest, own), own)
+        for (scale, rest), own in zip(found, depends, strict=True)
+    ]
+
+
+def _summed(cotangent: Factored, load: Load, axes: str, visible: jax.Array | None) -> jax.Array:
+    """The cotangent of a load, summed over the axes of a block on which the load does not depend."""
+    scale, rest, _ = cotangent
+    if visible is not None:  # a mod may give NaN where nothing is seen
+        of_elements = rest if scale is None else scale
+        seen = jnp.broadcast_to(visible, of_elements.shape[: len(axes)])
+        shared = tuple(i for i in range(len(axes)) if rest.shape[i] < seen.shape[i])
+        of_rest = jnp.expand_dims(jnp.any(seen, axis=shared, keepdims=True), tuple(range(len(axes), rest.ndim)))
+        rest = jnp.where(of_rest, rest, jnp.zeros_like(rest))
+        scale = None if scale is None else jnp.where(seen, scale, jnp.zeros_like(scale))
+    kept = [axis for axis in axes if INDEX_OF_AXIS[axis] in load.axes]
+    if scale is None:
+        return jnp.sum(rest.astype(jnp.float32), axis=tuple(i for i, axis in enumerate(axes) if axis not in kept))
+    own = "".join(axis for i, axis in enumerate(axes) if rest.shape[i] == scale.shape[i])
+    rest = rest.reshape(*(n for n, m in zip(rest.shape, scale.shape, strict=False) if n == m), *rest.shape[len(axes) :])
+    more = "".join(chr(ord("A") + i) for i in range(rest.ndim - len(own)))
+    return jnp.einsum(
+        f"{axes},{own}{more}->{''.join(kept)}{more}", scale, rest.astype(jnp.float32), precision="highest",
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
 def _scatter(
     loaded: LoadedMod,
-    load: Any,
+    load: Load,
     operands: Sequence[jax.Array],
     indices: Sequence[jax.Array],
     cotangent: jax.Array,
     gradient: jax.Array,
     axes: str,
 ) -> jax.Array:
-    """Adds the cotangent of a load, one for each element of a block, to the flat gradient of its operand."""
-    summed = tuple(number for number, axis in enumerate(axes) if INDEX_OF_AXIS[axis] not in load.axes)
-    cotangent = jnp.sum(cotangent.astype(jnp.float32), axis=summed)
+    """Adds the summed cotangent of a load to the flat gradient of its operand."""
     place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
     for index in [INDEX_OF_AXIS[axis] for axis in reversed(axes)]:
         if index in load.axes:
@@ -259,14 +311,17 @@ def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: ja
     )
 
 
-def _accumulate(state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, problem: Problem) -> tuple[jax.Array, ...]:
+def _accumulate(
+    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, problem: Problem
+) -> tuple[jax.Array, ...]:
     """One step of the online softmax."""
     top, total, out = state
     new_top = jnp.maximum(top, jnp.max(s, axis=-1))
     shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     p = jnp.exp(s - shift[..., None])
     keep = jnp.exp(top - shift)
-    out = out * keep[..., None] + _einsum("bkgqs,bksd->bkgqd", p.astype(problem.dtype), v, problem)
+    product = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, problem)
+    out = out * keep[..., None] + masked_product(product, p.astype(problem.dtype), v, visible)
     return new_top, total * keep + jnp.sum(p, axis=-1), out
 
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows
+from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import memory, planes
 from pallas_kernels.mosaic_gpu.backward_stream import KEY, VALUE, Given, Static, accumulator, give, store_sums
@@ -27,6 +28,7 @@ from pallas_kernels.mosaic_gpu.backward_walk import Scratch, State, Walker, decl
 from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING
+from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.setting import Arrays, Setting, Tiles
 
 BOTH_SUMS = 128  # head size up to which a warp group holds 64 rows of both sums
@@ -35,13 +37,15 @@ BOTH_SUMS = 128  # head size up to which a warp group holds 64 rows of both sums
 class FoundByColumns(NamedTuple):
     """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``; dQ, float32 [B, Hq, T, D].
 
-    None of what was not computed.
+    And marks of keys, float32 [B, Hkv, S]: of those whose dK or dV is not finite, and, with dQ, which are not finite
+    themselves. None of what was not computed.
     """
 
     key: jax.Array | None
     value: jax.Array | None
     columns: list[jax.Array]
     query: jax.Array | None
+    marks: jax.Array | None
 
 
 def dkv(
@@ -63,13 +67,15 @@ def dkv(
         return _launched(static, arrays, rows, one_pass=one_pass)
     assert not one_pass, "dQ takes registers beside both sums"
     keys, values = (_launched(static.of_sum(name), arrays, rows) for name in (KEY, VALUE))
-    return keys._replace(value=values.value)
+    marks = None if keys.marks is None or values.marks is None else keys.marks + values.marks
+    return keys._replace(value=values.value, marks=marks)
 
 
 def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = False) -> FoundByColumns:
     setting, tiles, groups = static.setting, static.tiles, static.groups
     columns, row_tiles = pl.cdiv(setting.S, tiles.block_kv), pl.cdiv(setting.T, tiles.block_q)
     per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, columns * tiles.block_kv), jnp.float32)
+    marks = jax.ShapeDtypeStruct((setting.B, setting.Hkv, columns * tiles.block_kv), jnp.float32)
     d_query = None
     if one_pass:
         d_query = jax.new_ref(jnp.zeros((setting.B, setting.Hq, row_tiles * tiles.block_q, setting.D), jnp.float32))
@@ -82,7 +88,11 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     found = launch(
         functools.partial(_kernel, static),
         (flat_operands(arrays), order, given, d_query, elements),
-        [*(of_batch(like[name]) for name in static.sums), *(per_column for _ in groups.columns)],
+        [
+            *(of_batch(like[name]) for name in static.sums),
+            *(per_column for _ in groups.columns),
+            *([marks] if may_hide(setting) else []),
+        ],
         declared,
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
         blocks=_grid(static).size,
@@ -91,7 +101,8 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     query = None if d_query is None else jax.freeze(d_query)[:, :, : setting.T]
     sums = dict(zip(static.sums, found, strict=False))
     by_column = [x[..., : setting.S] for x in found[len(sums) :]]
-    return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query)
+    marked = by_column.pop() if may_hide(setting) else None
+    return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query, marked)
 
 
 def _grid(static: Static) -> Grid:
@@ -141,6 +152,8 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
     own, columns, d_query = outputs[: len(static.sums)], outputs[len(static.sums) : -1], outputs[-1]
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
+    # Of dQ no row is at hand in the epilogue: a key that is not finite is marked itself.
+    marks = mark(_tile(scratch.keys.at[group])) if may_hide(setting) and scratch.d_query is not None else None
 
     def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
@@ -150,7 +163,7 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
         def one_head(h: Any, state: State) -> State:
             step, sums = walker.step(arrays, h), walker.zero_sums()
             state, sums = blocks.over_queries(setting, static.tiles, arrays, (b, h, column), (state, sums), step)
-            for ref, x in zip(columns, sums, strict=True):
+            for ref, x in zip(columns, sums, strict=False):
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
             return state
 
@@ -158,10 +171,19 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
         return tuple(ref[...] * setting.scale if name == KEY else ref[...] for name, ref in sums.items())
 
     sizes = {KEY: setting.D, VALUE: setting.Dv}
-    found = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
+    found: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
+    if may_hide(setting):
+        marks = mark(*found) if marks is None else marks + mark(*found)
+        store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}
     places = [staged[name].at[group] for name in static.sums]
     _store(scratch, found, places, own, memory.rows_at(setting, b, kv_h, first, rows))
+
+
+def _tile(ref: Any) -> jax.Array:
+    """Loads rows from shared memory."""
+    load: Any = plg.load  # jax < 0.11: wants an index
+    return load(ref, layout=TILE)
 
 
 def _load_own(static: Static, arrays: Arrays, here: Any, scratch: Scratch, group: Any) -> None:

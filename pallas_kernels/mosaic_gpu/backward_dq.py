@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import blocks
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import Rows, through_mod
+from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.mods import Derivative
 from pallas_kernels.mosaic_gpu import inline, memory, padding, planes, scores
 from pallas_kernels.mosaic_gpu.backward_stream import (
@@ -41,10 +42,11 @@ from pallas_kernels.setting import Arrays, Setting, Tiles
 
 
 class FoundByRows(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``."""
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; marks of queries, likewise, or None where nothing is hidden."""
 
     query: jax.Array
     rows: list[jax.Array]
+    marks: jax.Array | None
 
 
 class Scratch(NamedTuple):
@@ -121,13 +123,15 @@ def dq(
         [
             padding.like_rows(arrays.query, setting.D),
             *(per_row for _ in groups.rows),
+            *([per_row] if may_hide(setting) else []),
         ],
         declared,
         name="jflex_backward_dq_sm90",
         blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
-    return FoundByRows(d_query, [x[..., : setting.T] for x in sums])
+    by_row = [x[..., : setting.T] for x in sums]
+    return FoundByRows(d_query, by_row[: len(groups.rows)], by_row[-1] if may_hide(setting) else None)
 
 
 def _grid(static: Static) -> Grid:
@@ -198,6 +202,8 @@ def _compute(
         return d_query[...] * setting.scale, sums
 
     found, sums = pl.run_scoped(walk, accumulator(rows, setting.D))
+    if may_hide(setting):
+        sums = (*sums, mark(found))
     for ref, x in zip(outputs[1:], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
     own[0][...] = found.astype(own[0].dtype)

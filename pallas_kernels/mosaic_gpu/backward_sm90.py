@@ -13,6 +13,7 @@ each for itself, one for dK and dV, one for dQ: seven products, and the same bit
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cotangents import LoadGroups, group_loads
 from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.marks import Repairs
 from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, backward_walk, padding, planes
 from pallas_kernels.mosaic_gpu.arithmetic import much_arithmetic
 from pallas_kernels.mosaic_gpu.backward_one_pass import fits
@@ -127,6 +129,7 @@ def backward(
     plan: Plan,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
+    repairs: Repairs,
 ) -> Found:
     """Computes the gradients that the plan names.
 
@@ -137,6 +140,7 @@ def backward(
       plan: What is wanted; `unsupported_groups` of its loads must be None.
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
+      repairs: What computes marked rows again, where a mask may hide.
     """
     rows = row_statistics(setting, saved, d_saved)
     groups = group_loads(setting, plan.derivative)
@@ -150,18 +154,29 @@ def backward(
         assert tiles.dq is not None, "cotangents of loads by query are summed by the kernel for dQ"
         found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
         d_query = padding.cut_rows(setting, found.query, given.T, given.D) if plan.query else None
+        if d_query is not None and found.marks is not None:
+            d_query = repairs.query(d_query, found.marks)
         collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
     if plan.key_or_value or groups.columns or one_pass:
         found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups, one_pass=one_pass)
         if found.query is not None:
             d_query = _like_query(setting, arrays, given, found.query)
+            if found.marks is not None:
+                d_query = repairs.query(d_query, _marks_of_queries(setting, found.marks))
         if plan.key_or_value:
-            cut = lambda x, size: sum_batch(setting, padding.cut_rows(setting, x, given.S, size))
             assert found.key is not None
             assert found.value is not None
-            d_key, d_value = cut(found.key, given.D), cut(found.value, given.Dv)
+            cut = functools.partial(padding.cut_rows, setting)
+            both = (cut(found.key, given.S, given.D), cut(found.value, given.S, given.Dv))
+            both = both if found.marks is None else repairs.key_value(both, found.marks)
+            d_key, d_value = (sum_batch(setting, x) for x in both)
         collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
     return Found(d_query, d_key, d_value, tuple(map(total, gradients.values())))
+
+
+def _marks_of_queries(setting: Setting, marks: jax.Array) -> jax.Array:
+    """Marks of the heads to whose dQ a marked key added, [B, Hq, 1], from those of keys [B, Hkv, S]."""
+    return jnp.repeat(jnp.sum(marks, axis=2, keepdims=True), setting.group, axis=1)
 
 
 def _like_query(setting: Setting, arrays: Arrays, given: Setting, x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.cotangents import LoadGroups
 from pallas_kernels.gradients import through_mod
+from pallas_kernels.marks import may_hide
 from pallas_kernels.mosaic_gpu import inline, memory, planes, scores
 from pallas_kernels.mosaic_gpu.backward_one_pass import Place, QueryGradient
 from pallas_kernels.mosaic_gpu.backward_stream import (
@@ -38,7 +39,7 @@ class Scratch(NamedTuple):
     Attributes:
       keys: [groups, rows, D].
       values: [groups, rows, Dv].
-      sums: float32 [groups, rows], to store cotangents of loads by key; None without.
+      sums: float32 [groups, rows], to store cotangents of loads by key, and marks; None without.
       filled: A barrier a group, for keys and values.
       stream: What is walked.
       d_query: For dQ; None without.
@@ -61,7 +62,7 @@ def declare(setting: Setting, tiles: Tiles, dtype: Any, loads: LoadGroups, *, on
         return Scratch(
             memory.tiled((groups, rows, setting.D), dtype),
             memory.tiled((groups, rows, setting.Dv), dtype),
-            plg.SMEM((groups, rows), jnp.float32) if loads.columns else None,
+            plg.SMEM((groups, rows), jnp.float32) if loads.columns or may_hide(setting) else None,
             plg.Barrier(num_arrivals=2, num_barriers=groups),
             Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups, elements),
             QueryGradient.declare(setting, tiles, dtype) if one_pass else None,

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import blocks
+from pallas_kernels.marks import may_hide
 from pallas_kernels.mosaic_gpu import forward_step, memory, padding, planes, schedule, scores
 from pallas_kernels.mosaic_gpu.grid import Grid
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
@@ -92,7 +93,10 @@ def _grid(setting: Setting, tiles: Tiles) -> Grid:
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
+    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+
+    With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+    """
     order, (T, Dv) = blocks.row_order(setting, tiles, arrays), (setting.T, setting.Dv)
     setting, arrays = padding.padded(setting, arrays)
     grid, scratch = _grid(setting, tiles), declare(setting, tiles, arrays.query.dtype)
@@ -248,7 +252,7 @@ def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, 
     start = forward_step.start(setting, rows, tiles.block_kv, static.arrays.query.dtype, stage)
     step = forward_step.Step(known, queries, scratch.ring, turns, pl.ds(group * rows, rows))
     state = blocks.over_keys(setting, tiles, static.arrays, here, start, step)
-    found = forward_step.finish(scratch.ring, state)
+    found = forward_step.finish(scratch.ring, state, marks=may_hide(setting))
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
     _store(setting, staged, found, static.outputs, (b, h, first))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import forms, inline, scores
 from pallas_kernels.mosaic_gpu.arithmetic import fits_beside_product, leaves_registers, takes_special_functions
 from pallas_kernels.mosaic_gpu.pipeline import Ring, Turns
@@ -170,8 +171,11 @@ def start(setting: Setting, rows: int, keys: int, dtype: Any, stage: Any) -> Sta
     return State(_zeros((rows, setting.Dv), TILE), top, total, p, stage)
 
 
-def finish(ring: Ring, state: State) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (natural log), with the values of the last tile; zeros and -inf for rows that saw nothing."""
+def finish(ring: Ring, state: State, *, marks: bool) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (natural log), with the values of the last tile; zeros and -inf for rows that saw nothing.
+
+    With `marks` the lse is NaN where the output is not finite.
+    """
     values = ring.stage(state.stage)[1]
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, total = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.total, axis=1)
@@ -179,7 +183,7 @@ def finish(ring: Ring, state: State) -> tuple[jax.Array, jax.Array]:
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
     out = jnp.where(_over_columns(empty, out.shape), 0.0, out)  # where no tile is visited, values were never filled
-    return out * _over_columns(1.0 / total, out.shape), lse
+    return out * _over_columns(1.0 / total, out.shape), lse + mark(out) if marks else lse
 
 
 def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -21,13 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import blocks, softmax
+from pallas_kernels import blocks
+from pallas_kernels.marks import may_hide
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import decode_merge, decode_uneven, plan, scores
-from pallas_kernels.triton.columns import Columns, chunks, load_rows, times, zero_rows
+from pallas_kernels.triton.attention import Attention, Tile
+from pallas_kernels.triton.columns import Columns, chunks, load_rows
+from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode_uneven import Division, Facts
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import weights
 
 
 def decode(
@@ -43,8 +45,28 @@ def decode(
     """
     by_row = setting.blocks is not None and max(setting.list_batch, setting.list_heads) > 1
     if lengths is not None or by_row:
-        return _decode_uneven(setting, tiles, arrays, lengths)
-    return _decode_even(setting, tiles, arrays)
+        found = _decode_uneven(setting, tiles, arrays, lengths)
+    else:
+        found = _decode_even(setting, tiles, arrays)
+    return _repair(setting, tiles, arrays, lengths, found) if may_hide(setting) else found
+
+
+def _repair(
+    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None, found: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Out and lse with the key heads computed again, in one part, of which an lse is NaN; see `containment`."""
+    count = len(jax.tree.leaves((arrays, lengths)))
+    out, lse = launch(
+        functools.partial(_repair_kernel, setting, tiles),
+        (arrays, lengths, found),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        name="jflex_decode_repair",
+        grid=(setting.Hkv, setting.B),
+        tiles=tiles._replace(num_stages=1),
+        interpret=setting.interpret,
+        aliases={count: 0, count + 1: 1},
+    )
+    return out, lse
 
 
 def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -114,10 +136,8 @@ def parts_of(setting: Setting, tiles: Tiles) -> int:
 
 def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
     part, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    step, unit = _step(setting, tiles, arrays, (b, kv_h), None)
-    listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and setting.walk_passes_end("k", tiles[1]))
-    state = _over_keys(setting, tiles, arrays, (b, kv_h), blocks.Part(part, parts), _start(setting, tiles), listed)
-    rows, row_lse = softmax.finish(state, unit)
+    walk = functools.partial(_walk_even, setting, tiles, arrays, (b, kv_h), blocks.Part(part, parts))
+    rows, row_lse = _attention(setting, tiles, arrays, (b, kv_h), None, walk).attend()
     if parts == 1:
         row = decode_uneven.whole_row(b, kv_h)
         return decode_uneven.store_whole(setting, row, rows, row_lse, out, lse)
@@ -134,23 +154,35 @@ def _uneven_kernel(
     head, item = pl.program_id(0), pl.program_id(1)
     facts = Facts(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
     row = division.row_of(facts, item, head)
-    step, unit = _step(setting, tiles, arrays, (row.b, row.kv_h), row.end)
-    state = decode_uneven.over_keys(setting, tiles, arrays.lists, row, _start(setting, tiles), step)
-    rows, row_lse = softmax.finish(state, unit)
+    walk = functools.partial(decode_uneven.over_keys, setting, tiles, arrays.lists, row)
+    rows, row_lse = _attention(setting, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
     decode_uneven.store_part(row, head, rows, row_lse, (parts[0], parts[1]))
     decode_uneven.store_whole(setting, row, rows, row_lse, out, lse)
 
 
-def _start(setting: Setting, tiles: Tiles) -> softmax.SoftmaxState:
-    return softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv))
+def _repair_kernel(
+    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: Any, before: Any, out: Any, lse: Any
+) -> None:
+    kv_h, b = pl.program_id(0), pl.program_id(1)
+    row = decode_uneven.whole_row(b, kv_h, Facts(lengths, None, None).end(setting, b))
+
+    def fix() -> None:
+        if row.end is None:
+            walk = functools.partial(_walk_even, setting, tiles, arrays, (b, kv_h), row.part)
+        else:
+            walk = functools.partial(decode_uneven.over_keys, setting, tiles, arrays.lists, row)
+        rows, row_lse, attended = _attention(setting, tiles, arrays, (b, kv_h), row.end, walk).repair()
+        decode_uneven.store_whole(setting, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
+
+    pl.when(any_nan(decode_uneven.load_lse(setting, row, tiles.block_q, before[1])))(fix)
 
 
-def _step(
-    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any
-) -> tuple[Callable[[Any, Any, bool, bool], softmax.SoftmaxState], float]:
-    """One step of the walk over keys, for a batch entry and a key head, and the unit of its scores.
+def _attention(
+    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any, walk: Callable[..., Any]
+) -> Attention:
+    """Attention of the queries of a key head, of a batch entry, over the keys of a walk that end at `end`.
 
-    It is ``(state, first key, is_partial, may_end) -> state``; `may_end` says that a tile may reach past `end`, or past
+    The walk goes over ``(first key, is_partial, may_end)``; `may_end` says that a tile may reach past `end`, or past
     the last key if that is None.
     """
     b, kv_h = here
@@ -161,7 +193,7 @@ def _step(
     known = scores.prepare(setting, arrays, tiles[:2], b, h, q=t, end=end)
     kv_b = b if setting.Bkv > 1 else 0
 
-    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool, may_end: bool) -> softmax.SoftmaxState:
+    def tile_at(key: Any, is_partial: bool, may_end: bool) -> Tile:
         keys = functools.partial(
             load_rows,
             setting,
@@ -174,17 +206,9 @@ def _step(
         )
         seen = known._replace(mask=known.mask if is_partial else None, end=end if may_end else None)
         tile = scores.compute(seen, q, keys(arrays.key), key, is_partial or may_end)
-        v = keys(arrays.value)
-        return softmax.update(
-            state,
-            tile.s,
-            unit=known.unit,
-            weigh=lambda s, shift: weights(setting, s, known.unit, shift),
-            times_values=lambda p: times(setting, p, v),
-            may_hide=True,
-        )
+        return Tile(tile, keys(arrays.value))
 
-    return step, known.unit
+    return Attention(known, tiles.block_q, walk, tile_at)
 
 
 def _load_queries(setting: Setting, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
@@ -198,6 +222,21 @@ def _load_queries(setting: Setting, ref: Any, b: Any, h: jax.Array, t: jax.Array
         return plgpu.load(ref.at[at], mask=column < setting.D, other=0.0)
 
     return tuple(load(*chunk) for chunk in chunks(setting.D))
+
+
+def _walk_even(
+    setting: Setting,
+    tiles: Tiles,
+    arrays: Arrays,
+    here: tuple[Any, Any],
+    part: blocks.Part,
+    state: Any,
+    step: Callable[..., Any],
+) -> Any:
+    """As `_over_keys`; a partial tile may reach past the last key."""
+    keys_end = setting.walk_passes_end("k", tiles.block_kv)
+    listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
+    return _over_keys(setting, tiles, arrays, here, part, state, listed)
 
 
 def _over_keys(

@@ -69,10 +69,10 @@ class Row(NamedTuple):
     slot: Any
 
 
-def whole_row(b: Any, kv_h: Any) -> Row:
+def whole_row(b: Any, kv_h: Any, end: Any = None) -> Row:
     """A row that one program works on alone."""
     yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
-    return Row(b, kv_h, None, blocks.Part(0, 1), yes, yes, 0)
+    return Row(b, kv_h, end, blocks.Part(0, 1), yes, yes, 0)
 
 
 class Divided(NamedTuple):
@@ -203,8 +203,16 @@ def store_part(row: Row, head: Any, rows: Columns, lse: jax.Array, parts: tuple[
         plgpu.store(part_out.at[(slot, head, line, column)], x, mask=(column < part_out.shape[-1]) & kept)
 
 
-def store_whole(setting: Setting, row: Row, rows: Columns, row_lse: jax.Array, out: Any, lse: Any) -> None:
-    """Writes the rows of an undivided row to where they belong."""
+def load_lse(setting: Setting, row: Row, block_q: int, lse: Any) -> jax.Array:
+    """The lse of the rows of a row, of which the last is repeated."""
+    line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), setting.group * setting.T - 1)
+    return plgpu.load(lse.at[(row.b, row.kv_h * setting.group + lax.div(line, setting.T), lax.rem(line, setting.T))])
+
+
+def store_whole(
+    setting: Setting, row: Row, rows: Columns, row_lse: jax.Array, out: Any, lse: Any, keeps: jax.Array | None = None
+) -> None:
+    """Writes the rows of an undivided row to where they belong, but for outputs of those that keep what is there."""
     here, block_q = row.exists & row.whole, row_lse.shape[0]
 
     def place(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -219,6 +227,7 @@ def store_whole(setting: Setting, row: Row, rows: Columns, row_lse: jax.Array, o
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         h, t, there = place(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
         at = (row.b, t, h, column) if setting.layout == "BTNH" else (row.b, h, t, column)
+        there = there if keeps is None else there & ~keeps[:, None]
         plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < setting.Dv) & there)
 
 

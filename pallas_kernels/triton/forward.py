@@ -14,18 +14,22 @@ of the multiprocessor fills the time. To do better, one program must do both at 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import blocks, softmax
+from pallas_kernels import blocks
+from pallas_kernels.marks import may_hide
 from pallas_kernels.setting import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
-from pallas_kernels.triton.columns import load_keys, load_queries, store_rows, store_vector, times, zero_rows
+from pallas_kernels.triton.attention import Attention, Tile
+from pallas_kernels.triton.columns import load_keys, load_queries, store_rows, store_vector
+from pallas_kernels.triton.containment import Marked, repair_tiles
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import weights
 
 
 def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +39,7 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
         jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
         jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
     ]
-    out, lse = launch(
+    found = launch(
         functools.partial(_kernel, setting, tiles),
         (arrays, order),
         outputs,
@@ -44,35 +48,67 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
         tiles=tiles,
         interpret=setting.interpret,
     )
+    out, lse = repair(setting, tiles, arrays, found) if may_hide(setting) else found
+    return out, lse
+
+
+def repair(setting: Setting, tiles: Tiles, arrays: Arrays, found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Out and lse with the rows computed again of which the lse is NaN; see `containment`."""
+    tiles = repair_tiles(tiles)
+    marked = Marked(setting.Hq, setting.B, setting.T, tiles.block_q)
+    count = len(jax.tree.leaves(arrays))
+    out, lse = launch(
+        functools.partial(_repair_kernel, setting, tiles, marked),
+        (arrays, tuple(found)),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        name="jflex_forward_repair",
+        grid=(marked.programs,),
+        tiles=tiles,
+        interpret=setting.interpret,
+        aliases={count: 0, count + 1: 1},
+    )
     return out, lse
 
 
 def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
     nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    here = b, h, tile = b, h, blocks.row_at(setting, order, b, h, nth, pl.num_programs(0))
+    tile = blocks.row_at(setting, order, b, h, nth, pl.num_programs(0))
+    rows, row_lse = _attention(setting, tiles, arrays, b, h, tile).attend()
+    first, rows_end = tile * tiles.block_q, setting.T % tiles.block_q != 0
+    store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
+    store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)
+
+
+def _repair_kernel(
+    setting: Setting, tiles: Tiles, marked: Marked, arrays: Arrays, before: Any, out: Any, lse: Any
+) -> None:
+    rows_end = setting.T % tiles.block_q != 0
+
+    def fix(b: Any, h: Any, first: Any) -> None:
+        tile = lax.div(first, jnp.int32(tiles.block_q))
+        clean, row_lse, attended = _attention(setting, tiles, arrays, b, h, tile).repair()
+        rows = load_queries(setting, before[0], b, h, first, tiles.block_q, may_end=rows_end)
+        rows = attended.keep(rows, clean)
+        store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
+        store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)
+
+    marked.repair(before[1], fix)
+
+
+def _attention(setting: Setting, tiles: Tiles, arrays: Arrays, b: Any, h: Any, tile: Any) -> Attention:
+    """Of a tile of queries of a head."""
     rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     q = load_queries(setting, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
     known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first)
-    may_hide = setting.mask is not None or setting.score is not None
 
-    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
-        may_end = is_partial and keys_end
-        k = load_keys(setting, arrays.key, b, h, key, tiles.block_kv, may_end=may_end)
-        tile = scores.compute(known, q, k, key, is_partial)
-        v = load_keys(setting, arrays.value, b, h, key, tiles.block_kv, may_end=may_end)
-        return softmax.update(
-            state,
-            tile.s,
-            unit=known.unit,
-            weigh=lambda s, shift: weights(setting, s, known.unit, shift),
-            times_values=lambda p: times(setting, p, v),
-            may_hide=may_hide,
+    def tile_at(key: Any, is_partial: bool) -> Tile:
+        load = functools.partial(
+            load_keys, setting, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
+        found = scores.compute(known, q, load(arrays.key), key, is_partial)
+        return Tile(found, load(arrays.value))
 
-    state = blocks.over_keys(
-        setting, tiles, arrays, here, softmax.start(tiles.block_q, zero_rows(tiles.block_q, setting.Dv)), step
-    )
-    rows, row_lse = softmax.finish(state, known.unit)
-    store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
-    store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)
+    walk = functools.partial(blocks.over_keys, setting, tiles, arrays, (b, h, tile))
+    may_be_empty = setting.mask is not None or setting.score is not None
+    return Attention(known, tiles.block_q, walk, tile_at, may_be_empty)

@@ -9,6 +9,7 @@ heads), the heads of an item side by side, so that programs without work come la
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,14 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import intervals, softmax
+from pallas_kernels import intervals
+from pallas_kernels.marks import may_hide
 from pallas_kernels.setting import Arrays, Setting
 from pallas_kernels.triton import plan, scores
-from pallas_kernels.triton.columns import Columns, chunks, times, zero_rows
+from pallas_kernels.triton.attention import Attention, Tile
+from pallas_kernels.triton.columns import Columns, chunks
+from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged_merge import merge_parts
-from pallas_kernels.triton.paged_rows import PagedArrays, PagedSetting, Place, Work, place_of
-from pallas_kernels.triton.tile import weights
+from pallas_kernels.triton.paged_rows import PagedArrays, PagedSetting, Place, QueryRows, Work, place_of
 
 MOST_JUDGED = 1024  # runs of tiles of keys that a mask is asked about at once, each a value in a register
 
@@ -42,6 +45,8 @@ def paged(setting: PagedSetting, works: tuple[Work, ...], arrays: PagedArrays) -
     for work in works:
         out, lse, *parts = _attend(setting, work, arrays, found)
         found = merge_parts(setting, work, arrays, (out, lse), parts) if parts else [out, lse]
+    for work in works if may_hide(setting.attention) else ():
+        found = _repair(setting, work, arrays, found)
     out, lse = found
     return out, lse
 
@@ -55,69 +60,104 @@ def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: list
     if work.most_parts(setting) > 1:
         slots = (work.slots(setting), a.Hkv, rows)
         outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
-    inputs = (arrays, before)
+    return _launch(_kernel, setting, work, arrays, before, outputs, "jflex_paged")
+
+
+def _repair(setting: PagedSetting, work: Work, arrays: PagedArrays, found: list[jax.Array]) -> list[jax.Array]:
+    """Out and lse with the tiles of queries computed again, in one part, of which an lse is NaN; see `containment`."""
+    work = dataclasses.replace(work, splits=False, tiles=work.tiles._replace(num_stages=1))
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
+    return _launch(_repair_kernel, setting, work, arrays, found, outputs, "jflex_paged_repair")
+
+
+def _launch(
+    kernel: Any,
+    setting: PagedSetting,
+    work: Work,
+    arrays: PagedArrays,
+    before: list[jax.Array],
+    outputs: Any,
+    name: str,
+) -> list[jax.Array]:
+    """A program for each item and key head; `before` is the memory of the first outputs."""
     count = len(jax.tree.leaves(arrays))
     return launch(
-        functools.partial(_kernel, setting, work),
-        inputs,
+        functools.partial(kernel, setting, work),
+        (arrays, before),
         outputs,
-        name="jflex_paged",
-        grid=(a.Hkv * work.items(setting),),
+        name=name,
+        grid=(setting.attention.Hkv * work.items(setting),),
         tiles=work.tiles,
-        interpret=a.interpret,
+        interpret=setting.attention.interpret,
         aliases={count + n: n for n in range(len(before))},
     )
 
 
+class _Here(NamedTuple):
+    """What a program works on: the place, the rows, and their attention."""
+
+    place: Place
+    row: QueryRows
+    attention: Attention
+
+    @classmethod
+    def of(cls, setting: PagedSetting, work: Work, arrays: PagedArrays) -> _Here:
+        """By the number of the program."""
+        a, tiles = setting.attention, work.tiles
+        kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
+        here = place_of(setting, work, arrays, item)
+        if setting.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
+            here = here._replace(page=arrays.table[(here.request, 0)])
+        row = here.rows(setting, work, kv_h)
+        q = _load_queries(setting, arrays.query, row.n, row.h)
+        captured = Arrays(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
+        known = scores.prepare(a, captured, tiles[:2], here.request, row.h[:, None], q=row.n[:, None], end=here.length)
+
+        def tile_at(key: Any, is_partial: bool) -> Tile:
+            load = functools.partial(_load_keys, setting, arrays, here, kv_h, key, tiles.block_kv, may_end=is_partial)
+            found = scores.compute(known, q, load(arrays.key), key, is_partial)
+            return Tile(found, load(arrays.value))
+
+        walk = functools.partial(_over_keys, setting, work, known, here)
+        return cls(here, row, Attention(known, tiles.block_q, walk, tile_at))
+
+    def store(self, out: Any, lse: Any, columns: Columns, row_lse: jax.Array, *, whole: Any, keeps: Any = None) -> None:
+        """Writes the rows, but for outputs of those that keep what is there.
+
+        Rows that do not exist repeat others, and are stored like them: what is masked off must not share their place,
+        for Pallas' interpreter writes there what it had read before.
+        """
+        row, whole = self.row, jnp.broadcast_to(whole, row_lse.shape)
+        plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
+        _store(out, (row.n[:, None], row.h[:, None]), columns, whole if keeps is None else whole & ~keeps)
+
+
 def _kernel(
-    setting: PagedSetting,
-    work: Work,
-    arrays: PagedArrays,
-    before: Any,
-    out: Any,
-    lse: Any,
-    *parts: Any,
+    setting: PagedSetting, work: Work, arrays: PagedArrays, before: Any, out: Any, lse: Any, *parts: Any
 ) -> None:
     del before  # the memory of `out` and `lse`
-    a, tiles = setting.attention, work.tiles
-    kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
-    here = place_of(setting, work, arrays, item)
-    if setting.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
-        here = here._replace(page=arrays.table[(here.request, 0)])
-    row = here.rows(setting, work, kv_h)
-    q = _load_queries(setting, arrays.query, row.n, row.h)
-    tile = (tiles.block_q, tiles.block_kv)
-    captured = Arrays(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
-    known = scores.prepare(a, captured, tile, here.request, row.h[:, None], q=row.n[:, None], end=here.length)
-
-    def step(state: softmax.SoftmaxState, key: Any, is_partial: bool) -> softmax.SoftmaxState:
-        load = functools.partial(_load_keys, setting, arrays, here, kv_h, key, tiles.block_kv, may_end=is_partial)
-        found = scores.compute(known, q, load(arrays.key), key, is_partial)
-        v = load(arrays.value)
-        return softmax.update(
-            state,
-            found.s,
-            unit=known.unit,
-            weigh=lambda s, shift: weights(a, s, known.unit, shift),
-            times_values=lambda p: times(a, p, v),
-            may_hide=True,
-        )
-
-    start = softmax.start(tiles.block_q, zero_rows(tiles.block_q, a.Dv))
-    state = _over_keys(setting, work, known, here, start, step)
-    columns, row_lse = softmax.finish(state, known.unit)
-    # Rows that do not exist repeat others, and are stored like them: what is masked off must not share their place,
-    # for Pallas' interpreter writes there what it had read before.
-    whole = jnp.broadcast_to((here.queries > 0) & (here.parts == 1), row_lse.shape)
-    plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
-    _store(out, (row.n[:, None], row.h[:, None]), columns, whole)
+    here = _Here.of(setting, work, arrays)
+    place, (columns, row_lse) = here.place, here.attention.attend()
+    here.store(out, lse, columns, row_lse, whole=(place.queries > 0) & (place.parts == 1))
     if not parts:
         return
     part_out, part_lse = parts
-    nth = lax.broadcasted_iota(jnp.int32, (tiles.block_q,), 0)
-    parted = row.exists & (here.parts > 1)
-    plgpu.store(part_lse.at[(here.slot, kv_h, nth)], row_lse, mask=parted)
-    _store(part_out, (here.slot, kv_h, nth[:, None]), columns, parted)
+    kv_h = lax.rem(pl.program_id(0), setting.attention.Hkv)
+    nth = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
+    parted = here.row.exists & (place.parts > 1)
+    plgpu.store(part_lse.at[(place.slot, kv_h, nth)], row_lse, mask=parted)
+    _store(part_out, (place.slot, kv_h, nth[:, None]), columns, parted)
+
+
+def _repair_kernel(setting: PagedSetting, work: Work, arrays: PagedArrays, before: Any, out: Any, lse: Any) -> None:
+    here = _Here.of(setting, work, arrays)
+
+    def fix() -> None:
+        columns, row_lse, attended = here.attention.repair()
+        here.store(out, lse, columns, row_lse, whole=here.place.queries > 0, keeps=attended.bad > 0.0)
+
+    marked = any_nan(plgpu.load(before[1].at[(here.row.n, here.row.h)]))
+    pl.when(marked & (here.place.queries > 0))(fix)
 
 
 def _store(ref: Any, at: tuple[Any, ...], columns: Columns, mask: jax.Array) -> None:

@@ -83,11 +83,13 @@ class Work:
       tiles: `block_q` holds queries times query heads of a key head.
       least: Fewest queries of a request that is taken.
       most: Most queries of a request that is taken.
+      splits: Whether the keys of a tile of queries may be divided.
     """
 
     tiles: Tiles
     least: int
     most: int
+    splits: bool = True
 
     def queries(self, setting: PagedSetting) -> int:
         """Queries in a tile."""
@@ -111,7 +113,7 @@ class Work:
 
     def most_parts(self, setting: PagedSetting) -> int:
         """Into how many parts the keys of a tile of queries may be divided."""
-        most = pl.cdiv(setting.capacity, self.tiles.block_kv) // self.least_tiles
+        most = pl.cdiv(setting.capacity, self.tiles.block_kv) // self.least_tiles if self.splits else 1
         return max(1, min(most, self.shares(setting) + 1))
 
     def items(self, setting: PagedSetting) -> int:

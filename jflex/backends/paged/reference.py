@@ -32,16 +32,18 @@ class PagedReference(PagedBackend):
         real, request = request < p.B, jnp.minimum(request, p.B - 1)
         exists = real[:, None] & (j[None] < inputs.lengths[request][:, None])  # [N, S]
 
-        def keys(pages: jax.Array) -> jax.Array:
-            pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
-            rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
-            own = jnp.where(exists[:, :, None, None], rows[request].astype(exact), 0)
-            return jnp.repeat(own, p.group, axis=2)  # [N, S, Hq, D]
-
-        s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
-        visible = jnp.broadcast_to(exists[:, None], s.shape)
+        visible = jnp.broadcast_to(exists[:, None], (p.T, p.Hq, p.S))
         if p.mask is not None:
             visible &= _seen(p.mask, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
+
+        def keys(pages: jax.Array) -> jax.Array:
+            """Of each query's request, [N, S, Hq, D]; zeros where they are hidden, for 0 times NaN is NaN."""
+            pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
+            rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
+            own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
+            return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
+
+        s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
         if p.score is not None:
             s = _modified(p.score, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
         s = jnp.where(visible, s, -jnp.inf)

@@ -1,0 +1,59 @@
+"""Keeps NaN that a mask hides out of sums, in plain JAX: a weight of 0 times NaN is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.custom_batching.custom_vmap
+def all_finite(x: jax.Array) -> jax.Array:
+    """Whether nothing in an array is NaN or infinite; under `jax.vmap`, in the whole batch.
+
+    So a `lax.cond` by it stays one: by a predicate for each entry, both of its branches would run.
+    """
+    return jnp.all(jnp.isfinite(x))
+
+
+@all_finite.def_vmap
+def _all_finite_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    del axis_size, in_batched
+    return all_finite(x), False
+
+
+def cleared(x: jax.Array) -> jax.Array:
+    """0 for what is NaN or infinite."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def masked_product(
+    product: Callable[[jax.Array, jax.Array], jax.Array], weights: jax.Array, x: jax.Array, visible: jax.Array | None
+) -> jax.Array:
+    """``product(weights, x)``, to which rows of `x` that are hidden add nothing, be they NaN.
+
+    Args:
+      product: Sums of weights times rows.
+      weights: 0 where hidden.
+      x: Rows.
+      visible: Which weights are not hidden, of their shape or broadcast to it; None for all.
+
+    Returns:
+      The sums; NaN or infinite where a visible row is.
+    """
+    if visible is None:
+        return product(weights, x)
+
+    def contained() -> jax.Array:
+        seen = jnp.broadcast_to(visible, weights.shape).astype(weights.dtype)
+
+        def with_value(value: jax.Array, out: jax.Array) -> jax.Array:
+            chosen = jnp.where(value == value, x == value, x != x)
+            return out + jnp.where(product(seen, chosen.astype(x.dtype)) > 0, value, 0.0).astype(out.dtype)
+
+        values = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], x.dtype)  # in a loop, which takes the memory of one
+        return lax.fori_loop(0, 3, lambda i, out: with_value(values[i], out), product(weights, cleared(x)))
+
+    return lax.cond(all_finite(x), lambda: product(weights, x), contained)

@@ -1,0 +1,129 @@
+"""Repairs: tiles with marks (`pallas_kernels.marks`) are computed again, with operands that are cleared.
+
+What is attended to keeps its NaN: for dS it comes through the scores, for weights `Attended` tells which rows to leave
+alone.
+
+A repair is a launch of its own because registers are allocated for a whole kernel: in the same kernel it took decoding
+from 96 registers a thread to 244, and had the forward kernel spill 1.6 KB (compiled for sm_90a, jax 0.11.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.marks import mark
+from pallas_kernels.setting import Tiles
+from pallas_kernels.triton.columns import Columns
+
+LARGEST_TILE = 64  # of a repair, in queries and keys
+PROGRAMS = 132  # of a repair of many tiles: one for each SM
+MARKS_AT_ONCE = 4096  # marks that a program reads at once
+
+
+def cleared(rows: Columns) -> Columns:
+    """Rows with 0 for what is NaN or infinite."""
+    return tuple(jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x)) for x in rows)
+
+
+class Attended(NamedTuple):
+    """Which sums are NaN by right: those of rows that attend to a row which is not finite.
+
+    Attributes:
+      bad: float32 [rows]: 1 or 0.
+    """
+
+    bad: jax.Array
+
+    @classmethod
+    def none(cls, rows: int) -> Attended:
+        """Nothing was attended to."""
+        return cls(jnp.zeros((rows,), jnp.float32))
+
+    def to(self, rows: Columns, visible: jax.Array | None) -> Attended:
+        """With a tile: rows of the other operand, and which are visible, [rows, rows of the other operand]."""
+        found = mark(*rows)
+        bad = jnp.where(found == found, 0.0, 1.0)
+        attended = jnp.max(bad) if visible is None else jnp.max(jnp.where(visible, bad[None, :], 0.0), axis=1)
+        return Attended(jnp.maximum(self.bad, attended))
+
+    def keep(self, before: Columns, clean: Columns) -> Columns:
+        """What was there before where it is NaN by right, clean sums elsewhere."""
+        bad = (self.bad > 0.0)[:, None]
+        return tuple(jnp.where(bad, x.astype(y.dtype), y) for x, y in zip(before, clean, strict=True))
+
+
+def repair_tiles(tiles: Tiles) -> Tiles:
+    """Small ones, for a launch that hardly ever computes; they divide the blocks of the mask as the given ones do."""
+    return Tiles(min(tiles.block_q, LARGEST_TILE), min(tiles.block_kv, LARGEST_TILE), 4, 1)
+
+
+class Marked(NamedTuple):
+    """Marks of rows, and how they are divided into tiles.
+
+    Attributes:
+      heads: How many.
+      batch: How many.
+      length: Rows of a head.
+      tile: Rows of a tile.
+    """
+
+    heads: int
+    batch: int
+    length: int
+    tile: int
+
+    @property
+    def tiles(self) -> int:
+        """Of all heads and batch entries."""
+        return self.heads * self.batch * pl.cdiv(self.length, self.tile)
+
+    @property
+    def programs(self) -> int:
+        """That share the tiles."""
+        return min(PROGRAMS, self.tiles)
+
+    def repair(self, marks: Any, fix: Callable[[Any, Any, Any], None]) -> None:
+        """Runs ``fix(b, h, first row)`` for this program's tiles that hold a mark.
+
+        The tiles of a program lie far apart, so that all programs share a sequence that is full of NaN.
+
+        Args:
+          marks: Ref, float32 [B, heads, length], or [B, heads, 1] for all of a head; NaN is a mark.
+          fix: Computes and stores a tile.
+        """
+        own, programs, last = pl.program_id(0), pl.num_programs(0), marks.shape[2] - 1
+        count = max(1, MARKS_AT_ONCE // self.tile)
+
+        def one(number: Any) -> None:
+            b, h, first = self._place(number)
+            row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
+            pl.when(any_nan(plgpu.load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
+
+        def run(nth: Any, state: Any) -> Any:
+            begin = own + nth * count * programs
+            number = begin + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
+            b, h, first = self._place(jnp.minimum(number, self.tiles - 1))
+            row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
+            found = any_nan(jnp.sum(plgpu.load(marks.at[(b, h, row)]), axis=1))
+            left = jnp.minimum(lax.div(self.tiles - begin + (programs - 1), programs), count)
+            each = lambda i, state: (one(begin + i * programs), state)[1]
+            return lax.fori_loop(0, jnp.where(found, left, 0), each, state)
+
+        lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
+
+    def _place(self, number: Any) -> tuple[Any, Any, Any]:
+        per_head = pl.cdiv(self.length, self.tile)
+        head, tile = lax.div(number, per_head), lax.rem(number, per_head)
+        return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile
+
+
+def any_nan(x: jax.Array) -> jax.Array:
+    """Whether any element is NaN."""
+    return jnp.max(jnp.where(x == x, 0, 1)) > 0

@@ -1,0 +1,37 @@
+"""Repairs of what the Hopper kernels marked (`pallas_kernels.marks`), by the kernels here."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from pallas_kernels.gradients import row_statistics
+from pallas_kernels.marks import Repairs
+from pallas_kernels.mods import Derivative
+from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.triton import backward_dkv, backward_dq
+from pallas_kernels.triton import forward as forward_kernel
+from pallas_kernels.triton.containment import LARGEST_TILE
+
+TILES = Tiles(LARGEST_TILE, LARGEST_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
+
+
+def forward(setting: Setting, arrays: Arrays, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Out and lse, of which the lse is NaN where the output is to be computed again."""
+    return forward_kernel.repair(setting, TILES, arrays, found)
+
+
+def backward(
+    setting: Setting,
+    arrays: Arrays,
+    derivative: Derivative | None,
+    saved: tuple[jax.Array, jax.Array],
+    d_saved: tuple[jax.Array, jax.Array | None],
+) -> Repairs:
+    """How gradients are computed again, from output and lse of the forward pass and their cotangents."""
+    rows = row_statistics(setting, saved, d_saved)
+    return Repairs(
+        functools.partial(backward_dq.repair, setting, TILES, arrays, rows, derivative),
+        functools.partial(backward_dkv.repair, setting, TILES, arrays, rows, derivative),
+    )
