@@ -185,7 +185,7 @@ def _equation(eqn: Any, ins: list[_Value]) -> Sequence[_Value]:
 
 
 def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Value]:
-    """The results of all branches, of which the index selects."""
+    """Evaluates all branches; the index selects among their results."""
     index, branches = _used(ins[0]), []
     for number, branch in enumerate(eqn.params["branches"]):
         entering = [_Value(x.x, x.depends, gates=(*x.gates, index == number)) for x in ins[1:]]
@@ -201,7 +201,7 @@ def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Val
 
 
 def _product(eqn: Any, ins: Sequence[_Value]) -> _Product | None:
-    """Of which numbers and arrays the result of an equation is the product."""
+    """The result of an equation as a product of numbers and arrays, where it is one."""
     name, aval, first = eqn.primitive.name, eqn.outvars[0].aval, ins[0] if ins else None
     if first is None or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
@@ -256,7 +256,7 @@ def multiplied(xs: Sequence[Any], dtype: Any) -> jax.Array:
 
 
 def _with_bodies(eqn: Any) -> Any:
-    """An equation of which loops and functions with a derivative of their own are rewritten too."""
+    """The equation with the bodies of loops and of custom derivatives rewritten."""
     if eqn.primitive.name not in _BODIES:
         return eqn
     params = {key: batchable(x) if key in _BODIES[eqn.primitive.name] else x for key, x in eqn.params.items()}

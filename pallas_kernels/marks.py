@@ -1,4 +1,4 @@
-"""Marks of rows whose sums are not finite, by which NaN that a mask hides is found.
+"""Marks of rows whose sums are not finite: they show where masked NaN reached a sum.
 
 A weight of 0 times NaN is NaN: one key that no query may attend to would reach every output of its tile, and a page
 that one request leaves to another would carry it on. To clear every tile before its MMA costs on every tile. But a sum

@@ -54,7 +54,7 @@ def decode(
 def _repair(
     setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Out and lse with the key heads computed again, in one part, of which an lse is NaN; see `containment`."""
+    """Computes the key heads again that have an lse of NaN, without splits; see `containment`."""
     count = len(jax.tree.leaves((arrays, lengths)))
     out, lse = launch(
         functools.partial(_repair_kernel, setting, tiles),

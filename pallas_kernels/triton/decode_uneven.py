@@ -204,7 +204,7 @@ def store_part(row: Row, head: Any, rows: Columns, lse: jax.Array, parts: tuple[
 
 
 def load_lse(setting: Setting, row: Row, block_q: int, lse: Any) -> jax.Array:
-    """The lse of the rows of a row, of which the last is repeated."""
+    """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), setting.group * setting.T - 1)
     return plgpu.load(lse.at[(row.b, row.kv_h * setting.group + lax.div(line, setting.T), lax.rem(line, setting.T))])
 
@@ -212,7 +212,7 @@ def load_lse(setting: Setting, row: Row, block_q: int, lse: Any) -> jax.Array:
 def store_whole(
     setting: Setting, row: Row, rows: Columns, row_lse: jax.Array, out: Any, lse: Any, keeps: jax.Array | None = None
 ) -> None:
-    """Writes the rows of an undivided row to where they belong, but for outputs of those that keep what is there."""
+    """Writes the rows of an undivided row to where they belong; `keeps`: outputs that stay as they are."""
     here, block_q = row.exists & row.whole, row_lse.shape[0]
 
     def place(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -53,7 +53,7 @@ def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, 
 
 
 def repair(setting: Setting, tiles: Tiles, arrays: Arrays, found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Out and lse with the rows computed again of which the lse is NaN; see `containment`."""
+    """Computes the tiles again that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
     marked = Marked(setting.Hq, setting.B, setting.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))

@@ -64,7 +64,7 @@ def _attend(setting: PagedSetting, work: Work, arrays: PagedArrays, before: list
 
 
 def _repair(setting: PagedSetting, work: Work, arrays: PagedArrays, found: list[jax.Array]) -> list[jax.Array]:
-    """Out and lse with the tiles of queries computed again, in one part, of which an lse is NaN; see `containment`."""
+    """Computes the tiles of queries again that have an lse of NaN, without splits; see `containment`."""
     work = dataclasses.replace(work, splits=False, tiles=work.tiles._replace(num_stages=1))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
     return _launch(_repair_kernel, setting, work, arrays, found, outputs, "jflex_paged_repair")
