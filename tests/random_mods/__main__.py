@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -65,8 +66,8 @@ def _run_here(args: argparse.Namespace) -> list[dict]:
         results.append(result | {"seconds": round(time.monotonic() - at, 2)})
         if args.json:
             print(json.dumps(results[-1]), flush=True)
-        elif result["verdict"] in ("wrong", "error"):
-            print(f"--- seed {seed}: {result['verdict']}\n{result['message']}\n{result['report']}", flush=True)
+        else:
+            _print_failure(result)
         if count % 25 == 24:
             jax.clear_caches()
     return results
@@ -84,16 +85,33 @@ def _run_in_processes(args: argparse.Namespace) -> list[dict]:
         [*command, "--seeds", ",".join(map(str, own))], stdout=subprocess.PIPE, text=True, env=environment
     )
     running = [start(own) for own in (seeds[i :: args.processes] for i in range(args.processes)) if own]
-    results = []
-    for process in running:
-        output, _ = process.communicate()
-        results += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        if process.returncode not in (0, 1):
-            results.append({"seed": -1, "verdict": "error", "message": f"a process ended with {process.returncode}"})
-    for result in results:
-        if result["verdict"] in ("wrong", "error"):
-            print(f"--- seed {result['seed']}: {result['verdict']}\n{result['message']}\n{result.get('report', '')}")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
+            results = [result for results in pool.map(_results_of, running) for result in results]
+    finally:
+        for process in running:
+            process.kill()
     return sorted(results, key=lambda result: result["seed"])
+
+
+def _results_of(process: subprocess.Popen[str]) -> list[dict]:
+    """Reads results as they come, so that a failure is printed even if the run is ended before its time."""
+    results = []
+    for line in process.stdout or ():
+        if line.startswith("{"):
+            results.append(json.loads(line))
+            _print_failure(results[-1])
+    if process.wait() not in (0, 1):
+        results.append({"seed": -1, "verdict": "error", "message": f"a process ended with {process.returncode}"})
+    return results
+
+
+def _print_failure(result: dict) -> None:
+    if result["verdict"] in ("wrong", "error"):
+        print(
+            f"--- seed {result['seed']}: {result['verdict']}\n{result['message']}\n{result.get('report', '')}",
+            flush=True,
+        )
 
 
 def _print_summary(args: argparse.Namespace, results: list[dict]) -> None:
