@@ -28,11 +28,12 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks import candidates, gpu_compile, timing
+from benchmarks import candidates, timing
 from benchmarks.children import called
 from benchmarks.environment import ROOT, describe, gpu_facts
 from pallas_kernels.setting import Tiles
 from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, table_name
+from tests import gpu_compile
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
 MOST_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there

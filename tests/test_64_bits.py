@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import gpu_compile
 from jflex.paged import PagedBatch, PagedCache
+from tests import gpu_compile
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 

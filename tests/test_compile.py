@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import gpu_compile
-from tests import evaluation
+from tests import evaluation, gpu_compile
 from tests.cases import CASES, LENGTHS, Case, Sizes
 
 KERNELS = ["jflex_backward_dkv", "jflex_backward_dq", "jflex_forward"]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import gpu_compile
 from jflex import backends
 from jflex.backends.base import Backend
 from jflex.choice import choose
 from jflex.paged import PagedBatch, PagedCache
 from jflex.problem import Problem
 from jflex.trace import trace_score_mod
+from tests import gpu_compile
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import gpu_compile
 from jflex.backends import triton
 from pallas_kernels import blocks
 from pallas_kernels.setting import Arrays, Setting, Tiles
-from tests import evaluation
+from tests import evaluation, gpu_compile
 from tests.hopper_cases import HOPPER, ONE_PASS
 from tests.test_compile import program_of
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from benchmarks import gpu_compile
 from jflex.paged import (
     PagedBatch,
     PagedCache,
@@ -22,6 +21,7 @@ from jflex.paged import (
     token_slots,
     write,
 )
+from tests import gpu_compile
 
 P, SIZE, HKV, D, DV, L = 6, 4, 2, 8, 5, 3
 F32 = jnp.float32

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jflex
-from benchmarks import gpu_compile
+from tests import gpu_compile
 
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.

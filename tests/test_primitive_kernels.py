@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jflex
-from benchmarks import gpu_compile
+from tests import gpu_compile
 from tests.primitives import ROWS, Primitive, is_coarse, mod_of, operands_of
 
 T, H, D = 128, 2, 64

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_compile
+from tests import gpu_compile
 from tests.random_mods import judge
 from tests.random_mods.case import Case, draw_case
 from tests.random_mods.program import Capture, Program, Step

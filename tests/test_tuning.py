@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jflex
-from benchmarks import candidates, gpu_compile, tune
+from benchmarks import candidates, tune
 from jflex.backends import mosaic_gpu, triton
 from jflex.problem import Blocks, Problem
 from jflex.trace import trace_mask_mod, trace_score_mod
@@ -18,6 +18,7 @@ from pallas_kernels.mods import Sizes, trace_program
 from pallas_kernels.setting import Tiles
 from pallas_kernels.triton import estimate
 from pallas_kernels.tuning import tables
+from tests import gpu_compile
 
 CONFIG, GIVEN = jflex.Config(), jflex.Config(forward=jflex.Tiles(64, 64))
 TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
