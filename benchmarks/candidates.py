@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import jflex
-from pallas_kernels.cotangents import LoadGroups
-from pallas_kernels.setting import Setting, Tiles
-from pallas_kernels.triton import estimate
+from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.triton import cost
 from pallas_kernels.tuning.tables import HOPPER_KERNELS, KERNELS, Key
 
 EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
@@ -139,7 +139,7 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
         tiles = Tiles(block_q, block_kv, warps, stages)
         stages_are_right = stages == 1 if head_size > 192 else stages > 1
         needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
-        if stages_are_right and not needless and estimate.may_work(kernel, tiles, head_size, head_size, 2):
+        if stages_are_right and not needless and cost.may_work(kernel, tiles, head_size, head_size, 2):
             yield tiles
 
 
@@ -148,18 +148,16 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
 
     The backward in one pass takes more registers, so that not all of its tiles compile.
     """
-    from pallas_kernels.mosaic_gpu import (
-        backward_dkv,
-        backward_dq,
-        backward_one_pass,
-        backward_walk,
-        forward_sm90,
-        memory,
-    )
+    from pallas_kernels.mosaic_gpu import smem as memory
+    from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv
+    from pallas_kernels.mosaic_gpu.backward import dq as backward_dq
+    from pallas_kernels.mosaic_gpu.backward import one_pass as backward_one_pass
+    from pallas_kernels.mosaic_gpu.backward import walk as backward_walk
+    from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 
     by_key = functools.partial(backward_walk.declare, loads=LoadGroups((), (), (), (), ()))
     declare = {
-        "forward_sm90": forward_sm90.declare, "dq_sm90": backward_dq.declare,
+        "forward_sm90": forward_kernel.declare, "dq_sm90": backward_dq.declare,
         "one_pass_sm90": functools.partial(by_key, one_pass=True),
     }.get(kernel, by_key)  # fmt: skip
     by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > backward_dkv.BOTH_SUMS
@@ -183,7 +181,7 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
 
 def _held(kernel: str, columns: int, head_size: int) -> int:
     """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
-    from pallas_kernels.mosaic_gpu.backward_dkv import BOTH_SUMS
+    from pallas_kernels.mosaic_gpu.backward.dkv import BOTH_SUMS
 
     both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= BOTH_SUMS
     sums = 2 * head_size if both else head_size

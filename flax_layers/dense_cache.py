@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
-from jflex.narrow import set_rows
+from jflex.backends.xla.narrow import set_rows
 
 
 @jax.tree_util.register_dataclass

@@ -13,30 +13,30 @@ from jflex import scores as scores
 from jflex.attention import explain as explain
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
-from jflex.block_mask import BlockMask as BlockMask
-from jflex.block_mask import create_block_mask as create_block_mask
+from jflex.block_mask.dense import create_mask as create_mask
+from jflex.block_mask.mask import BlockMask as BlockMask
+from jflex.block_mask.mask import create_block_mask as create_block_mask
+from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
+from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
 from jflex.cascade import CascadeLevel as CascadeLevel
 from jflex.cascade import cascade_attention as cascade_attention
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
-from jflex.dense_mask import create_mask as create_mask
 from jflex.errors import UnsupportedError as UnsupportedError
-from jflex.mod_sizes import check_mod_sizes as check_mod_sizes
-from jflex.mods import and_masks as and_masks
-from jflex.mods import noop_mask as noop_mask
-from jflex.mods import not_mask as not_mask
-from jflex.mods import or_masks as or_masks
-from jflex.offset import with_offset as with_offset
+from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
+from jflex.mods.compose import and_masks as and_masks
+from jflex.mods.compose import noop_mask as noop_mask
+from jflex.mods.compose import not_mask as not_mask
+from jflex.mods.compose import or_masks as or_masks
+from jflex.mods.offset import with_offset as with_offset
 from jflex.paged.attention import paged_attention as paged_attention
-from jflex.ragged import flex_attention_varlen as flex_attention_varlen
-from jflex.ragged_mask import VarlenBlockMask as VarlenBlockMask
-from jflex.ragged_mask import varlen_block_mask as varlen_block_mask
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2
 from jflex.state import lse_from_flash as lse_from_flash
 from jflex.state import lse_to_base2 as lse_to_base2
 from jflex.state import merge as merge
 from jflex.state import merge_all as merge_all
+from jflex.varlen import flex_attention_varlen as flex_attention_varlen
 
 try:
     __version__ = _version("jflex")

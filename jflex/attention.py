@@ -9,15 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jflex import autodiff, backends
-from jflex.backends.base import Inputs, Saved
-from jflex.block_mask import BlockMask
-from jflex.choice import Implementation, choose, gradients_by, reasons_of
-from jflex.config import Config
-from jflex.explain import Account
-from jflex.kv_lengths import check_kv_lengths, known_keys
-from jflex.mod_sizes import check_mod_sizes
-from jflex.problem import (
+from jflex import backends
+from jflex._call.dispatch import Implementation, choose, gradients_by, reasons_of
+from jflex._call.kv_lengths import check_kv_lengths, known_keys
+from jflex._call.problem import (
     Blocks,
     Problem,
     check_arrays,
@@ -27,8 +22,14 @@ from jflex.problem import (
     current_device,
     current_precision,
 )
-from jflex.trace import trace_mask_mod, trace_score_mod
-from jflex.varying import unify_varying
+from jflex._jax import custom_vjp
+from jflex._jax.manual_axes import unify_varying
+from jflex.backends.base import Inputs, Saved
+from jflex.block_mask.mask import BlockMask
+from jflex.config import Config
+from jflex.explain import Account
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
 
 Mod = Callable[..., Any] | None
 
@@ -249,4 +250,4 @@ def _run(name: str, gradients: str, problem: Problem, inputs: Inputs) -> Saved:
     inputs = unify_varying(inputs)
     if backends.get(name).own_derivatives:
         return backends.get(name).forward(problem, inputs)
-    return autodiff.attend(autodiff.Static(name, gradients, problem), inputs)
+    return custom_vjp.attend(custom_vjp.Static(name, gradients, problem), inputs)

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jflex.choice import Implementation
+from jflex._call.dispatch import Implementation
+from jflex._call.kv_lengths import check_kv_lengths, known_lengths
+from jflex._call.problem import describe_array
 from jflex.config import Config
-from jflex.kv_lengths import check_kv_lengths, known_lengths
-from jflex.mod_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
-from jflex.paged.batch_rules import check_rules, indptr_rules
+from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, Pages, attend
-from jflex.problem import describe_array
 from jflex.state import merge_all
 
 Mod = Callable[..., Any] | None

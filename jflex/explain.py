@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jflex import backends
-from jflex.block_lists import BlockLists
-from jflex.block_mask import BlockMask
-from jflex.kv_lengths import bounded_lists, known_lengths
-from jflex.problem import Problem
+from jflex._call.kv_lengths import bounded_lists, known_lengths
+from jflex._call.problem import Problem
+from jflex.block_mask.lists import BlockLists
+from jflex.block_mask.mask import BlockMask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Account:
         gradients: tuple[str, str],
         kv_lengths: Any = None,
     ) -> Account:
-        """Takes the account of one problem; `gradients` as `jflex.choice.gradients_by` gives them."""
+        """Takes the account of one problem; `gradients` as `jflex._call.dispatch.gradients_by` gives them."""
         backend = next((name for name, reason in reasons.items() if reason is None), None)
         tiles = ""
         if backend is not None:

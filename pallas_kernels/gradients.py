@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cotangents import scatter
-from pallas_kernels.mods import Derivative
-from pallas_kernels.nodes import Node
+from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.cotangents import scatter
+from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.setting import LOG2_E, Arrays, Setting
+from pallas_kernels.spec import LOG2_E, Arrays, Setting
 
 
 class Plan(NamedTuple):

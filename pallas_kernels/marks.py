@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.setting import Setting
+from pallas_kernels.spec import Setting
 
 
 def may_hide(setting: Setting) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.evaluate import Evaluation
+from pallas_kernels.program.evaluate import Evaluation
 
 
 class ScoreTile(NamedTuple):

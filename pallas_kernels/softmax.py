@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.setting import LN_2
+from pallas_kernels.spec import LN_2
 
 
 class SoftmaxState(NamedTuple):

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jflex.block_mask import create_block_mask
-from jflex.dense_mask import dense_elements
+from jflex.block_mask.dense import dense_elements
+from jflex.block_mask.mask import create_block_mask
 
 
 def causal(b, h, q_idx, kv_idx):

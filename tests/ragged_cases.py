@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from jflex.ragged import flex_attention_varlen, varlen_block_mask
+from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests import evaluation, mask_pairs, oracle, score_pairs, tolerance
 from tests.cases import Case, Sizes
 from tests.mask_pairs import MaskPair, same

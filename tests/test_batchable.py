@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.batchable import batchable
-from jflex.trace import trace_score_mod
+from jflex.mods.batchable import batchable
+from jflex.mods.trace import trace_score_mod
 from tests import oracle
 from tests.oracle import Score
 from tests.score_pairs import ScorePair

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jflex.block_kinds import block_kinds
-from jflex.block_mask import BlockMask, create_block_mask
-from jflex.dense_mask import create_mask
-from jflex.mask_fit import mismatch
-from jflex.trace import trace_mask_mod
+from jflex.block_mask.dense import create_mask
+from jflex.block_mask.mask import BlockMask, create_block_mask
+from jflex.block_mask.mask_fit import mismatch
+from jflex.block_mask.states import block_kinds
+from jflex.mods.trace import trace_mask_mod
 from tests.dense_masks import (
     causal,
     check_same_mask,
@@ -69,7 +69,7 @@ def test_many_steps_match_one(monkeypatch):
     values = dense_values(7, (2, 3, 100, 70))
     expected = pooled_kinds(values, (32, 16))
     for elements in (32 * 16, 2 * 32 * 16, 7 * 32 * 16, 4 * 5 * 32 * 16):
-        monkeypatch.setattr("jflex.block_kinds._ELEMENTS_PER_STEP", elements)
+        monkeypatch.setattr("jflex.block_mask.states._ELEMENTS_PER_STEP", elements)
         traced, operands = trace_mask_mod(dense_mod(values))
         kinds = inspect.unwrap(block_kinds)(traced, operands, values.shape, (32, 16))
         np.testing.assert_array_equal(kinds, expected)

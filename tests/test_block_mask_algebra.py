@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from jflex.block_mask import BlockMask, create_block_mask
+from jflex.block_mask.mask import BlockMask, create_block_mask
 from tests.dense_masks import (
     causal,
     check_same_mask,

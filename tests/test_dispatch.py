@@ -10,11 +10,11 @@ import pytest
 
 import jflex
 from jflex import backends
+from jflex._call.dispatch import choose
+from jflex._call.problem import Problem
 from jflex.backends.base import Backend
-from jflex.choice import choose
+from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
-from jflex.problem import Problem
-from jflex.trace import trace_score_mod
 from tests import gpu_compile
 
 pytestmark = pytest.mark.usefixtures("in_haste")

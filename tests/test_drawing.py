@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jflex.block_mask import create_block_mask
+from jflex.block_mask.mask import create_block_mask
 from tests.dense_masks import causal, random_mask
 
 # --- drawing

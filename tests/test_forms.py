@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mods import Sizes, trace_program
-from pallas_kernels.mosaic_gpu import forms
+from pallas_kernels.program import patterns
+from pallas_kernels.program.build import Sizes, trace_program
 
 SIZES = Sizes(2, 4, 1024, 2048)
 
@@ -31,26 +31,26 @@ ALIBI = program_of(lambda s, b, h, q, k: s + jnp.exp2(-h.astype(jnp.float32)) * 
     ],
 )
 def test_a_positive_number_multiplied_last(mod, factor):
-    found = forms.multiple(program_of(mod))
+    found = patterns.multiple(program_of(mod))
     assert (found and found.factor) == factor
 
 
 def test_no_mod_has_no_form():
-    assert forms.multiple(None) is None
-    assert forms.addend(None, 1.0) is None
+    assert patterns.multiple(None) is None
+    assert patterns.addend(None, 1.0) is None
 
 
 def test_what_is_added():
-    found = forms.addend(ALIBI, 0.125)
+    found = patterns.addend(ALIBI, 0.125)
     assert found.sign == 1
     assert found.factor.kind == ""
-    assert forms.addend(ALIBI, 2.0**-30) is None
-    assert forms.addend(program_of(lambda s, b, h, q, k: s + s), 1.0) is None
+    assert patterns.addend(ALIBI, 2.0**-30) is None
+    assert patterns.addend(program_of(lambda s, b, h, q, k: s + s), 1.0) is None
 
 
 @pytest.mark.parametrize(("walked", "fixed", "signs"), [("k", "q", (1, -1)), ("q", "k", (-1, 1))])
 def test_a_distance_is_that_of_the_walked_index(walked, fixed, signs):
-    (found,) = forms.distances(ALIBI, walked, fixed)
+    (found,) = patterns.distances(ALIBI, walked, fixed)
     assert (found.walked_sign, found.other_sign) == signs
     assert found.other.inputs[0] is ALIBI.argument(fixed)
 
@@ -65,7 +65,7 @@ def test_a_distance_is_that_of_the_walked_index(walked, fixed, signs):
 )
 def test_distances_within_larger_expressions(mod):
     program = program_of(mod)
-    (found,) = forms.distances(program, "k", "q")
+    (found,) = patterns.distances(program, "k", "q")
     q, k = np.arange(7, dtype=np.float32), np.arange(11, dtype=np.float32)[:, None]
     other = np.floor(q / 3) if found.other_sign == found.walked_sign else q
     assert found.node in program.nodes
@@ -89,13 +89,13 @@ def _value(node, program, q, k):
     ],
 )
 def test_other_sums_are_no_distances(mod):
-    assert forms.distances(program_of(mod), "k", "q") == []
+    assert patterns.distances(program_of(mod), "k", "q") == []
 
 
 def test_distances_that_float32_does_not_hold_are_left_alone():
     long = Sizes(1, 1, 1 << 23, 1 << 23)
     mod = lambda s, b, h, q, k: s + (k - q).astype(jnp.float32)
-    assert forms.distances(program_of(mod, long), "k", "q") == []
+    assert patterns.distances(program_of(mod, long), "k", "q") == []
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_distances_that_float32_does_not_hold_are_left_alone():
     ],
 )
 def test_bounded_scores(mod, size):
-    assert forms.bound(program_of(mod)) == size
+    assert patterns.bound(program_of(mod)) == size
 
 
 def test_no_mod_has_no_bound():
-    assert forms.bound(None) is None
+    assert patterns.bound(None) is None
 
 
 def mask_program(mod, *operands):
@@ -140,17 +140,17 @@ def mask_program(mod, *operands):
 )
 def test_loads_that_follow_each_other(mod, shape, count):
     program = mask_program(mod, jnp.zeros(shape, jnp.int32))
-    assert len(forms.runs(program, "k", [shape])) == count
+    assert len(patterns.runs(program, "k", [shape])) == count
 
 
 def test_clauses_of_a_mask():
     mod = lambda b, h, q, k, x: (q >= k) & (x[q] == x[k]) & (q - k < 5) & (jnp.sin(k.astype(jnp.float32)) > 0)
-    ordered, others = forms.clauses(mask_program(mod, jnp.zeros(2048, jnp.int32)))
+    ordered, others = patterns.clauses(mask_program(mod, jnp.zeros(2048, jnp.int32)))
     assert sorted(node.op for node in ordered) == ["ge", "lt"]
     assert sorted(node.op for node in others) == ["eq", "gt"]
-    assert forms.clauses(None) == ([], [])
+    assert patterns.clauses(None) == ([], [])
     either = mask_program(lambda b, h, q, k: (q >= k) | (k < 5))
-    assert [[node.op for node in part] for part in forms.clauses(either)] == [["or"], []]
+    assert [[node.op for node in part] for part in patterns.clauses(either)] == [["or"], []]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_clauses_of_a_mask():
 def test_steps_of_loads(mod, shape, by_key, by_query):
     program = mask_program(mod, jnp.zeros(shape, jnp.float32))
     (load,) = (x for x in program.loads if x.kind == "qk")
-    assert forms.step(load, "k", shape) == by_key
-    assert forms.step(load, "q", shape) == by_query
+    assert patterns.step(load, "k", shape) == by_key
+    assert patterns.step(load, "q", shape) == by_query

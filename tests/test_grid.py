@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic_gpu.grid import MULTIPROCESSORS, Grid
+from pallas_kernels.mosaic_gpu.tile_order import MULTIPROCESSORS, Grid
 
 MOST = 5000  # one size for all, so that nothing is compiled twice
 

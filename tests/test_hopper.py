@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.backends import triton
-from pallas_kernels import blocks
-from pallas_kernels.setting import Arrays, Setting, Tiles
+from jflex.backends.gpu import triton
+from pallas_kernels import block_walk
+from pallas_kernels.spec import Arrays, Setting, Tiles
 from tests import evaluation, gpu_compile
 from tests.hopper_cases import HOPPER, ONE_PASS
 from tests.test_compile import program_of
@@ -76,10 +76,13 @@ def kernels_of(case, backend):
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 @pytest.mark.parametrize(("D", "count"), [(64, 2), (96, 2), (192, 4)])
 def test_shared_memory_is_known_from_what_is_declared(monkeypatch, D, count):
-    from pallas_kernels.mosaic_gpu import backward_dkv, backward_dq, forward_sm90, memory
+    from pallas_kernels.mosaic_gpu import smem as memory
+    from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv
+    from pallas_kernels.mosaic_gpu.backward import dq as backward_dq
+    from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 
     known = {}
-    for module in (forward_sm90, backward_dkv, backward_dq):
+    for module in (forward_kernel, backward_dkv, backward_dq):
 
         def launch(kernel, inputs, outputs, scratch, *, name, launch=module.launch, **more):
             known[name] = memory.bytes_of(jax.tree.leaves(scratch))
@@ -161,7 +164,7 @@ def test_is_refused_off_hopper():
 @NEEDS_011
 @pytest.mark.parametrize(("version", "refused"), [(12080, "12.8.0"), (12090, "12.9.0"), (12091, None), (None, None)])
 def test_refuses_cuda_that_miscompiles(monkeypatch, version, refused):
-    from pallas_kernels.mosaic_gpu import toolkit
+    from pallas_kernels.mosaic_gpu import cuda_version as toolkit
 
     monkeypatch.setattr(toolkit, "_runtime_version", lambda: version)
     reason = chosen(1024).reasons.get("mosaic_gpu")
@@ -295,8 +298,8 @@ def test_counts_the_tiles_that_a_walk_visits(counts):
     arrays = Arrays(None, None, None, (lists[0], index, lists[1], index), (), ())
     sizes = Setting(1, 128, 512, 1, 1, 1, 64, 64, "BTNH", 1.0, None, None, (128, 128), 1, 1, None, False)
     tiles, here = Tiles(64, 64, 4, 2), (0, 0, jnp.int32(0))
-    visited = blocks.over_keys(sizes, tiles, arrays, here, jnp.int32(0), lambda n, *_: n + 1)
-    assert blocks.count_keys(sizes, tiles, arrays, here) == visited
+    visited = block_walk.over_keys(sizes, tiles, arrays, here, jnp.int32(0), lambda n, *_: n + 1)
+    assert block_walk.count_keys(sizes, tiles, arrays, here) == visited
 
 
 @NEEDS_011

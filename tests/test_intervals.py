@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import intervals
-from pallas_kernels.evaluate import Evaluation, Space
-from pallas_kernels.mods import Sizes, trace_program
+from pallas_kernels.program import intervals
+from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.program.evaluate import Evaluation, Space
 
 SIZES = Sizes(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
 TILE = 8

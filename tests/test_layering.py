@@ -68,7 +68,7 @@ def test_only_backends_import_kernels_and_only_inside_functions():
 
 
 def test_only_the_triton_room_and_its_adapters_know_triton():
-    adapters = (ROOT / "jflex" / "backends" / "triton.py", ROOT / "jflex" / "backends" / "paged" / "triton.py")
+    adapters = (ROOT / "jflex" / "backends" / "gpu" / name for name in ("triton.py", "paged_triton.py"))
     rooms = (ROOT / "pallas_kernels" / "triton", *adapters)
     found = [
         f"{path.relative_to(ROOT)} imports {name}"

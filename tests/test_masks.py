@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jflex import masks, scores
-from jflex.block_mask import create_block_mask
-from jflex.dense_mask import create_mask
-from jflex.mods import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
-from jflex.trace import trace_mask_mod, trace_score_mod
+from jflex.block_mask.dense import create_mask
+from jflex.block_mask.mask import create_block_mask
+from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
 
 BATCH, HEADS, LENGTH = 2, 2, 24
 I, J = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import masks, scores
+from jflex.mods.trace import trace_mask_mod
 from jflex.paged import PagedBatch, PagedCache
-from jflex.trace import trace_mask_mod
 from tests.sized_calls import DOCUMENT, IDS, block_mask, call, cascade, draw, ids_of, int32, layer, paged, varlen
 
 pytestmark = pytest.mark.usefixtures("in_haste")

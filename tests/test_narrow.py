@@ -13,7 +13,7 @@ import pytest
 import jflex
 from flax_layers.dense_cache import DenseCache
 from jflex import paged
-from jflex.narrow import set_rows
+from jflex.backends.xla.narrow import set_rows
 
 DTYPES = ["bfloat16", "float16", "float32"]
 P, PAGE, H, D, R = 4096, 16, 2, 32, 4

@@ -9,9 +9,9 @@ import pytest
 
 import jflex
 from jflex import with_offset
-from jflex.mods import AndMasks, NotMask, OrMasks
-from jflex.offset import OffsetMask, OffsetScore
-from jflex.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.compose import AndMasks, NotMask, OrMasks
+from jflex.mods.offset import OffsetMask, OffsetScore
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests import oracle
 
 pytestmark = pytest.mark.usefixtures("in_haste")

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.triton import plan
+from pallas_kernels.triton import split_kv
 
 ROWS = st.lists(st.integers(0, 1000), min_size=1, max_size=16)
 SIZE = 32  # of what rows are padded to
 ITEMS = jnp.arange(300, dtype=jnp.int32)  # more than there are parts
 # Compiled once for all rows and shares.
-parts_of = jax.jit(plan.parts_of, static_argnums=(2, 3))
-part_of = jax.jit(jax.vmap(plan.part_of))
-locate = jax.jit(jax.vmap(plan.locate, (None, 0)))
-locate_longest_first = jax.jit(jax.vmap(plan.locate_longest_first, (None, None, 0)))
+parts_of = jax.jit(split_kv.parts_of, static_argnums=(2, 3))
+part_of = jax.jit(jax.vmap(split_kv.part_of))
+locate = jax.jit(jax.vmap(split_kv.locate, (None, 0)))
+locate_longest_first = jax.jit(jax.vmap(split_kv.locate_longest_first, (None, None, 0)))
 
 
-def divided(tiles, shares, least=plan.LEAST_TILES):
+def divided(tiles, shares, least=split_kv.LEAST_TILES):
     """Tiles and parts of each row, padded as in kernels: with rows of which there are no copies."""
     padded = np.zeros(SIZE, np.int32)
     padded[: len(tiles)] = tiles
@@ -46,11 +46,11 @@ def test_bounds(tiles, shares):
     _, parts = divided(tiles, shares)
     parts = parts[: len(tiles)]
     assert (parts >= 1).all()
-    assert parts.sum() <= plan.most_items(len(tiles), shares)
+    assert parts.sum() <= split_kv.most_items(len(tiles), shares)
     assert parts[parts > 1].sum() <= 2 * shares
     assert (parts > 1).sum() <= shares
     assert parts.max() <= shares + 1
-    assert (np.array(tiles)[parts > 1] // parts[parts > 1] >= plan.LEAST_TILES).all()
+    assert (np.array(tiles)[parts > 1] // parts[parts > 1] >= split_kv.LEAST_TILES).all()
 
 
 @pytest.mark.parametrize("kind", ["even", "uniform", "one_long"])
@@ -58,7 +58,7 @@ def test_bounds(tiles, shares):
 def test_no_part_is_much_longer_than_a_share(rows, heads, kind):
     rng = np.random.default_rng(0)
     tiles = {"even": [256] * rows, "uniform": rng.integers(1, 257, rows), "one_long": [256] + [16] * (rows - 1)}[kind]
-    shares = plan.shares_for(heads)
+    shares = split_kv.shares_for(heads)
     _, parts = divided(list(tiles), shares)
     longest = np.ceil(np.array(tiles) / parts[: len(tiles)]).max()
     assert longest <= 1.25 * sum(tiles) / shares
@@ -78,13 +78,13 @@ def test_longest_parts_come_first(tiles, shares, least):
 
 def test_even_rows_are_divided_among_the_multiprocessors():
     """One program for each; a second one where too many would have none, but never more than run at once."""
-    assert [plan.even_parts(rows) for rows in (1, 8, 64, 67, 100, 256, 1000)] == [132, 16, 2, 3, 1, 1, 1]
-    assert all(rows * plan.even_parts(rows) <= max(rows, plan.ENOUGH_PROGRAMS) for rows in range(1, 600))
+    assert [split_kv.even_parts(rows) for rows in (1, 8, 64, 67, 100, 256, 1000)] == [132, 16, 2, 3, 1, 1, 1]
+    assert all(rows * split_kv.even_parts(rows) <= max(rows, split_kv.ENOUGH_PROGRAMS) for rows in range(1, 600))
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64])
 def test_equal_tiles_of_queries_are_divided_into_no_more_than_run_at_once(heads):
     """As those of a prefix that many queries share."""
     for rows in (1, 2, 4):
-        _, parts = divided([128] * rows, plan.shares_for(heads))
-        assert parts.sum() * heads <= plan.ENOUGH_PROGRAMS
+        _, parts = divided([128] * rows, split_kv.shares_for(heads))
+        assert parts.sum() * heads <= split_kv.ENOUGH_PROGRAMS

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mods import Sizes, trace_program
-from pallas_kernels.mosaic_gpu import memory, planes
-from pallas_kernels.setting import Setting, Tiles
+from pallas_kernels.mosaic_gpu import bias_tiles, smem
+from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.spec import Setting, Tiles
 
 SIZES = Sizes(2, 4, 1024, 2048)
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -46,7 +46,9 @@ def plus(index):
     ],
 )
 def test_which_loads_are_planes(index, shape, dtype, found):
-    assert [x.shape for x in planes.planes_of(setting_of(plus(index), (shape, dtype)))] == ([found] if found else [])
+    assert [x.shape for x in bias_tiles.planes_of(setting_of(plus(index), (shape, dtype)))] == (
+        [found] if found else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,25 +65,25 @@ def test_which_loads_are_planes(index, shape, dtype, found):
 def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
     mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
     setting = setting_of(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
-    assert len(planes.planes_of(setting)) == count
-    assert len(planes.planes_of(setting, transposed=True)) == transposed
+    assert len(bias_tiles.planes_of(setting)) == count
+    assert len(bias_tiles.planes_of(setting, transposed=True)) == transposed
 
 
 def test_without_a_mod_or_shapes_there_are_none():
     setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    assert planes.planes_of(dataclasses.replace(setting, score=None)) == ()
-    assert planes.planes_of(dataclasses.replace(setting, score_shapes=())) == ()
+    assert bias_tiles.planes_of(dataclasses.replace(setting, score=None)) == ()
+    assert bias_tiles.planes_of(dataclasses.replace(setting, score_shapes=())) == ()
 
 
-@pytest.mark.parametrize(("taken", "stages"), [(0, 3), (memory.LIMIT - 80_000, 2), (memory.LIMIT - 40_000, 1)])
+@pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])
 def test_takes_the_stages_that_fit(taken, stages):
     setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    make = lambda ring: [memory.tiled((taken // 128 + 1, 64), BF16), ring]
-    found = planes.beside(make, setting, Tiles(128, 128, 8, 3))
+    make = lambda ring: [smem.tiled((taken // 128 + 1, 64), BF16), ring]
+    found = bias_tiles.beside(make, setting, Tiles(128, 128, 8, 3))
     assert found[1].tiles[0].shape == (stages, 128, 128)
 
 
 def test_takes_none_that_does_not_fit():
     setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    make = lambda ring: [memory.tiled((memory.LIMIT // 128, 64), BF16), ring]
-    assert planes.beside(make, setting, Tiles(128, 128, 8, 3))[1] is None
+    make = lambda ring: [smem.tiled((smem.LIMIT // 128, 64), BF16), ring]
+    assert bias_tiles.beside(make, setting, Tiles(128, 128, 8, 3))[1] is None

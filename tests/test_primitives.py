@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.evaluate import Evaluation, Space
-from pallas_kernels.mods import Sizes, differentiate, trace_program
-from pallas_kernels.views import NotOnTile
+from pallas_kernels.program.build import Sizes, differentiate, trace_program
+from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.views import NotOnTile
 from tests.primitives import ROWS, is_coarse, mod_of, operands_of
 
 B, H, T, S = 2, 3, 5, 7

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jflex
-from jflex import ragged_mask
-from jflex.ragged import flex_attention_varlen, varlen_block_mask
+from jflex.block_mask import varlen_mask as ragged_mask
+from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests import evaluation, gpu_compile
 from tests.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.test_transforms import shapes_made

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cotangents
-from pallas_kernels.evaluate import Evaluation, Product, Space
-from pallas_kernels.invariance import Invariance, invariance
-from pallas_kernels.mods import Sizes, differentiate, trace_program
-from pallas_kernels.setting import Setting
+from pallas_kernels.program import cotangents
+from pallas_kernels.program.broadcast_axes import Invariance, invariance
+from pallas_kernels.program.build import Sizes, differentiate, trace_program
+from pallas_kernels.program.evaluate import Evaluation, Product, Space
+from pallas_kernels.spec import Setting
 
 SIZES = Sizes(B=3, Hq=4, T=70, S=90)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jflex.trace import describe, trace_mask_mod, trace_score_mod
+from jflex.mods.trace import describe, trace_mask_mod, trace_score_mod
 
 F32 = jnp.float32
 HELD = jnp.ones(1)

@@ -11,8 +11,8 @@ import pytest
 from jax import export
 
 import jflex
-from jflex.backends.triton import Triton
-from jflex.backends.xla import Xla
+from jflex.backends.gpu.triton import Triton
+from jflex.backends.xla.attention import Xla
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import jflex
 from benchmarks import candidates, tune
-from jflex.backends import mosaic_gpu, triton
-from jflex.problem import Blocks, Problem
-from jflex.trace import trace_mask_mod, trace_score_mod
-from pallas_kernels.mods import Sizes, trace_program
-from pallas_kernels.setting import Tiles
-from pallas_kernels.triton import estimate
+from jflex._call.problem import Blocks, Problem
+from jflex.backends.gpu import mosaic_gpu, triton
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.program.build import Sizes, trace_program
+from pallas_kernels.spec import Tiles
+from pallas_kernels.triton import cost
 from pallas_kernels.tuning import tables
 from tests import gpu_compile
 
@@ -98,7 +98,7 @@ class TestCommittedTables:
                 assert tiles in candidates.configurations(key.kernel, key.head_size)
                 continue
             by_element = (4 if key.kernel == "dkv" else 2) if key.mods == "elements" else 0
-            assert estimate.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
+            assert cost.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
 
     def test_provenance(self, name):
         content = tables.read(name)
@@ -151,7 +151,7 @@ class TestEstimate:
         ("dq", Tiles(64, 64, 4, 2), 128, True),
     ])  # fmt: skip
     def test_may_work(self, kernel, tiles, D, fits):
-        assert estimate.may_work(kernel, tiles, D, D, 2) is fits
+        assert cost.may_work(kernel, tiles, D, D, 2) is fits
 
     @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
     @pytest.mark.parametrize("kernel", tables.KERNELS)
@@ -181,7 +181,7 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     x = jax.ShapeDtypeStruct((1, S, 2, D), jnp.bfloat16)
     found = gpu_compile.compile_kernels(run, x, x, x, [jax.ShapeDtypeStruct((2, S, S), dtype)] * biases)
     [taken] = [one.shared for one in found if one.name.endswith(kernel)]
-    assert taken == pytest.approx(estimate.shared_memory(kernel, tiles, D, D, 2, bytes_by_element), rel=0.02)
+    assert taken == pytest.approx(cost.shared_memory(kernel, tiles, D, D, 2, bytes_by_element), rel=0.02)
 
 
 def test_mods_that_read_much_by_element_take_fewer_stages():
@@ -195,7 +195,7 @@ def test_mods_that_read_much_by_element_take_fewer_stages():
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
     [kernel] = gpu_compile.compile_kernels(run, *arrays)
-    assert kernel.shared <= estimate.HOPPER_SHARED_MEMORY
+    assert kernel.shared <= cost.HOPPER_SHARED_MEMORY
 
 
 class TestSearch:
@@ -306,7 +306,7 @@ class TestSearch:
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
     def test_mods_fall_into_the_buckets_that_they_stand_for(self):
-        from jflex.backends import programs
+        from jflex.backends.gpu import programs
 
         seen = {}
         original = programs.programs_of

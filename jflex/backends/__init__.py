@@ -8,9 +8,15 @@ from jflex.backends.base import Backend
 
 ORDER = ("mosaic_gpu", "triton", "xla")
 KNOWN = (*ORDER, "reference")
-_CLASSES = {"mosaic_gpu": "MosaicGpu", "triton": "Triton", "xla": "Xla", "reference": "Reference"}
+_CLASSES = {
+    "mosaic_gpu": ("gpu.mosaic_gpu", "MosaicGpu"),
+    "triton": ("gpu.triton", "Triton"),
+    "xla": ("xla.attention", "Xla"),
+    "reference": ("reference", "Reference"),
+}
 
 
 def get(name: str) -> Backend:
     """Loads a backend by its name."""
-    return getattr(importlib.import_module(f"jflex.backends.{name}"), _CLASSES[name])()
+    module, backend = _CLASSES[name]
+    return getattr(importlib.import_module(f"jflex.backends.{module}"), backend)()

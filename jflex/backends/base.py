@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from jflex.problem import Problem
+from jflex._call.problem import Problem
 
 
 class Inputs(NamedTuple):

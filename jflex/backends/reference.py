@@ -9,12 +9,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from jflex._call.kv_lengths import without_lengths
+from jflex._call.problem import Blocks, Problem
 from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
-from jflex.backends.containment import all_finite, cleared
-from jflex.block_lists import FULL, PARTIAL, BlockLists, kinds_from_lists
-from jflex.kv_lengths import without_lengths
-from jflex.problem import Blocks, Problem
-from jflex.trace import TracedMod
+from jflex.backends.xla.containment import all_finite, cleared
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, kinds_from_lists
+from jflex.mods.trace import TracedMod
 
 
 class Reference(Backend):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jflex.mod_sizes import ReadyMod, for_positions
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, for_positions
+from jflex.mods.compose import MaskMod
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
@@ -23,7 +23,7 @@ def block_diffusion(length: int, block: int) -> MaskMod:
     Raises:
       ValueError: A size is not positive.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(block_diffusion(2, 1), None, None, 4, 4)[0, 0].astype(int).tolist()
     [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     """

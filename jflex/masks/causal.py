@@ -6,9 +6,9 @@ from typing import Literal
 
 from jaxtyping import Array, Int
 
-from jflex.mod_arrays import known_count
-from jflex.mod_sizes import Axis, ReadyMod, Requirement
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.arrays import known_count
+from jflex.mods.compose import MaskMod
 
 _Length = int | Int[Array, ""]
 
@@ -34,7 +34,7 @@ def causal(
     Raises:
       ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or given for ``"top_left"``.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(causal("bottom_right", q_length=2, kv_length=4), None, None, 2, 4)[0, 0].astype(int).tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
     """

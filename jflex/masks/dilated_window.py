@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jflex.mods import MaskMod
+from jflex.mods.compose import MaskMod
 
 
 def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
@@ -19,7 +19,7 @@ def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
     Raises:
       ValueError: `dilation` is not positive.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(dilated_window(4, dilation=2), None, None, 5, 5)[0, 0, 4].astype(int).tolist()
     [1, 0, 1, 0, 1]
     """

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import Axis, ReadyMod, Requirement
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
+from jflex.mods.compose import MaskMod
 
 
 def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | None = None) -> MaskMod:
@@ -26,7 +26,7 @@ def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | Non
       TypeError: The ids are no integers.
       ValueError: The ids do not have one or two axes, or are for different batch sizes.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(document(jnp.array([0, 0, 1])), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """

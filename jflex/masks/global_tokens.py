@@ -5,9 +5,9 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Bool
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import ReadyMod, for_positions
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, for_positions
+from jflex.mods.arrays import checked_array
+from jflex.mods.compose import MaskMod
 
 
 def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
@@ -24,7 +24,7 @@ def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
       ValueError: `is_global` does not have one axis.
 
     >>> import jax.numpy as jnp
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(global_tokens(jnp.array([True, False, False])), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """

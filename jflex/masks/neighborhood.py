@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jflex.mod_sizes import ReadyMod, for_positions
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, for_positions
+from jflex.mods.compose import MaskMod
 
 
 def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
@@ -23,7 +23,7 @@ def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
     Raises:
       ValueError: A side of the kernel is even or longer than that of the canvas.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(neighborhood((3, 4), (1, 3)), None, None, 12, 12)[0, 0, 4].astype(int).reshape(3, 4).tolist()
     [[0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import ReadyMod, Requirement
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
+from jflex.mods.compose import MaskMod
 
 
 def padding(kv_lengths: Int[ArrayLike, " B"]) -> MaskMod:
@@ -26,7 +26,7 @@ def padding(kv_lengths: Int[ArrayLike, " B"]) -> MaskMod:
       ValueError: The lengths do not have one axis.
 
     >>> import jax.numpy as jnp
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(padding(jnp.array([1, 3])), 2, None, 1, 3)[:, 0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 1]]
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import ReadyMod, Requirement
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
+from jflex.mods.compose import MaskMod
 
 
 def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> MaskMod:
@@ -23,7 +23,7 @@ def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) ->
       TypeError: `prefix_length` is no integer.
       ValueError: `prefix_length` has more than one axis.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(prefix_lm(2), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from jflex.mods import MaskMod
+from jflex.mods.compose import MaskMod
 
 
 def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, ""] = 0) -> MaskMod:
@@ -21,7 +21,7 @@ def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, "
     Returns:
       A mask_mod.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(sliding_window(1), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """

@@ -9,9 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
-from jflex.mod_arrays import checked_array, known_count
-from jflex.mod_sizes import ReadyMod, Requirement
-from jflex.mods import MaskMod
+from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.arrays import checked_array, known_count
+from jflex.mods.compose import MaskMod
 
 
 def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
@@ -30,7 +30,7 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
       TypeError: `ancestors` is not boolean.
       ValueError: `ancestors` is not square.
 
-    >>> from jflex.dense_mask import create_mask
+    >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(tree(1, tree_ancestors([-1, 0, 0])), None, None, 3, 4)[0, 0].astype(int).tolist()
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jflex.choice import Implementation
+from jflex._call.dispatch import Implementation
+from jflex._call.kv_lengths import known_lengths
+from jflex._call.problem import describe_array
 from jflex.config import Config
-from jflex.kv_lengths import known_lengths
-from jflex.mod_sizes import check_mod_sizes
+from jflex.mods.array_sizes import check_mod_sizes
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, Pages, attend
-from jflex.problem import describe_array
 
 Mod = Callable[..., Any] | None
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
-from jflex.mask_sizes import checked_size
-from jflex.paged.batch_rules import Rule, check_rules, indptr_rules, length_rules, table_rule
+from jflex._call.problem import describe_array
+from jflex.block_mask.lengths import checked_size
+from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known
 from jflex.paged.sizes import checked_page_size
-from jflex.problem import describe_array
 
 _FIELDS = ("qo_indptr", "kv_lengths", "page_table")
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
-from jflex.narrow import read, set_rows
+from jflex._call.problem import DTYPES, current_device, describe_array
+from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.sizes import checked_pages, checked_positive
-from jflex.problem import DTYPES, current_device, describe_array
 
 
 @jax.tree_util.register_dataclass

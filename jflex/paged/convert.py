@@ -22,16 +22,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int8, Int32
 
-from jflex.block_lists import EMPTY, FULL, PARTIAL, lists_from_kinds
-from jflex.block_mask import BlockMask
-from jflex.kv_lengths import last_key
-from jflex.mask_fit import uses_index
-from jflex.mod_sizes import Requirement, SizedMod, check_mod_sizes, requirements_of, without
-from jflex.mods import MaskMod, noop_mask
+from jflex._call.kv_lengths import last_key
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_kinds
+from jflex.block_mask.mask import BlockMask
+from jflex.block_mask.mask_fit import uses_index
+from jflex.mods.array_sizes import Requirement, SizedMod, check_mod_sizes, requirements_of, without
+from jflex.mods.compose import MaskMod, noop_mask
+from jflex.mods.trace import trace_mask_mod
 from jflex.paged.cache import PagedCache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
 from jflex.paged.sizes import checked_pages
-from jflex.trace import trace_mask_mod
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from jflex import partition
-from jflex.backends import paged as backends
+from jflex._jax import partitioning
+from jflex._jax.partitioning import Axes, Split
+from jflex.backends import paged_backends as backends
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.paged.problem import PagedInputs, PagedProblem
-from jflex.partition import Axes, Split
-from jflex.trace import trace_mask_mod, trace_score_mod
 
 _ROWS, _PAGES = Axes(None, 1), Axes(None, 2, per_key=True)
 
@@ -35,7 +35,7 @@ class PagedPass:
         return [_ROWS, _PAGES, _PAGES, *[Axes()] * others], [_ROWS, _ROWS]
 
     def partitioned(self, inputs: PagedInputs, outputs: Any, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """See `jflex.opaque.Pass`."""
+        """See `jflex._jax.primitive.Pass`."""
         del outputs
         tree = jax.tree.structure(inputs)
 
@@ -43,10 +43,10 @@ class PagedPass:
             problem, own = _shard_of(self.problem, jax.tree.unflatten(tree, flat), mesh, split.heads)
             return tuple(PagedPass(self.backend, problem)(own))
 
-        return partition.partitioned(self.problem, whole, local, *self.axes(inputs))
+        return partitioning.partitioned(self.problem, whole, local, *self.axes(inputs))
 
     def out_specs(self, inputs: PagedInputs, outputs: Any, spec: Any) -> list[Any]:
-        """See `jflex.opaque.Pass`."""
+        """See `jflex._jax.primitive.Pass`."""
         names = () if spec[1] is None else spec[1] if isinstance(spec[1], tuple) else (spec[1],)
         split = Split((), names)
         return [split.spec(_ROWS, len(x.shape)) for x in jax.tree.leaves(outputs)]
@@ -60,8 +60,8 @@ def _shard_of(
     if pieces == 1:
         return problem, inputs
     first = (None, jax.lax.axis_index(names) * (problem.Hq // pieces))
-    score, score_operands = partition.shifted(problem.score, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = partition.shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
+    score, score_operands = partitioning.shifted(problem.score, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = partitioning.shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
     sizes = {"Hq": problem.Hq // pieces, "Hkv": problem.Hkv // pieces}
     local = dataclasses.replace(problem, **sizes, score=score, mask=mask)
     return local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from jflex.mask_sizes import checked_size
+from jflex.block_mask.lengths import checked_size
 from jflex.paged.errors import DoubleFree, ForeignPage, OutOfPages
 from jflex.paged.sizes import checked_pages
 

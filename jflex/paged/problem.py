@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jflex.config import Config
-from jflex.trace import TracedMod
+from jflex.mods.trace import TracedMod
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflex.backends import paged as backends
-from jflex.choice import Implementation, choose
+from jflex._call.dispatch import Implementation, choose
+from jflex._call.problem import check_config, check_scale, current_device, current_precision
+from jflex._jax.manual_axes import unify_varying
+from jflex._jax.primitive import opaque_call
+from jflex.backends import paged_backends as backends
 from jflex.config import Config
 from jflex.errors import UnsupportedError
-from jflex.opaque import opaque_call
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.paged.passes import PagedPass
 from jflex.paged.problem import PagedInputs, PagedProblem
-from jflex.problem import check_config, check_scale, current_device, current_precision
 from jflex.state import AttentionState
-from jflex.trace import trace_mask_mod, trace_score_mod
-from jflex.varying import unify_varying
 
 
 class Pages(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jflex.mask_sizes import checked_size
+from jflex.block_mask.lengths import checked_size
 
 MAX_PAGE_SIZE = 256
 _SLOT_LIMIT = 2**31

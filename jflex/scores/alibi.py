@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import ReadyMod, Requirement
+from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
 
 
 def alibi(slopes: Float[ArrayLike, " Hq"]) -> Callable[..., Any]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
 
 
 def bias(values: Float[ArrayLike, "B H T S"]) -> Callable[..., Any]:

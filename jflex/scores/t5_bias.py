@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from jflex.mod_arrays import checked_array
-from jflex.mod_sizes import ReadyMod, Requirement
+from jflex.mods.array_sizes import ReadyMod, Requirement
+from jflex.mods.arrays import checked_array
 
 
 def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.setting import Arrays
+from pallas_kernels.spec import Arrays
 
 WARP_GROUP = "warp_group"
 _BLOCK = "block"

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu import memory
-from pallas_kernels.setting import Arrays, Setting
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.spec import Arrays, Setting
 
 ROWS = 8
 
@@ -30,7 +30,7 @@ def padded(setting: Setting, arrays: Arrays) -> tuple[Setting, Arrays]:
 
 def head_sizes(setting: Setting, dtype: Any) -> tuple[int, ...]:
     """Head sizes of query and key, and of value, padded to what a swizzle divides."""
-    return tuple(memory.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (setting.D, setting.Dv))
+    return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (setting.D, setting.Dv))
 
 
 def pad_rows(setting: Setting, x: jax.Array, size: int) -> jax.Array:

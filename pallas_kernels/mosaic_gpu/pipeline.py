@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline, memory
+from pallas_kernels.mosaic_gpu import inline_ptx
+from pallas_kernels.mosaic_gpu import smem as memory
 
 # Registers of a thread after the roles part: 65536 are shared by two groups that compute and one that copies.
 COMPUTING, COPYING = 240, 24
@@ -87,21 +88,21 @@ class Turns(NamedTuple):
     def take(self) -> None:
         """Waits for the other group to end its turn."""
         if self.group is not None:
-            inline.hardware_barrier("sync", FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS)
+            inline_ptx.hardware_barrier("sync", FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS)
 
     def end(self) -> None:
         """Lets the other group begin."""
         if self.group is not None:
-            inline.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
+            inline_ptx.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
 
     def take_before(self, layout: Any, x: Any) -> Any:
         """As `take`, before all arithmetic on what it returns, which is `x`."""
         if self.group is None:
             return x
-        return inline.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
+        return inline_ptx.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
 
     def end_after(self, layout: Any, x: Any) -> Any:
         """As `end`, after the arithmetic that led to `x`, which is not negative; returns `x`."""
         if self.group is None:
             return x
-        return inline.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)
+        return inline_ptx.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels import intervals
-from pallas_kernels.evaluate import Evaluation, Product
-from pallas_kernels.mosaic_gpu import forms, inline, planes
+from pallas_kernels.mosaic_gpu import bias_tiles as planes
+from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, numbers
+from pallas_kernels.program import intervals, patterns
+from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.setting import LOG2_E, Arrays, Setting
+from pallas_kernels.spec import LOG2_E, Arrays, Setting
 
 
 class Captured(NamedTuple):
@@ -68,9 +69,9 @@ class Scores(NamedTuple):
         Without a mod they are the products themselves, up to the sign of the scale; with one that adds something to
         the score they are the products and that much over the scale; with one that multiplies last, what it multiplies.
         """
-        if self.score is None or forms.addend(self.setting.score, self.setting.scale) is not None:
+        if self.score is None or patterns.addend(self.setting.score, self.setting.scale) is not None:
             return LOG2_E * abs(self.setting.scale)
-        multiple = forms.multiple(self.setting.score)
+        multiple = patterns.multiple(self.setting.score)
         return LOG2_E * (1.0 if multiple is None else multiple.factor)
 
 
@@ -194,7 +195,7 @@ def modify(
         load: Any = plg.load  # jax < 0.11: wants an index
         given = {plane.load: load(ref, layout=TILE) for plane, ref in elements}
         score = score.child(given, {setting.score.argument("score"): scaled})
-        added, multiple = forms.addend(setting.score, setting.scale), forms.multiple(setting.score)
+        added, multiple = patterns.addend(setting.score, setting.scale), patterns.multiple(setting.score)
         if added is not None:
             s = _added(setting, score, raw, added)
         else:
@@ -208,7 +209,7 @@ def modify(
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
-def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: forms.Addend) -> jax.Array:
+def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: patterns.Addend) -> jax.Array:
     """The scores over the scale: one multiply-add for each element, and what the term itself takes."""
     factor = jnp.float32(added.sign / setting.scale)
     if added.factor is not None:
@@ -221,11 +222,11 @@ def _distances(scores: Scores, known: Evaluation, program: Any, first: Any) -> d
     walked, fixed = ("q", "k") if scores.transposed else ("k", "q")
     rows, columns = scores.tile[::-1] if scores.transposed else scores.tile
     found = {}
-    for distance in forms.distances(program, walked, fixed):
+    for distance in patterns.distances(program, walked, fixed):
         other = known(distance.other) * distance.other_sign + jnp.float32(distance.walked_sign) * jnp.float32(first)
-        number = plg.broadcasted_iota(jnp.float32, (rows, inline.TILE_COLUMNS), 1, layout=TILE)
+        number = plg.broadcasted_iota(jnp.float32, (rows, inline_ptx.TILE_COLUMNS), 1, layout=TILE)
         start = lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
-        found[distance.node] = inline.continue_columns(TILE, start, columns, distance.walked_sign)
+        found[distance.node] = inline_ptx.continue_columns(TILE, start, columns, distance.walked_sign)
     return found
 
 
@@ -238,7 +239,7 @@ def _runs(scores: Scores, known: Evaluation, program: Any, first: Any) -> dict[A
     if walk.passes_end:
         return {}
     space: Any = known.space
-    runs = forms.runs(program, walk.axis, space.operand_shapes)
+    runs = patterns.runs(program, walk.axis, space.operand_shapes)
     return {run: space.load_run(run, [known(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
 
 
@@ -278,17 +279,17 @@ class Mask(NamedTuple):
         instead of 0.604 at head size 64 (B 4), 0.418 instead of 0.443 at 128 (B 2); with code for all clauses beside
         code for all but these 0.681 and 0.460.
         """
-        ordered, others = forms.clauses(self.scores.setting.mask)
+        ordered, others = patterns.clauses(self.scores.setting.mask)
         shown = self._shown_by(others)
-        s = inline.hidden(TILE, s, shown) if shown else s
+        s = inline_ptx.hidden(TILE, s, shown) if shown else s
         for clause in ordered:
-            hide = lambda s, clause=clause: inline.hidden(TILE, s, self._values([clause]))
+            hide = lambda s, clause=clause: inline_ptx.hidden(TILE, s, self._values([clause]))
             s = lax.cond(self._cuts(clause), hide, lambda s: s, s)
         return s
 
     def visible(self) -> jax.Array | None:
         """What is seen; None if that is everything."""
-        ordered, others = forms.clauses(self.scores.setting.mask)
+        ordered, others = patterns.clauses(self.scores.setting.mask)
         found = self._shown_by([*ordered, *others])
         return functools.reduce(jnp.logical_and, found) if found else None
 

@@ -13,10 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.evaluate import Evaluation, Space
-from pallas_kernels.mods import Program
-from pallas_kernels.mosaic_gpu import forms, inline
-from pallas_kernels.nodes import Node
+from pallas_kernels.mosaic_gpu import inline_ptx
+from pallas_kernels.program import patterns
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.ir import Node
 
 TILE = plg.Layout.WGMMA  # accumulators of products, 64 rows to a warp group
 ROW = TILE.reduce(1)  # one value a row: what a sum over the columns of a tile leaves
@@ -67,13 +68,13 @@ class TileSpace(Space):
         ref, at = self.refs[node.value], self._place(node, indices)
         step = None
         if node.kind == "qk" and not self.may_end:
-            step = forms.step(node, "q" if self.transposed else "k", self.operand_shapes[node.value])
+            step = patterns.step(node, "q" if self.transposed else "k", self.operand_shapes[node.value])
         if node.kind == "":
             x = ref[at]
         elif step is not None:
-            x = inline.load_strided(ref, at, ref.dtype, step)
+            x = inline_ptx.load_strided(ref, at, ref.dtype, step)
         else:
-            x = inline.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
+            x = inline_ptx.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
         return _boolean(x) if node.dtype == np.bool_ else x
 
     def load_run(self, node: Node, indices: Sequence[jax.Array], first: jax.Array, count: int) -> jax.Array:
@@ -94,11 +95,11 @@ class TileSpace(Space):
         """What Pallas cannot lower for Mosaic GPU, and the hardware's tanh: its inputs are no more exact than that."""
         layout = plg.Layout.WG_SPLAT(()) if kind == "" else self.layouts[kind]
         found = {
-            name: functools.partial(_without_parameters, functools.partial(inline.from_library, mlir, layout))
+            name: functools.partial(_without_parameters, functools.partial(inline_ptx.from_library, mlir, layout))
             for name, mlir in LIBRARY.items()
         }
         if kind != "":
-            found["tanh"] = functools.partial(_without_parameters, functools.partial(inline.tanh, layout))
+            found["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
         return found
 
 

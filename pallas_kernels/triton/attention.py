@@ -13,8 +13,8 @@ import jax
 from pallas_kernels import softmax
 from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.triton.columns import Columns, times, zero_rows
 from pallas_kernels.triton.containment import Attended, cleared
+from pallas_kernels.triton.head_chunks import Columns, times, zero_rows
 from pallas_kernels.triton.scores import Scores
 from pallas_kernels.triton.tile import weights
 

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.marks import mark
-from pallas_kernels.setting import Tiles
-from pallas_kernels.triton.columns import Columns
+from pallas_kernels.spec import Tiles
+from pallas_kernels.triton.head_chunks import Columns
 
 LARGEST_TILE = 64  # of a repair, in queries and keys
 PROGRAMS = 132  # of a repair of many tiles: one for each SM

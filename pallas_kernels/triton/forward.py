@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import blocks
+from pallas_kernels import block_walk as blocks
 from pallas_kernels.marks import may_hide
-from pallas_kernels.setting import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, Setting, Tiles
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
-from pallas_kernels.triton.columns import load_keys, load_queries, store_rows, store_vector
 from pallas_kernels.triton.containment import Marked, repair_tiles
+from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_rows, store_vector
 from pallas_kernels.triton.launch import launch
 
 

@@ -8,10 +8,10 @@ import jax
 
 from pallas_kernels.gradients import row_statistics
 from pallas_kernels.marks import Repairs
-from pallas_kernels.mods import Derivative
-from pallas_kernels.setting import Arrays, Setting, Tiles
-from pallas_kernels.triton import backward_dkv, backward_dq
+from pallas_kernels.program.build import Derivative
+from pallas_kernels.spec import Arrays, Setting, Tiles
 from pallas_kernels.triton import forward as forward_kernel
+from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.containment import LARGEST_TILE
 
 TILES = Tiles(LARGEST_TILE, LARGEST_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
@@ -32,6 +32,6 @@ def backward(
     """How gradients are computed again, from output and lse of the forward pass and their cotangents."""
     rows = row_statistics(setting, saved, d_saved)
     return Repairs(
-        functools.partial(backward_dq.repair, setting, TILES, arrays, rows, derivative),
-        functools.partial(backward_dkv.repair, setting, TILES, arrays, rows, derivative),
+        functools.partial(dq.repair, setting, TILES, arrays, rows, derivative),
+        functools.partial(dkv.repair, setting, TILES, arrays, rows, derivative),
     )

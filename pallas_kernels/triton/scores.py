@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.evaluate import Evaluation, Product
+from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.setting import LOG2_E, Arrays, Setting
-from pallas_kernels.triton.columns import Columns, inner
+from pallas_kernels.spec import LOG2_E, Arrays, Setting
+from pallas_kernels.triton.head_chunks import Columns, inner
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
 
 

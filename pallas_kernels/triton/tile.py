@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.evaluate import Evaluation, Space
-from pallas_kernels.mods import Program
-from pallas_kernels.nodes import Node
-from pallas_kernels.setting import Setting
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.ir import Node
+from pallas_kernels.spec import Setting
 
 
 def weights(setting: Setting, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:

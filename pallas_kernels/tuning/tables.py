@@ -13,10 +13,10 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
-from pallas_kernels.mods import Program
-from pallas_kernels.nodes import Node
-from pallas_kernels.setting import Tiles
-from pallas_kernels.tuning import rules
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.ir import Node
+from pallas_kernels.spec import Tiles
+from pallas_kernels.tuning import triton_rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
 HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU; one pass: dK, dV and dQ
@@ -74,7 +74,7 @@ def mods_of(score: Program | None, mask: Program | None) -> str:
     by_key = score is not None and any(node.kind == "k" for node in score.loads)
     functions = any(node.op in _FUNCTIONS for node in of_score)
     loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
-    if by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > rules.HEAVY:
+    if by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > triton_rules.HEAVY:
         return "other"
     if loads:
         return "elements" if len(loads) == 1 and not functions and _is_like_pair_bias(loads[0]) else "other"

@@ -1,0 +1,1 @@
+"""What every public call goes through: the spec, checks of arguments, dispatch."""

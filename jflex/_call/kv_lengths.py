@@ -1,0 +1,198 @@
+"""Lengths of the keys of each batch entry: their checks, and attention with lengths as attention without.
+
+A backend that knows nothing of lengths is given another problem: the mask compares with the lengths, which are one of
+the arrays that it captures; lists leave out the blocks that lie beyond a length; keys and values beyond are cleared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Int8, Int32
+
+from jflex._call.problem import Blocks, Problem, describe_array
+from jflex.backends.base import Gradients, Inputs
+from jflex.block_mask.lists import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    BlockLists,
+    block_count,
+    demote_tails,
+    kinds_from_lists,
+    lists_from_kinds,
+)
+from jflex.mods.fingerprint import fingerprint
+from jflex.mods.trace import TracedMod
+
+
+def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") -> Any:
+    """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`; `name` is the argument's.
+
+    Raises:
+      TypeError: They are no array, or not int32.
+      ValueError: They are not one for each batch entry, or a known one is negative or beyond S.
+    """
+    rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
+    if kv_lengths is None:
+        return None
+    if not (hasattr(kv_lengths, "shape") and hasattr(kv_lengths, "dtype")):
+        raise TypeError(f"{rule}. Got {type(kv_lengths).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
+    if kv_lengths.dtype != jnp.int32:
+        raise TypeError(f"{rule}. Got {describe_array(kv_lengths)}; cast it with `.astype(jnp.int32)`.")
+    if tuple(kv_lengths.shape) != (B,):
+        hint = "" if kv_lengths.shape else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
+        raise ValueError(f"{rule}. Got {describe_array(kv_lengths)}.{hint}")
+    known = known_lengths(kv_lengths)
+    if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
+        wrong = int(np.argmax((known < 0) | (known > S)))
+        raise ValueError(
+            f"`{name}` must lie between 0 and S, the {S} keys that there are. Batch entry {wrong} has "
+            f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
+        )
+    return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
+
+
+def known_lengths(kv_lengths: Any) -> np.ndarray | None:
+    """The numbers, where this process knows them: not while tracing."""
+    if isinstance(kv_lengths, jax.Array) and not isinstance(kv_lengths, Tracer) and kv_lengths.is_fully_addressable:
+        return np.asarray(kv_lengths)
+    return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
+
+
+def known_keys(kv_lengths: Any, S: int) -> int | None:
+    """Keys that a call sees of some batch entry: S without lengths, None where lengths are not known."""
+    return S if kv_lengths is None else last_key(kv_lengths)
+
+
+def last_key(kv_lengths: Any) -> int | None:
+    """The longest of known lengths, None of others."""
+    known = known_lengths(kv_lengths)
+    return None if known is None else int(known.max(initial=0))
+
+
+@functools.lru_cache(maxsize=256)
+def bounded_problem(problem: Problem, size: tuple[int, int] | None) -> Problem:
+    """The problem in which the mask, and lists, hide what lies beyond the lengths.
+
+    Args:
+      problem: With lengths.
+      size: Queries and keys in a block of lists that are made where the problem has none; None for no lists.
+    """
+    blocks = problem.blocks
+    if blocks is not None:
+        blocks = Blocks(blocks.size, problem.B, blocks.heads)
+    elif size is not None:
+        blocks = Blocks(size, problem.B, 1)
+    return dataclasses.replace(problem, mask=_bounded_mask(problem), blocks=blocks, kv_lengths=False)
+
+
+def bounded_inputs(problem: Problem, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
+    """The inputs of `bounded_problem`, but for keys and values: see `cleared`."""
+    lengths, lists = _lengths(inputs), inputs.lists
+    size = size if problem.blocks is None else problem.blocks.size
+    if size is not None:
+        lists = bounded_lists(problem, lists, lengths, size)
+    return inputs._replace(lists=lists, mask_operands=(*inputs.mask_operands, lengths), kv_lengths=None)
+
+
+def bounded_lists(
+    problem: Problem, lists: BlockLists | None, lengths: Int32[Array, " B"], size: tuple[int, int]
+) -> BlockLists:
+    """Lists of the blocks that begin before the length of their batch entry; those which it cuts become partial.
+
+    Without lists, of all blocks. Nothing is evaluated by element.
+    """
+    if lists is None:
+        shape = (problem.T, problem.S)
+        matrix = tuple(block_count(n, block) for n, block in zip(shape, size, strict=True))
+        kinds = jnp.full((1, 1, *matrix), FULL if problem.mask is None else PARTIAL, jnp.int8)
+        kinds = demote_tails(kinds, shape, size)
+    else:
+        kinds = kinds_from_lists(lists)
+    return lists_from_kinds(bounded_kinds(kinds, lengths, size[1]))
+
+
+def bounded_kinds(kinds: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], block: int) -> Int8[Array, "B H R C"]:
+    """The matrix of kinds in which blocks beyond a length are empty, and those that it cuts at most partial.
+
+    >>> bounded_kinds(jnp.full((1, 1, 1, 3), FULL, jnp.int8), jnp.array([96, 70]), 32).tolist()
+    [[[[2, 2, 2]]], [[[2, 2, 1]]]]
+    """
+    first = jnp.arange(kinds.shape[-1], dtype=jnp.int32)[None, None, None, :] * block
+    lengths = lengths[:, None, None, None]
+    most = jnp.where(first + block <= lengths, FULL, jnp.where(first < lengths, PARTIAL, EMPTY)).astype(jnp.int8)
+    shape = jnp.broadcast_shapes(kinds.shape, most.shape)
+    return jnp.minimum(jnp.broadcast_to(kinds, shape), jnp.broadcast_to(most, shape))
+
+
+def cleared(problem: Problem, inputs: Inputs, lengths: Int32[Array, " B"]) -> tuple[Problem, Inputs]:
+    """Sets keys and values beyond the lengths to 0: NaN there would survive a weight of 0.
+
+    What is shared by all of the batch is repeated: what one batch entry sees, another may not.
+    """
+    axis = 1 if problem.layout == "BTNH" else 2
+    shape = [problem.B, 1, 1, 1]
+    shape[axis] = problem.S
+    inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
+
+    def clear(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, (problem.B, *x.shape[1:]))
+        return jnp.where(jnp.broadcast_to(inside, x.shape), x, jnp.zeros_like(x))
+
+    return (
+        dataclasses.replace(problem, Bkv=problem.B),
+        inputs._replace(key=clear(inputs.key), value=clear(inputs.value)),
+    )
+
+
+def without_lengths(problem: Problem, inputs: Inputs, size: tuple[int, int] | None) -> tuple[Problem, Inputs]:
+    """A problem without lengths that gives the same, for a backend that knows nothing of them.
+
+    Its gradients of key and value are those of `shared_again`.
+    """
+    bounded = bounded_inputs(problem, inputs, size)
+    return cleared(bounded_problem(problem, size), bounded, _lengths(inputs))
+
+
+def shared_again(problem: Problem, gradients: Gradients) -> Gradients:
+    """Gradients for `problem` from those that `without_lengths` leads to: of shared keys and values, the sum."""
+    if problem.Bkv == problem.B:
+        return gradients
+
+    def sums(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.astype(problem.exact).sum(axis=0, keepdims=True).astype(x.dtype)
+
+    return gradients._replace(key=sums(gradients.key), value=sums(gradients.value))
+
+
+def _lengths(inputs: Inputs) -> jax.Array:
+    assert inputs.kv_lengths is not None  # of a problem with lengths
+    return inputs.kv_lengths
+
+
+def _bounded_mask(problem: Problem) -> TracedMod:
+    """The mask of a problem, and ``kv_idx < kv_lengths[b]``; the lengths are the last that it captures."""
+    mask = problem.mask
+    captured = () if mask is None else mask.operands
+
+    def bounded(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *operands: jax.Array) -> jax.Array:
+        visible = kv_idx < operands[-1][b]
+        if mask is None:
+            return visible
+        return visible & jaxpr_as_fun(mask.jaxpr)(b, h, q_idx, kv_idx, *operands[:-1])[0]
+
+    operands = (*captured, ((problem.B,), "int32"))
+    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        jaxpr = jax.make_jaxpr(bounded)(*scalars, *avals)
+    source = "kv_lengths" if mask is None else mask.source
+    return TracedMod("mask", fingerprint(jaxpr, differentiable=False), operands, jaxpr, source)

@@ -1,0 +1,250 @@
+"""The static facts of one call, and every check of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex.block_mask.mask import BlockMask
+from jflex.block_mask.mask_fit import mismatch
+from jflex.config import Config
+from jflex.mods.trace import TracedMod
+
+LAYOUTS = ("BTNH", "BNTH")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What is static of a BlockMask.
+
+    Attributes:
+      size: Queries and keys in a block.
+      batch: Batch size of the lists: 1 or B.
+      heads: Heads of the lists: 1 or Hq.
+    """
+
+    size: tuple[int, int]
+    batch: int
+    heads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """All that is static in a call of `flex_attention`: hashable, so that it keys caches.
+
+    Letters as in the documentation: B batch, T queries, S keys, Hq and Hkv heads, D and Dv head sizes; Bkv is
+    the batch of key and value, 1 or B; `kv_lengths` says whether each batch entry has its own number of keys.
+    """
+
+    B: int
+    T: int
+    S: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    Bkv: int
+    dtype: str
+    layout: str
+    scale: float
+    score: TracedMod | None
+    mask: TracedMod | None
+    blocks: Blocks | None
+    platform: str
+    device_kind: str
+    precision: str | None
+    config: Config
+    kv_lengths: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.Hq // self.Hkv
+
+    @property
+    def exact(self) -> str:
+        """The dtype of scores and sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the output, in the layout of the call."""
+        return (self.B, self.T, self.Hq, self.Dv) if self.layout == "BTNH" else (self.B, self.Hq, self.T, self.Dv)
+
+
+def describe_array(x: Any) -> str:
+    """Writes an array as messages show it: ``bfloat16[2,1024,16,64]``."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def check_arrays(query: Any, key: Any, value: Any, layout: str) -> None:
+    """Raises unless query, key and value fit together.
+
+    Raises:
+      TypeError: An argument is no array, or their dtypes differ or are not floating-point.
+      ValueError: Their shapes do not fit, or `layout` is unknown.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+    got = "Got " + ", ".join(f"{name}: {describe_array(x)}" for name, x in named.items()) + "."
+    for name, x in named.items():
+        if len(x.shape) != 4:
+            axes = "[B, T, Hq, D]" if name == "query" else "[B, S, Hkv, D]"
+            axes = axes if layout == "BTNH" else "[B, Hq, T, D]" if name == "query" else "[B, Hkv, S, D]"
+            raise ValueError(
+                f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
+                f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
+            )
+        if str(x.dtype) not in DTYPES:
+            raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"`query`, `key` and `value` must have one dtype. Cast them to the one that you want. {got}")
+    _check_shapes(query.shape, key.shape, value.shape, layout, got)
+
+
+def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
+    heads, length = (2, 1) if layout == "BTNH" else (1, 2)
+    other = LAYOUTS[1 - LAYOUTS.index(layout)]
+
+    def fail(text: str) -> NoReturn:
+        swapped_fits = (
+            k[heads] == v[heads]
+            and k[length] == v[length]
+            and k[length]
+            and q[length] % k[length] == 0
+            and q[length] < q[heads]
+            and q[3] == k[3]
+            and q[0] == v[0] == k[0]
+        )
+        hint = (
+            f" The shapes suggest another order of axes: if it is meant, pass layout={other!r}." if swapped_fits else ""
+        )
+        raise ValueError(f"{text} {got}{hint}")
+
+    if k[0] != v[0] or k[0] not in (1, q[0]):
+        fail(
+            f"`key` and `value` must have the batch size of `query`, or both 1 (shared by all). The batch sizes are "
+            f"{q[0]} "
+            f"(query), {k[0]} (key), {v[0]} (value)."
+        )
+    if q[3] != k[3]:
+        fail(f"`query` and `key` must have one head size. They have {q[3]} and {k[3]}.")
+    if k[length] != v[length]:
+        fail(f"`key` and `value` must have one length. They have {k[length]} and {v[length]}.")
+    if k[heads] != v[heads]:
+        fail(f"`key` and `value` must have as many heads. They have {k[heads]} and {v[heads]}.")
+    if k[heads] == 0 or q[heads] == 0 or q[heads] % k[heads]:
+        fail(
+            f"`key` has {k[heads]} heads, which do not divide the {q[heads]} heads of `query`. Grouped-query "
+            f"attention gives "
+            "each key head an equal share of the query heads."
+        )
+    if 0 in (q[3], v[3]):
+        fail("Head sizes must be at least 1.")
+
+
+def check_scale(scale: Any, D: int) -> float:
+    """Returns the scale as a float; ``D ** -0.5`` for None.
+
+    Raises:
+      TypeError: `scale` is no Python number.
+      ValueError: `scale` is 0, infinite or NaN.
+    """
+    if scale is None:
+        return D**-0.5
+    if isinstance(scale, Tracer | jax.Array) or not isinstance(scale, (int, float, np.number)):
+        raise TypeError(
+            f"`scale` must be a Python number. Got {type(scale).__name__}. To multiply by an array, capture it "
+            "in a `score_mod`, or multiply `query` by it."
+        )
+    if not math.isfinite(scale) or scale == 0:
+        raise ValueError(f"`scale` must be finite and not 0. Got {scale}. Pass None for the default, D ** -0.5.")
+    return float(scale)
+
+
+def check_block_mask(block_mask: Any, mask_mod: Any, B: int, Hq: int, T: int, S: int) -> None:
+    """Raises unless `block_mask` fits the call.
+
+    Raises:
+      TypeError: `block_mask` is no BlockMask.
+      ValueError: It was made for another call, or `mask_mod` is given too.
+    """
+    if block_mask is None:
+        return
+    if not isinstance(block_mask, BlockMask):
+        hint = " A mask function goes to `mask_mod`, or through `create_block_mask`." if callable(block_mask) else ""
+        raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
+    if mask_mod is not None:
+        raise ValueError(
+            "`block_mask` and `mask_mod` cannot both be given: a BlockMask holds its own mask_mod. Combine them: "
+            "create_block_mask(and_masks(f, g), ...)."
+        )
+    sentence = mismatch(block_mask, B, Hq, T, S)
+    if sentence is not None:
+        raise ValueError(sentence)
+
+
+def check_config(config: Any, blocks: Blocks | None) -> Config:
+    """Returns the config; the default one for None.
+
+    Raises:
+      TypeError: `config` is no Config.
+      ValueError: A tile does not divide the blocks of the mask.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise TypeError(f"`config` must be a `jflex.Config`. Got {type(config).__name__}.")
+    for name in ("forward", "dkv", "dq", "decode"):
+        tiles = getattr(config, name)
+        if tiles is None or blocks is None:
+            continue
+        for size, tile, axis in zip(blocks.size, (tiles.block_q, tiles.block_kv), ("q", "kv"), strict=True):
+            if size % tile and (name, axis) != ("decode", "q"):
+                raise ValueError(
+                    f"`config.{name}.block_{axis}` must divide the block size of the mask, {size}. Got {tile}. "
+                    "Take a divisor, or create the mask with another `block_size`."
+                )
+    return config
+
+
+def current_device(*arrays: Any) -> tuple[str, str]:
+    """Platform and kind of the device that will run the call.
+
+    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays,
+    then JAX's default.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    abstract = getattr(mesh, "abstract_device", None)
+    if abstract is not None:
+        platform = getattr(abstract, "platform", None) or "gpu"
+        return _platform(platform), abstract.device_kind
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            device = next(iter(x.devices()))
+            return _platform(device.platform), device.device_kind
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+    return _platform(device.platform), device.device_kind
+
+
+def _platform(name: str) -> str:
+    return "gpu" if name in ("cuda", "rocm", "gpu") else name
+
+
+def current_precision(dtype: Any) -> str | None:
+    """Precision of float32 products: what ``jax.default_matmul_precision`` says, None for JAX's default."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return None
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # likewise
+    return None if precision is None else str(precision)

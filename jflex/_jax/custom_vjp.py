@@ -1,0 +1,128 @@
+"""The one custom_vjp that joins any backend's forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jflex._call.problem import Problem
+from jflex._jax.manual_axes import unify_varying
+from jflex._jax.ops import BackwardPass, ForwardPass
+from jflex._jax.primitive import ONLY_REVERSE, opaque_call
+from jflex.backends.base import Inputs, Saved, SavedCotangents, Wanted
+
+
+class Static(NamedTuple):
+    """What does not depend on the values of arrays.
+
+    Attributes:
+      backend: Who runs the forward pass.
+      gradients: Who runs the backward pass.
+      problem: The problem.
+    """
+
+    backend: str
+    gradients: str
+    problem: Problem
+
+
+def attend(static: Static, inputs: Inputs) -> Saved:
+    """Runs a backend so that JAX can differentiate the result in reverse mode."""
+    guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    inputs = inputs._replace(
+        query=guard(inputs.query),
+        key=guard(inputs.key),
+        value=guard(inputs.value),
+        score_operands=tuple(map(guard, inputs.score_operands)),
+    )
+    try:
+        return _attend(static, inputs)
+    except TypeError as error:
+        if "forward-mode" in str(error):  # JAX's sentence on custom_vjp; `jit(jacfwd(...))` meets it before the guard
+            raise NotImplementedError(ONLY_REVERSE) from error
+        raise
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, inputs: Inputs) -> Saved:
+    return _forward(static, inputs)
+
+
+def _forward(static: Static, inputs: Inputs) -> Saved:
+    saved = opaque_call(ForwardPass(static.backend, static.problem), inputs)
+    return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """`Wanted` as a static part of the residuals."""
+
+    wanted: Wanted
+
+
+def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Asked]]:
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
+    asked = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, inputs.score_operands, strict=True))
+    saved = _forward(static, inputs)
+    return saved, (inputs, saved, _Asked(Wanted(asked.query, asked.key, asked.value, captured)))
+
+
+def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotangents: Saved) -> tuple[Inputs]:
+    inputs, saved, asked = residuals
+    zero = lambda x: isinstance(x, SymbolicZero)
+    d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
+    d_lse = None if zero(cotangents.lse) else cotangents.lse
+    arrays = unify_varying((inputs, saved, SavedCotangents(d_out, d_lse)))
+    gradients = opaque_call(BackwardPass(static.gradients, static.problem, asked.wanted), arrays)
+    like = lambda g, x: None if g is None else g.astype(x.dtype)
+    captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
+    nothing = jax.tree.map(lambda _: None, inputs)
+    return (
+        nothing._replace(
+            query=like(gradients.query, inputs.query),
+            key=like(gradients.key, inputs.key),
+            value=like(gradients.value, inputs.value),
+            score_operands=captured,
+        ),
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+# A custom_vjp refuses forward mode with a sentence that knows nothing of jflex, and under jit as late as at lowering.
+# This identity sits before it: its tangent passes through a linear primitive that has a transpose, but no value.
+_guard_p = Primitive("jflex_reverse_only")
+
+
+def _refuse(*_, **__):
+    raise NotImplementedError(ONLY_REVERSE)
+
+
+_guard_p.def_impl(_refuse)
+_guard_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(_guard_p, lambda ct, _: [ct])
+batching.defvectorized(_guard_p)
+mlir.register_lowering(_guard_p, _refuse)
+
+
+@jax.custom_jvp
+def _reverse_only(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_reverse_only.defjvp
+def _reverse_only_jvp(primals, tangents):
+    return primals[0], _guard_p.bind(tangents[0])

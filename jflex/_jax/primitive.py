@@ -1,0 +1,184 @@
+"""A function of arrays as one step of JAX's programs.
+
+A backend's forward or backward pass is traced once for each problem and kept; eager calls compile once, and a
+transformation sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry
+starts from a constant would not pass that one's checks. The primitive has no derivative, because it only stands inside
+of a custom_vjp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jflex.mods.fingerprint import open_jaxpr
+
+ONLY_REVERSE = (
+    "The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
+    '(`jax.jvp`, `jax.jacfwd`) and for second derivatives pass implementation="reference".'
+)
+
+
+class Pass(Protocol):
+    """A pass of a backend: hashable, equal when it computes the same."""
+
+    def __call__(self, arrays: Any, /) -> Any:
+        """Computes the pass on a pytree of arrays."""
+        ...
+
+    def partitioned(self, arrays: Any, outputs: Any, whole: Callable[..., Any], /) -> Callable[..., Any]:
+        """`whole`, a function of flat arrays, as one that XLA can split over the devices of a mesh."""
+        ...
+
+    def out_specs(self, arrays: Any, outputs: Any, spec: Any, /) -> list[Any]:
+        """Shardings of the flat outputs, from that of the first input."""
+        ...
+
+
+def opaque_call(function: Pass, arrays: Any) -> Any:
+    """Computes ``function(arrays)``.
+
+    Args:
+      function: The pass: it keys a cache.
+      arrays: A pytree of arrays, all varying over the same axes of an enclosing `jax.shard_map`.
+    """
+    flat, tree = jax.tree.flatten(arrays)
+    avals = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in flat)
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    traced = _trace(function, tree, avals, x64, jax.device_count() > 1)
+    return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
+
+
+def in_one_step(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Computes ``function(*arrays)``, a flat sequence of arrays, as a step that is lowered by itself.
+
+    What XLA's partitioner asks for is lowered by a part of JAX that knows no arrays which a program writes to, as some
+    kernels do.
+    """
+    return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced:
+    """A traced pass.
+
+    Attributes:
+      jaxpr: What is lowered: `plain` behind a call that XLA can split, if there are devices to split it over.
+      plain: The pass itself.
+      tree: Of the outputs.
+      out_specs: Shardings of the flat outputs, from that of the first input.
+    """
+
+    jaxpr: Any
+    plain: Any
+    tree: Any
+    out_specs: Callable[[Any], list[Any]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _trace(function: Pass, tree: Any, avals: Sequence[Any], x64: bool, several_devices: bool) -> _Traced:
+    del x64  # what it traces to depends on it
+    call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
+    inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
+    arrays = jax.tree.unflatten(tree, inputs)
+    with no_mesh():
+        plain, outputs = jax.make_jaxpr(call, return_shape=True)(*inputs)
+        jaxpr = plain
+        if several_devices:
+            split = function.partitioned(arrays, outputs, lambda *xs: tuple(jaxpr_as_fun(plain)(*xs)))
+            jaxpr = jax.make_jaxpr(split)(*inputs)
+    return _Traced(jaxpr, plain, jax.tree.structure(outputs), functools.partial(function.out_specs, arrays, outputs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _batched(jaxpr: Any, in_axes: Sequence[int | None], shapes: Sequence[Any], x64: bool) -> Any:
+    """The jaxpr over batches; one of 32 bits stays one, as loops that kernels are batched by must."""
+    inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    with no_mesh(), jax.enable_x64(x64 and _computes_in_64_bits(open_jaxpr(jaxpr).jaxpr)):
+        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes))(*inputs)
+
+
+def _computes_in_64_bits(jaxpr: Any) -> bool:
+    wide = lambda v: getattr(getattr(v.aval, "dtype", None), "itemsize", 0) > 4
+    if any(wide(v) for v in (*jaxpr.constvars, *jaxpr.invars)):
+        return True
+    return any(any(map(wide, eqn.outvars)) or any(map(_computes_in_64_bits, _inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            opened = open_jaxpr(x).jaxpr
+            if hasattr(opened, "eqns"):
+                yield opened
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(jaxpr: Any, traced: _Traced | None) -> Callable[..., Any]:
+    return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
+
+
+def no_mesh() -> Any:
+    """A context without a mesh, but with the abstract device of the one at hand, for which a program may be lowered."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+_opaque_p = Primitive("jflex_call")
+_opaque_p.multiple_results = True
+# Newer versions of JAX break steps like `searchsorted` up late, and take a step that holds one for such a step itself.
+# This one is lowered by `lower_fun`, which breaks up what it holds.
+_opaque_p.is_high = lambda *_, **__: False
+_opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
+
+
+@_opaque_p.def_abstract_eval
+def _abstract(*avals, jaxpr, traced):
+    outs, first = [v.aval for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
+    specs = [(None,) * len(x.shape) for x in outs]
+    if traced is not None and any(name is not None for name in first.sharding.spec):
+        specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded
+    shardings = [first.sharding.update(spec=jax.sharding.PartitionSpec(*spec)) for spec in specs]
+    return [
+        ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
+        for x, sharding in zip(outs, shardings, strict=True)
+    ]
+
+
+def _lowering(ctx, *args, jaxpr, traced):
+    del traced
+    plain = lambda avals: [ShapedArray(x.shape, x.dtype) for x in avals]
+    with no_mesh():
+        ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(_opaque_p, _lowering)
+
+
+def _jvp(*_, **__):
+    """Reached by a derivative of the custom_vjp's own passes: a second one."""
+    raise NotImplementedError(ONLY_REVERSE)
+
+
+ad.primitive_jvps[_opaque_p] = _jvp
+
+
+def _batching(args, dims, *, jaxpr, traced):
+    in_axes = tuple(dims)  # None where an array is not mapped
+    plain = jaxpr if traced is None else traced.plain
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    new = _batched(plain, in_axes, tuple((x.shape, x.dtype) for x in args), x64)
+    outs = _opaque_p.bind(*args, jaxpr=new, traced=None)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[_opaque_p] = _batching

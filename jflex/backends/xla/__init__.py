@@ -1,0 +1,1 @@
+"""The backend in plain JAX: blockwise, for any device."""

@@ -1,0 +1,366 @@
+"""Blockwise attention in plain JAX: linear memory, empty blocks are never computed. What CPUs and TPUs run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from jflex._call.problem import Problem
+from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends.xla.blockwise import (
+    INDEX_OF_AXIS,
+    KEYS_FIRST,
+    QUERIES_FIRST,
+    Column,
+    Unit,
+    Walk,
+    evaluate,
+    over_block,
+)
+from jflex.backends.xla.containment import cleared, masked_product
+from jflex.backends.xla.loads import Load, LoadedMod, split_loads
+from jflex.block_mask.lists import block_count
+from jflex.mods.batchable import Factored, batchable, factored
+
+
+class Xla(Backend):
+    """Runs everywhere, with any mod that `jax.vmap` can run."""
+
+    name: ClassVar[str] = "xla"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Runs everything."""
+        del problem
+        return None
+
+    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
+        """The blocks of the mask, or fixed ones, in both passes."""
+        del forward_alone
+        if problem.blocks is not None:
+            return f"{problem.blocks.size[0]} x {problem.blocks.size[1]}, the blocks of the mask"
+        return "dense blocks, no mask lists"
+
+    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+        """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+        walk = Walk.of(problem, inputs, QUERIES_FIRST)
+        problem, query = walk.problem, _padded_query(walk, inputs.query)
+
+        def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+            unit = walk.unit(number)
+            q = walk.queries(query, unit)
+
+            def step(state, column, is_partial):
+                keys = lambda x: walk.keys(x, unit, column, is_partial=is_partial)
+                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), problem), problem)
+                s = _modified(walk, inputs, s, unit, column.number)
+                visible = walk.visible(unit, column.number) if is_partial else None
+                s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+                return _accumulate(state, s, keys(inputs.value), visible, problem)
+
+            shape, exact = q.shape[:-1], _exact(problem)
+            start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
+            top, total, out = walk.over_columns(unit, start, step)
+            return _finish(top, total, out)
+
+        out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
+        lse = lse.reshape(problem.B, problem.Hq, problem.T).astype(jnp.float32)
+        return Saved(_join_heads(out, problem).astype(problem.dtype), lse)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> Gradients:
+        """One pass over the rows: dQ is a row's own, dK, dV and the gradients of captures are added up in place."""
+        return _Backward(problem, inputs, saved, d_saved, wanted).run()
+
+
+class _Rows(NamedTuple):
+    """What the backward pass needs of the queries of one unit, in the orders in which it is multiplied."""
+
+    unit: Unit
+    q: jax.Array
+    q_columns: jax.Array
+    d_out: jax.Array
+    d_out_columns: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+    @classmethod
+    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> _Rows:
+        """Slices them; the arrays are [B, Hkv, group, T, ...]."""
+        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, lse, delta))
+        columns = lambda x: jnp.einsum("bkgqd->bkdgq", x)
+        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None])
+
+
+class _Backward:
+    """The arrays of one backward pass."""
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+    ) -> None:
+        self.walk, self.inputs, self.wanted = Walk.of(problem, inputs, KEYS_FIRST), inputs, wanted
+        self.problem = self.walk.problem
+        self.query = _padded_query(self.walk, inputs.query)
+        exact = _exact(problem)
+        out, d_out = (_split_heads(x, problem) for x in (saved.out, d_saved.out))
+        delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
+        lse = saved.lse.reshape(delta.shape).astype(exact)
+        if d_saved.lse is not None:
+            delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: exp(s - inf) is 0
+        rows = self.walk.rows * self.walk.size[0]
+        pad = lambda x, fill=0.0: jnp.pad(
+            x, [(0, 0)] * 3 + [(0, rows - problem.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
+        )
+        self.d_out, self.delta, self.lse = pad(d_out), pad(delta), pad(lse, jnp.inf)
+        self.loaded = split_loads(problem.score) if problem.score is not None else None
+
+    def run(self) -> Gradients:
+        """All wanted gradients."""
+        problem, walk, wanted = self.problem, self.walk, self.wanted
+        exact = _exact(problem)
+        keys = (problem.B, problem.Hkv, block_count(problem.S, walk.size[1]) * walk.size[1])
+        grads = {
+            "key": jnp.zeros((*keys, problem.D), exact) if wanted.key else None,
+            "value": jnp.zeros((*keys, problem.Dv), exact) if wanted.value else None,
+            "operands": [
+                jnp.zeros(x.size, jnp.float32) if want else None
+                for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
+            ],
+        }
+
+        def row(grads, number):
+            unit = walk.unit(number)
+            rows = _Rows.of(walk, unit, self.query, self.d_out, self.lse, self.delta)
+            step = lambda carry, column, is_partial: self._block(rows, carry, column, is_partial)
+            d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, exact), grads), step)
+            return grads, jnp.einsum("bkdgq->bkgqd", d_q)
+
+        grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
+        d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
+        joined = lambda x: None if x is None else _join_key_heads(x, problem)
+        operands = tuple(
+            None if g is None else g.reshape(x.shape)
+            for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
+        )
+        return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
+
+    def _block(self, rows: _Rows, carry: Any, at: Column, is_partial: bool) -> Any:
+        problem, walk, unit, column = self.problem, self.walk, rows.unit, at.number
+        d_q, grads = carry
+        k, v = (walk.keys(x, unit, at, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
+        visible = walk.visible(unit, column) if is_partial else None
+        clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
+        raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, problem), problem)
+        s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
+        p = clear(jnp.exp(s - rows.lse))
+        d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, problem)
+        d_s = clear(p * (d_p - rows.delta))
+        d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
+        d_s = clear(d_s)
+        d_s = (d_s * problem.scale).astype(problem.dtype)
+        p = p.astype(problem.dtype)
+        d_key, d_value = grads["key"], grads["value"]
+        # What is hidden has a dS of 0, and may be NaN itself; what is visible and NaN has made dS NaN.
+        contained = cleared if is_partial else lambda x: x
+        over_queries = lambda a, b: _einsum("bksgq,bkgqd->bksd", a, b, problem)
+        if d_key is not None:
+            d_key = walk.add_keys(d_key, over_queries(d_s, contained(rows.q)), unit, column)
+        if d_value is not None:
+            d_value = walk.add_keys(d_value, masked_product(over_queries, p, rows.d_out, visible), unit, column)
+        if self.wanted.query:
+            d_q = d_q + _einsum("bksd,bksgq->bkdgq", contained(k), d_s, problem)
+        return d_q, {"key": d_key, "value": d_value, "operands": operands}
+
+    def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
+        """Cotangents of the raw scores, and of the captured arrays added to `grads`."""
+        if self.loaded is None:
+            return d_s, grads
+        loaded, operands, indices = self.loaded, self.inputs.score_operands, self.walk.indices(unit, column)
+
+        def pull(score, cotangent, *scalars):
+            values = loaded.values(operands, score, *scalars)
+            _, vjp = jax.vjp(lambda s, xs: loaded.rest(xs, operands, s, *scalars), score, values)
+            d_score, d_values = vjp(cotangent)
+            return [d_score, *d_values]
+
+        exact = raw.dtype
+        raw, d_s = raw.astype(jnp.float32), d_s.astype(jnp.float32)
+        d_score, *d_loads = _over_block(pull, (raw, d_s), indices, self.walk.axes)
+        grads = list(grads)
+        for load, cotangent in zip(loaded.loads, d_loads, strict=True):
+            if grads[load.operand] is not None:
+                cotangent = _summed(cotangent, load, self.walk.axes, visible)
+                grads[load.operand] = _scatter(
+                    loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes
+                )
+        for number in loaded.whole:
+            if grads[number] is not None:
+                grads[number] = grads[number] + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
+        return d_score.rest.astype(exact), grads
+
+    def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
+        """Gradient, flat, of an operand of which the mod reads much at once, or by the score.
+
+        A mod may be NaN where nothing is seen, and so is 0 times its derivative: there it is evaluated at a place that
+        is seen.
+        """
+        operands, axes = self.inputs.score_operands, self.walk.axes
+        places = (raw, *over_block(lambda *scalars: scalars, (), indices, axes))
+        if visible is not None:
+            seen = jnp.argmax(jnp.broadcast_to(visible, raw.shape))
+            places = tuple(jnp.where(visible, x, x.reshape(-1)[seen]) for x in places)
+
+        def whole(x: jax.Array) -> jax.Array:
+            of_scalars = functools.partial(mod, [*operands[:number], x, *operands[number + 1 :]])
+            return functools.reduce(lambda f, _: jax.vmap(f), axes, of_scalars)(*places)
+
+        pull = lambda x, cotangent: jax.vjp(whole, x)[1](cotangent)
+        [gradient] = jaxpr_as_fun(batchable(jax.make_jaxpr(pull)(operands[number], d_s)))(operands[number], d_s)
+        gradient = gradient.astype(jnp.float32).reshape(-1)
+        return gradient if visible is None else jnp.where(jnp.any(visible), gradient, 0.0)
+
+
+def _over_block(
+    function: Callable[..., Sequence[jax.Array]], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str
+) -> list[Factored]:
+    """`over_block` of a function of several results, each of them `factored` and its factors as small as they are."""
+    depends: list[frozenset[int]] = []
+
+    def pairs(*args):
+        found = factored(function, *args)
+        depends[:] = [x.depends for x in found]
+        return [(x.scale, x.rest) for x in found]
+
+    found = over_block(pairs, blocks, indices, axes)
+    first = len(blocks)
+
+    def own_size(rest: jax.Array, depends: frozenset[int]) -> jax.Array:
+        if depends & set(range(first)):
+            return rest
+        varies = lambda axis: first + INDEX_OF_AXIS[axis] in depends
+        return rest[tuple(slice(None) if varies(axis) else slice(0, 1) for axis in axes)]
+
+    return [
+        Factored(scale, rest if scale is None else own_size(rest, own), own)
+        for (scale, rest), own in zip(found, depends, strict=True)
+    ]
+
+
+def _summed(cotangent: Factored, load: Load, axes: str, visible: jax.Array | None) -> jax.Array:
+    """The cotangent of a load, summed over the axes of a block on which the load does not depend."""
+    scale, rest, _ = cotangent
+    if visible is not None:  # a mod may give NaN where nothing is seen
+        of_elements = rest if scale is None else scale
+        seen = jnp.broadcast_to(visible, of_elements.shape[: len(axes)])
+        shared = tuple(i for i in range(len(axes)) if rest.shape[i] < seen.shape[i])
+        of_rest = jnp.expand_dims(jnp.any(seen, axis=shared, keepdims=True), tuple(range(len(axes), rest.ndim)))
+        rest = jnp.where(of_rest, rest, jnp.zeros_like(rest))
+        scale = None if scale is None else jnp.where(seen, scale, jnp.zeros_like(scale))
+    kept = [axis for axis in axes if INDEX_OF_AXIS[axis] in load.axes]
+    if scale is None:
+        return jnp.sum(rest.astype(jnp.float32), axis=tuple(i for i, axis in enumerate(axes) if axis not in kept))
+    own = "".join(axis for i, axis in enumerate(axes) if rest.shape[i] == scale.shape[i])
+    rest = rest.reshape(*(n for n, m in zip(rest.shape, scale.shape, strict=False) if n == m), *rest.shape[len(axes) :])
+    more = "".join(chr(ord("A") + i) for i in range(rest.ndim - len(own)))
+    return jnp.einsum(
+        f"{axes},{own}{more}->{''.join(kept)}{more}", scale, rest.astype(jnp.float32), precision="highest",
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _scatter(
+    loaded: LoadedMod,
+    load: Load,
+    operands: Sequence[jax.Array],
+    indices: Sequence[jax.Array],
+    cotangent: jax.Array,
+    gradient: jax.Array,
+    axes: str,
+) -> jax.Array:
+    """Adds the summed cotangent of a load to the flat gradient of its operand."""
+    place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
+    for index in [INDEX_OF_AXIS[axis] for axis in reversed(axes)]:
+        if index in load.axes:
+            place = jax.vmap(place, in_axes=tuple(0 if a == index else None for a in range(4)))
+    at = [x if a in load.axes else x.reshape(-1)[0] for a, x in enumerate(indices)]
+    positions = place(*at).reshape(-1)
+    positions = jnp.where(positions < 0, gradient.size, positions)
+    return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
+
+
+def _exact(problem: Problem) -> Any:
+    """The dtype of scores and sums."""
+    return jnp.dtype(problem.exact)
+
+
+def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:
+    exact = _exact(problem)
+    if problem.platform == "cpu":  # XLA's CPU lacks some products of 16-bit numbers into float32 ("UNIMPLEMENTED")
+        a, b = a.astype(exact), b.astype(exact)
+    return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=exact)
+
+
+def _scaled(products: jax.Array, problem: Problem) -> jax.Array:
+    return products * jnp.asarray(problem.scale, products.dtype)
+
+
+def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
+    if walk.problem.score is None:
+        return raw
+    indices = walk.indices(unit, column)
+    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
+        raw.dtype
+    )
+
+
+def _accumulate(
+    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, problem: Problem
+) -> tuple[jax.Array, ...]:
+    """One step of the online softmax."""
+    top, total, out = state
+    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    p = jnp.exp(s - shift[..., None])
+    keep = jnp.exp(top - shift)
+    product = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, problem)
+    out = out * keep[..., None] + masked_product(product, p.astype(problem.dtype), v, visible)
+    return new_top, total * keep + jnp.sum(p, axis=-1), out
+
+
+def _finish(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and lse; 0 and -inf for rows that see nothing."""
+    empty = top == -jnp.inf
+    safe = jnp.where(empty, 1.0, total)
+    return out / safe[..., None], jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+
+
+def _padded_query(walk: Walk, query: jax.Array) -> jax.Array:
+    """[B, Hkv, group, T, D], padded to whole blocks with zeros."""
+    rows = walk.rows * walk.size[0] - walk.problem.T
+    return jnp.pad(_split_heads(query, walk.problem), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
+
+
+def _split_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """[B, T, Hq, D] or [B, Hq, T, D] as [B, Hkv, group, T, D]."""
+    x = x if p.layout == "BNTH" else x.swapaxes(1, 2)
+    return x.reshape(p.B, p.Hkv, p.group, p.T, x.shape[-1])
+
+
+def _join_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """The reverse of `_split_heads`."""
+    x = x.reshape(p.B, p.Hq, p.T, x.shape[-1])
+    return x if p.layout == "BNTH" else x.swapaxes(1, 2)
+
+
+def _join_key_heads(x: jax.Array, p: Problem) -> jax.Array:
+    """[B, Hkv, S (padded), D] in the layout of the call, summed over a shared batch."""
+    x = x[:, :, : p.S]
+    x = x.sum(axis=0, keepdims=True) if p.Bkv < p.B else x
+    return x if p.layout == "BNTH" else x.swapaxes(1, 2)

@@ -1,0 +1,135 @@
+"""Where a traced mod reads the arrays that it captures.
+
+For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that has no meaning on a GPU tile. A load
+is a chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
+elementwise; so places that a mask hides can be cleared before anything is summed, and what remains is added into the
+gradient of the operand in place, once for each axis on which the load depends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jflex.mods.batchable import SMALL, VIEWS, bind
+from jflex.mods.fingerprint import open_jaxpr
+from jflex.mods.trace import TracedMod, batchable_program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Load:
+    """A value that a mod reads from one operand.
+
+    Attributes:
+      variable: In the jaxpr of the mod.
+      operand: Number of the operand.
+      axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
+    """
+
+    variable: Any
+    operand: int
+    axes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedMod:
+    """A score mod, split into loads and the rest.
+
+    Attributes:
+      traced: The mod.
+      jaxpr: Its program; see `jflex.mods.batchable`.
+      loads: The loads of floating-point operands of which it reads little at once.
+      whole: Numbers of the other floating-point operands.
+    """
+
+    traced: TracedMod
+    jaxpr: Any
+    loads: tuple[Load, ...]
+    whole: tuple[int, ...]
+
+    def values(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> list[jax.Array]:
+        """What the loads read for scalars ``score, b, h, q_idx, kv_idx``."""
+        env = self._run(operands, arguments, {}, [load.variable for load in self.loads])
+        return [env[load.variable] for load in self.loads]
+
+    def rest(self, values: Sequence[jax.Array], operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
+        """The mod as a function of what its loads read."""
+        given = {load.variable: x for load, x in zip(self.loads, values, strict=True)}
+        [out] = self.jaxpr.outvars
+        if isinstance(out, core.Literal):
+            return jnp.asarray(out.val)
+        return self._run(operands, arguments, given, [out])[out]
+
+    def positions(self, load: Load, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
+        """Where in the flattened operand a load reads: the same indexing, of the numbers of the elements."""
+        shape = operands[load.operand].shape
+        numbered = list(operands)
+        numbered[load.operand] = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+        return self._run(numbered, arguments, {}, [load.variable], numbered=load.operand)[load.variable]
+
+    def _run(
+        self,
+        operands: Sequence[jax.Array],
+        arguments: Sequence[jax.Array],
+        given: dict[Any, jax.Array],
+        outputs: Sequence[Any],
+        *,
+        numbered: int | None = None,
+    ) -> dict[Any, jax.Array]:
+        jaxpr = self.jaxpr
+        env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | given
+        needed = _needed(jaxpr, outputs, set(given))
+        views = set() if numbered is None else {jaxpr.invars[len(arguments) + numbered]}
+        for number in needed:
+            eqn = jaxpr.eqns[number]
+            values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            if eqn.primitive.name in VIEWS and not isinstance(eqn.invars[0], core.Literal) and eqn.invars[0] in views:
+                views.add(eqn.outvars[0])  # of the numbers; what computes an index keeps its own fill value
+                if eqn.primitive.name == "gather":
+                    eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # what is outside is dropped later
+            outs = bind(eqn, values)
+            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in given)
+        return env
+
+
+@functools.lru_cache(maxsize=256)
+def split_loads(traced: TracedMod) -> LoadedMod:
+    """Finds the loads of a score mod."""
+    jaxpr = open_jaxpr(batchable_program(traced)).jaxpr
+    count = len(jaxpr.invars) - len(traced.operands)
+    axes: dict[Any, frozenset[int]] = {v: frozenset({i - 1}) for i, v in enumerate(jaxpr.invars[:count])}
+    origin = {v: i for i, v in enumerate(jaxpr.invars[count:]) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
+    ends: dict[Any, None] = {}
+    for eqn in jaxpr.eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        depends = frozenset().union(*(axes.get(v, frozenset()) for v in inputs))
+        is_view = eqn.primitive.name in VIEWS and eqn.invars[0] in origin
+        if is_view:
+            origin[eqn.outvars[0]] = origin[eqn.invars[0]]
+        for v in inputs[1:] if is_view else inputs:
+            if v in origin:
+                ends[v] = None
+        axes.update(dict.fromkeys(eqn.outvars, depends))
+    ends.update((v, None) for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in origin)
+    by_score = lambda v: -1 in axes.get(v, ())  # where it reads is no matter of b, h, q_idx, kv_idx alone
+    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > SMALL or by_score(v)}
+    loads = [Load(v, origin[v], tuple(sorted(axes.get(v, ())))) for v in ends if origin[v] not in whole]
+    return LoadedMod(traced, jaxpr, tuple(loads), tuple(sorted(whole)))
+
+
+def _needed(jaxpr: Any, outputs: Sequence[Any], given: set[Any]) -> list[int]:
+    """Numbers of the equations on which the outputs depend, in order."""
+    wanted, numbers = set(outputs) - given, []
+    for number in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[number]
+        if any(v in wanted for v in eqn.outvars):
+            numbers.append(number)
+            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal)} - given
+    return numbers[::-1]

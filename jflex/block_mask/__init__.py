@@ -1,0 +1,1 @@
+"""BlockMask: the class, building it, its lists, algebra, indexing and drawing."""

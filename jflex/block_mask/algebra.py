@@ -1,0 +1,181 @@
+"""Joining and turning round BlockMasks: block by block, and what blocks cannot tell by a composed mask_mod."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int8
+
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
+from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
+from jflex.mods.compose import MaskMod, and_masks, not_mask, or_masks
+
+if TYPE_CHECKING:
+    from jflex.block_mask.mask import BlockMask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ListedMask(SizedMod):
+    """Visible where the block is listed and, if there is a mask_mod, that says so too."""
+
+    listed: Bool[Array, "B H R C"]
+    mask_mod: MaskMod | None
+    block_size: tuple[int, int]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Evaluates the mask at one place."""
+        batch, heads = self.listed.shape[:2]
+        row, column = q_idx // self.block_size[0], kv_idx // self.block_size[1]
+        visible = self.listed[b if batch > 1 else 0, h if heads > 1 else 0, row, column]
+        return visible if self.mask_mod is None else visible & self.mask_mod(b, h, q_idx, kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.mask_mod)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SharedMask(SizedMod):
+    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
+
+    mask_mod: MaskMod
+    shares_batch: bool
+    shares_heads: bool
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Evaluates the mask at one place."""
+        zero = jnp.int32(0)
+        return self.mask_mod(zero if self.shares_batch else b, zero if self.shares_heads else h, q_idx, kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        kept = requirements_of(self.mask_mod)
+        kept = without(kept, "b") if self.shares_batch else kept
+        return without(kept, "h") if self.shares_heads else kept
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExtendedMask(SizedMod):
+    """One mask inside of some lengths, another outside."""
+
+    inside: MaskMod
+    outside: MaskMod
+    seq_lengths: tuple[int, int]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Evaluates the mask at one place."""
+        is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
+        return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.outside)
+
+
+class Composed(NamedTuple):
+    """What a composition makes: kinds (whose tails are to be demoted), the mask_mod, and its name."""
+
+    kinds: Int8[Array, "B H R C"]
+    mask_mod: MaskMod | None
+    source: str
+    lists_follow_mod: bool
+
+
+def solid_kinds(kinds: Int8[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
+    """Every listed block full: what the lists of a mask without a mask_mod mean."""
+    return jnp.where(kinds >= PARTIAL, jnp.int8(FULL), jnp.int8(EMPTY))
+
+
+def element_mod(block_mask: BlockMask) -> MaskMod:
+    """A mask_mod that alone tells what is visible inside of the lengths."""
+    if block_mask.mask_mod is not None and block_mask.lists_follow_mod:
+        return block_mask.mask_mod
+    return ListedMask(block_mask.kinds() > 0, block_mask.mask_mod, block_mask.block_size)
+
+
+def invert(block_mask: BlockMask) -> Composed:
+    """Visible becomes hidden: full and empty blocks change places, partial ones stay."""
+    kinds = jnp.int8(FULL) - _meant_kinds(block_mask)
+    if block_mask.traced is None:
+        return Composed(kinds, None, "", False)
+    source = f"~{block_mask.traced.source}"
+    return Composed(kinds, not_mask(element_mod(block_mask)), source, block_mask.lists_follow_mod)
+
+
+def intersect(first: BlockMask, second: BlockMask) -> Composed:
+    """Visible where both are.
+
+    A block is full only where both are, and empty where either is; a partial one may turn out to show nothing.
+    """
+    shape = _joined_shape(first, second, "&")
+    kinds = jnp.minimum(*(_spread_kinds(mask, shape) for mask in (first, second)))
+    # The lists already hide what either list hides, so a mask without a mask_mod has nothing to add to the elements.
+    mods = [_shared(mask, mask.mask_mod, shape) for mask in (first, second) if mask.mask_mod is not None]
+    follows = first.lists_follow_mod and second.lists_follow_mod
+    return Composed(kinds, and_masks(*mods) if mods else None, _joined_source(first, second, "&"), follows)
+
+
+def unite(first: BlockMask, second: BlockMask) -> Composed:
+    """Visible where either is.
+
+    A block is full where either is, and empty only where both are; two partial ones may turn out to show everything.
+    """
+    shape = _joined_shape(first, second, "|")
+    kinds = jnp.maximum(*(_spread_kinds(mask, shape) for mask in (first, second)))
+    if first.traced is None and second.traced is None:
+        return Composed(kinds, None, "", False)
+    mods = [_shared(mask, element_mod(mask), shape) for mask in (first, second)]
+    follows = first.lists_follow_mod and second.lists_follow_mod
+    return Composed(kinds, or_masks(*mods), _joined_source(first, second, "|"), follows)
+
+
+def crop_kinds(block_mask: BlockMask, seq_lengths: tuple[int, int]) -> Int8[Array, "B H R C"]:
+    """The kinds of the blocks that begin inside of shorter lengths."""
+    rows, columns = map(block_count, seq_lengths, block_mask.block_size)
+    return block_mask.kinds()[:, :, :rows, :columns]
+
+
+def _meant_kinds(block_mask: BlockMask) -> Int8[Array, "B H R C"]:
+    return solid_kinds(block_mask.kinds()) if block_mask.traced is None else block_mask.kinds()
+
+
+def _spread_kinds(block_mask: BlockMask, shape: tuple[int, int]) -> Int8[Array, "B H R C"]:
+    kinds = _meant_kinds(block_mask)
+    return jnp.broadcast_to(kinds, (*shape, *kinds.shape[2:]))
+
+
+def _shared(block_mask: BlockMask, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
+    own = block_mask.kv_num_blocks.shape
+    shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
+    return SharedMask(mask_mod, shares_batch, shares_heads) if shares_batch or shares_heads else mask_mod
+
+
+def _joined_source(first: BlockMask, second: BlockMask, symbol: str) -> str:
+    sources = ("listed blocks" if mask.traced is None else mask.traced.source for mask in (first, second))
+    return f"({f' {symbol} '.join(sources)})"
+
+
+def _joined_shape(first: BlockMask, second: BlockMask, symbol: str) -> tuple[int, int]:
+    """Batch and heads of a join; ValueError where two masks cannot be joined."""
+    if first.seq_lengths != second.seq_lengths:
+        raise ValueError(
+            f"`{symbol}` joins BlockMasks of equal lengths. Got {first.seq_lengths} and {second.seq_lengths}. "
+            "Bring one to the lengths of the other with `with_lengths`."
+        )
+    if first.block_size != second.block_size:
+        raise ValueError(
+            f"`{symbol}` joins BlockMasks of equal block sizes. Got {first.block_size} and {second.block_size}. "
+            "Make both with the same `block_size`."
+        )
+    sizes = []
+    for axis, name in enumerate(("batch", "heads")):
+        one, other = first.kv_num_blocks.shape[axis], second.kv_num_blocks.shape[axis]
+        if one != other and 1 not in (one, other):
+            raise ValueError(
+                f"`{symbol}` joins BlockMasks whose {name} are equal or 1. Got {one} and {other}. "
+                "Make both for the same batch and heads, or one of them with None."
+            )
+        sizes.append(other if one == 1 else one)
+    return sizes[0], sizes[1]

@@ -1,0 +1,91 @@
+"""Masks element by element, as dense arrays: for references, pictures and tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int8, Int32
+
+from jflex.block_mask.lengths import checked_shape
+from jflex.block_mask.lists import FULL, PARTIAL
+from jflex.block_mask.states import visible_elements
+from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.compose import MaskMod, noop_mask
+from jflex.mods.trace import TracedMod, trace_mask_mod
+
+if TYPE_CHECKING:
+    from jflex.block_mask.mask import BlockMask
+
+
+def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> Bool[Array, "B H Q KV"]:
+    """Evaluates a mask_mod everywhere.
+
+    Args:
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``.
+      B: Batch size; None counts as 1.
+      H: Query heads; None counts as 1.
+      Q_LEN: Number of queries.
+      KV_LEN: Number of keys.
+
+    Returns:
+      The dense mask, True where a query sees a key.
+
+    Raises:
+      TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
+      ValueError: `mask_mod` branches in Python on its arguments, or was made for other sizes; or a size is negative.
+
+    >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3)[0, 0].astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+    shape = checked_shape(B, H, Q_LEN, KV_LEN)
+    check_mask_shape(mask_mod, shape, "a mask")
+    traced, operands = trace_mask_mod(mask_mod)
+    everywhere = jnp.full((*shape[:2], 1, 1), PARTIAL, jnp.int8)
+    return dense_elements(traced, operands, everywhere, shape[2:], shape[2:])
+
+
+def block_mask_elements(
+    block_mask: BlockMask, q_idx: Int32[Array, " Q"], kv_idx: Int32[Array, " KV"]
+) -> Bool[Array, "B H Q KV"]:
+    """What a BlockMask shows of these keys to these queries, whose numbers lie inside of its lengths."""
+    traced = block_mask.traced or trace_mask_mod(noop_mask)[0]
+    kinds, block_size = block_mask.kinds(), block_mask.block_size
+    return _elements(traced, block_mask.mask_operands, kinds, (q_idx, kv_idx), block_mask.seq_lengths, block_size)
+
+
+def dense_elements(
+    traced: TracedMod,
+    operands: tuple[jax.Array, ...],
+    kinds: Int8[Array, "B H R C"],
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> Bool[Array, "B H Q KV"]:
+    """The dense mask: a full block is visible, a partial one where the mod says so."""
+    indices = (jnp.arange(seq_lengths[0], dtype=jnp.int32), jnp.arange(seq_lengths[1], dtype=jnp.int32))
+    return _elements(traced, operands, kinds, indices, seq_lengths, block_size)
+
+
+@jax.jit(static_argnames=("traced", "seq_lengths", "block_size"))
+def _elements(
+    traced: TracedMod,
+    operands: tuple[jax.Array, ...],
+    kinds: Int8[Array, "B H R C"],
+    indices: tuple[Int32[Array, " Q"], Int32[Array, " KV"]],
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> Bool[Array, "B H Q KV"]:
+    q_idx, kv_idx = indices
+    batch, heads = kinds.shape[:2]
+    if 0 in (batch, heads, q_idx.size, kv_idx.size):
+        return jnp.zeros((batch, heads, q_idx.size, kv_idx.size), jnp.bool_)
+
+    def of_head(b: Int32[Array, ""], h: Int32[Array, ""]) -> Bool[Array, "Q KV"]:
+        return visible_elements(traced, operands, b, h, (q_idx, kv_idx[None]), seq_lengths)[0]
+
+    of_batch = jax.vmap(of_head, in_axes=(None, 0))
+    numbers = jnp.arange(batch, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
+    visible = jax.vmap(of_batch, in_axes=(0, None))(*numbers)
+    spread = kinds[:, :, q_idx // block_size[0]][:, :, :, kv_idx // block_size[1]]
+    return (spread == FULL) | ((spread == PARTIAL) & visible)

@@ -1,0 +1,123 @@
+"""Pictures of a BlockMask: as text, and with matplotlib."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex.block_mask.dense import block_mask_elements
+from jflex.block_mask.lists import FULL, PARTIAL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from jflex.block_mask.mask import BlockMask
+
+_CHARACTERS = {0: "  ", PARTIAL: "░░", FULL: "██"}
+_COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
+
+
+def is_concrete(block_mask: BlockMask) -> bool:
+    """Whether the values of the lists are known: not under ``jit``, nor while JAX moves the pytree about."""
+    return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in block_mask.lists)
+
+
+def sparsity(kinds: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
+    """Per cent of the elements that lie in empty blocks.
+
+    >>> sparsity(np.array([[[[1, 0], [2, 1]]]]), (100, 100), (64, 64))
+    23.04
+    """
+    heights, widths = (_clipped_sizes(length, block) for length, block in zip(seq_lengths, block_size, strict=True))
+    total = kinds.shape[0] * kinds.shape[1] * seq_lengths[0] * seq_lengths[1]
+    if total == 0:
+        return 0.0
+    listed = int(np.einsum("bhrc,r,c->", (kinds > 0).astype(np.int64), heights, widths))
+    return 100.0 * (total - listed) / total
+
+
+def _clipped_sizes(length: int, block: int) -> np.ndarray:
+    starts = np.arange(0, length, block, dtype=np.int64)
+    return np.minimum(starts + block, length) - starts
+
+
+def draw(block_mask: BlockMask, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
+    """Draws the blocks as text; see `BlockMask.to_string`."""
+    if not is_concrete(block_mask):
+        return f"BlockMask(shape={_known_shape(block_mask)}, block_size={block_mask.block_size})"
+    shape = block_mask.shape
+    head = f"BlockMask(shape={shape}, block_size={block_mask.block_size}"
+    if len(shape) != 4:
+        return f"{head})"
+    kinds = np.asarray(block_mask.kinds())
+    lines = [f"{head}, sparsity={sparsity(kinds, block_mask.seq_lengths, block_mask.block_size):.2f}%)"]
+    grid = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+    pictures = [(b, h) for b in range(shape[0]) for h in range(shape[1])]
+    for b, h in pictures[:limit]:
+        lines.append(f"batch {b}, head {h}")
+        lines += ["".join(_CHARACTERS[int(kind)] for kind in row) + "|" for row in _coarser(kinds[b, h], grid)]
+    if len(pictures) > limit:
+        lines.append(f"... and {len(pictures) - limit} more")
+    return "\n".join(lines)
+
+
+def _known_shape(block_mask: BlockMask) -> Any:
+    leading = getattr(block_mask.kv_num_blocks, "shape", None)
+    return block_mask.seq_lengths if leading is None else (*leading[:-1], *block_mask.seq_lengths)
+
+
+def _coarser(kinds: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
+    if 0 in kinds.shape or grid is None:
+        return kinds
+    for axis, cells in enumerate(grid):
+        step = -(-kinds.shape[axis] // max(1, cells))
+        starts = np.arange(0, kinds.shape[axis], step)
+        least, most = np.minimum.reduceat(kinds, starts, axis), np.maximum.reduceat(kinds, starts, axis)
+        kinds = np.where(least == most, least, PARTIAL)
+    return kinds
+
+
+def to_figure(block_mask: BlockMask, batch: int, head: int, zoom: tuple[slice, slice] | None) -> Figure:
+    """Draws blocks and elements; see `BlockMask.to_image`."""
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        remedy = "Install it with `pip install 'jflex[demo]'`."
+        raise ImportError(f"`BlockMask.to_image` needs matplotlib. {remedy}") from None
+    if not is_concrete(block_mask):
+        raise TypeError("`BlockMask.to_image` needs the values of the lists, traced here. Call it outside `jit`.")
+    chosen = block_mask[batch, head]  # also checks the numbers
+    q_length, kv_length = chosen.seq_lengths
+    figure = Figure(figsize=(6.0 if zoom is None else 11.0, 5.5), layout="constrained")
+    axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)[0]
+    sides = [np.append(np.arange(0, n, size), n) for n, size in zip(chosen.seq_lengths, chosen.block_size, strict=True)]
+    if q_length and kv_length:
+        colours = ListedColormap(list(_COLOURS.values()))
+        axes[0].pcolormesh(sides[1], sides[0], np.asarray(chosen.kinds())[0, 0], cmap=colours, vmin=0, vmax=2)
+    percent = sparsity(np.asarray(chosen.kinds()), chosen.seq_lengths, chosen.block_size)
+    axes[0].set_title(f"blocks of {chosen.block_size[0]} x {chosen.block_size[1]}, {percent:.1f}% skipped")
+    axes[0].set_xlim(0, kv_length or 1)
+    axes[0].set_ylim(q_length or 1, 0)
+    patches = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in _COLOURS.items()]
+    axes[0].legend(handles=patches, loc="upper right")
+    if zoom is not None:
+        _draw_elements(axes[1], chosen, zoom)
+    for axis in axes:
+        axis.set(xlabel="key", ylabel="query", aspect="equal" if q_length == kv_length else "auto")
+    return figure
+
+
+def _draw_elements(axis: Any, block_mask: BlockMask, zoom: tuple[slice, slice]) -> None:
+    queries, keys = (range(length)[part] for length, part in zip(block_mask.seq_lengths, zoom, strict=True))
+    indices = (jnp.asarray(np.asarray(part, np.int32)) for part in (queries, keys))
+    visible = np.asarray(block_mask_elements(block_mask, *indices))[0, 0]
+    if visible.size:
+        extent = (keys[0] - 0.5, keys[-1] + 0.5, queries[-1] + 0.5, queries[0] - 0.5)
+        axis.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=extent)
+    axis.set_title(f"elements, {int(visible.sum())} of {visible.size} visible")

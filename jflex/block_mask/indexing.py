@@ -1,0 +1,181 @@
+"""Indexing a BlockMask: which batches, heads and query blocks are selected, and what the mask_mod becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Int8, Int32
+
+from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
+
+_AXES = ("batch", "heads", "query blocks")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Selection:
+    """What is selected on one axis.
+
+    Attributes:
+      size: How many entries are selected.
+      blocks: Their numbers, or None when all are selected in their order.
+      start: The first number when they follow one another, else None.
+      last: The number in the last place, where it is known while tracing.
+      known: All numbers, where they are known while tracing.
+    """
+
+    size: int
+    blocks: Int32[Array, " N"] | None = None
+    start: Int32[Array, ""] | None = None
+    last: int | None = None
+    known: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SelectedMask(SizedMod):
+    """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
+
+    mask_mod: Callable[..., Any]
+    selections: tuple[Selection, Selection, Selection]
+    q_block_size: int
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Evaluates the mask at one place."""
+        of_batch, of_head, of_query = self.selections
+        old_b, old_h = _look_up(of_batch, b), _look_up(of_head, h)
+        if of_query.blocks is None:
+            return self.mask_mod(old_b, old_h, q_idx, kv_idx)
+        if of_query.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
+            return self.mask_mod(old_b, old_h, q_idx + of_query.start * self.q_block_size, kv_idx)
+        if not of_query.size:
+            return jnp.asarray(False)
+        block, within = q_idx // self.q_block_size, q_idx % self.q_block_size
+        old_q = of_query.blocks[block] * self.q_block_size + within
+        return (block < of_query.size) & self.mask_mod(old_b, old_h, old_q, kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        of_batch, of_head, of_query = self.selections
+        kept = requirements_of(self.mask_mod)
+        kept = kept if of_batch.blocks is None else without(kept, "b")
+        kept = kept if of_head.blocks is None else without(kept, "h")
+        # What neighbouring blocks require beyond this depends on where they begin, which is data.
+        return kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
+
+
+def _look_up(selection: Selection, index: Any) -> Any:
+    if selection.blocks is None:
+        return index
+    if selection.size == 1:
+        return selection.blocks[0]
+    return selection.blocks[index] if selection.size else index
+
+
+def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
+    """Reads the index of ``block_mask[index]`` for axes of these sizes.
+
+    Raises:
+      IndexError: More than three indices, or one out of range.
+      TypeError: An index is no integer, slice or array of integers with at most one axis.
+    """
+    indices = index if isinstance(index, tuple) else (index,)
+    if len(indices) > 3:
+        raise IndexError(
+            f"a BlockMask takes at most 3 indices (batch, head, query block); got {len(indices)}. "
+            "Crop the keys with `block_mask.with_lengths(q_len, kv_len)`."
+        )
+    indices += (slice(None),) * (3 - len(indices))
+    first, second, third = (_select_axis(i, n, name) for i, n, name in zip(indices, sizes, _AXES, strict=True))
+    return first, second, third
+
+
+def _select_axis(index: Any, size: int, axis: str) -> Selection:
+    if isinstance(index, slice):
+        chosen = range(size)[index]
+        if chosen == range(size):
+            return Selection(size, last=size - 1 if size else None, known=tuple(chosen))
+        return _known_selection(np.asarray(chosen, np.int64), neighbours=chosen.step == 1)
+    if isinstance(index, Tracer):
+        return _traced_selection(index, size, axis)
+    numbers = _integers(index, axis)
+    if numbers.size and (numbers.min() < -size or numbers.max() >= size):
+        raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, which are {size}.")
+    numbers = np.where(numbers < 0, numbers + size, numbers)
+    return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
+
+
+def _integers(index: Any, axis: str) -> np.ndarray:
+    fault = f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; got "
+    if isinstance(index, (bool, np.bool_)) or index is None or index is Ellipsis:
+        raise TypeError(f"{fault}{index!r}.")
+    if not isinstance(index, (np.ndarray, jax.Array, list)):
+        try:
+            return np.asarray(operator.index(index))
+        except TypeError:
+            raise TypeError(f"{fault}{type(index).__name__}.") from None
+    numbers = np.asarray(index) if len(np.shape(index)) == 0 or np.size(index) else np.zeros(np.shape(index), np.int64)
+    if numbers.ndim > 1 or not np.issubdtype(numbers.dtype, np.integer):
+        raise TypeError(f"{fault}{numbers.dtype}[{','.join(map(str, numbers.shape))}].")
+    return numbers
+
+
+def _known_selection(numbers: np.ndarray, *, neighbours: bool) -> Selection:
+    blocks = jnp.asarray(numbers, jnp.int32)
+    start = blocks[0] if neighbours and numbers.size else None
+    last = int(numbers[-1]) if numbers.size else None
+    return Selection(numbers.size, blocks, start, last, tuple(numbers.tolist()))
+
+
+def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
+    if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim > 1:
+        raise TypeError(
+            f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; "
+            f"got {index.dtype}[{','.join(map(str, index.shape))}]."
+        )
+    index = index.astype(jnp.int32)
+    # The value is not known while tracing, so a wrong one is brought into range, as JAX does for arrays.
+    blocks = jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0)).reshape(-1)
+    return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
+
+
+def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
+    """Takes the selected batches, heads and rows of a matrix of kinds."""
+    for axis, selection in enumerate(selections):
+        if selection.blocks is not None:
+            kinds = _take(kinds, selection.blocks, axis=axis)
+    return kinds
+
+
+_take = jax.jit(jnp.take, static_argnames="axis")
+
+
+def selected_length(selection: Selection, length: int, block: int) -> int:
+    """How many queries the selected blocks hold.
+
+    Raises:
+      ValueError: The last block of a length that is no multiple of the block size comes before another one, or may do
+        so (the numbers are traced): positions are counted block by block, so a short block must be the last.
+    """
+    tail, blocks = length % block, -(-length // block)
+    if selection.blocks is None:
+        return length
+    if not tail or not selection.size:
+        return selection.size * block
+    if selection.known is None:
+        raise ValueError(
+            f"query blocks of a BlockMask can be selected with traced numbers only if Q_LEN is a multiple of the block "
+            f"size: the length of the result must be known. Q_LEN is {length}, the block size {block}. Extend the mask "
+            f"first, with `block_mask.with_lengths({blocks * block}, kv_len)`."
+        )
+    if blocks - 1 in selection.known[:-1]:
+        raise ValueError(
+            f"query block {blocks - 1} of a BlockMask holds {tail} queries instead of {block}, so it can only be "
+            f"selected in the last place. The selected blocks are {list(selection.known)}."
+        )
+    return selection.size * block - (block - tail if selection.last == blocks - 1 else 0)

@@ -1,0 +1,398 @@
+"""BlockMask: which blocks of queries and keys see each other, as lists that kernels walk.
+
+A `BlockMask` splits a mask into blocks and lists, for every block of queries, the blocks of keys that it sees: *full*
+ones, where every element is visible, and *partial* ones, where the mask_mod decides element by element. A block in
+neither list is skipped. An element is visible exactly if its block is full, or partial and the mask_mod says so.
+
+After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Int8, Int32
+
+from jflex.block_mask import algebra, drawing
+from jflex.block_mask.dense import block_mask_elements
+from jflex.block_mask.from_lists import kinds_from_given
+from jflex.block_mask.indexing import SelectedMask, select, selected_kinds, selected_length
+from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
+from jflex.block_mask.lists import BlockLists, demote_tails, kinds_from_lists, lists_from_kinds
+from jflex.block_mask.mask_fit import uses_index
+from jflex.block_mask.states import block_kinds
+from jflex.mods.array_sizes import check_mask_shape
+from jflex.mods.compose import BoundMask, MaskMod
+from jflex.mods.trace import TracedMod, trace_mask_mod
+
+BlockSize = int | tuple[int, int]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A block-sparse attention mask: a pytree that passes through ``jit``, ``vmap``, ``scan`` and ``device_put``.
+
+    Make one with `create_block_mask`, or from lists of your own with `BlockMask.from_kv_blocks`.
+
+    ``R`` and ``C`` count query blocks and key blocks. Batch and heads are 1 where all share one mask.
+
+    Attributes:
+      kv_num_blocks: How many partial key blocks a query block sees.
+      kv_indices: Their numbers, ascending; entries past the count are arbitrary, here and in every list.
+      full_kv_num_blocks: How many full key blocks a query block sees.
+      full_kv_indices: Their numbers.
+      q_num_blocks: How many query blocks see a key block as a partial one; the backward pass walks these.
+      q_indices: Their numbers.
+      full_q_num_blocks: How many query blocks see a key block as a full one.
+      full_q_indices: Their numbers.
+      mask_operands: The arrays that the mask_mod closes over.
+      traced: The program of the mask_mod, or None: then every element of a listed block is visible.
+      seq_lengths: ``(Q_LEN, KV_LEN)``.
+      block_size: Of queries and of keys.
+      lists_follow_mod: Whether the mask_mod alone tells what is visible. The lists of `from_kv_blocks` can hide more.
+
+    >>> block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512)
+    >>> print(block_mask)
+    BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=37.50%)
+    batch 0, head 0
+    ░░      |
+    ██░░    |
+    ████░░  |
+    ██████░░|
+    """
+
+    kv_num_blocks: Int32[Array, "B H R"]
+    kv_indices: Int32[Array, "B H R C"]
+    full_kv_num_blocks: Int32[Array, "B H R"]
+    full_kv_indices: Int32[Array, "B H R C"]
+    q_num_blocks: Int32[Array, "B H C"]
+    q_indices: Int32[Array, "B H C R"]
+    full_q_num_blocks: Int32[Array, "B H C"]
+    full_q_indices: Int32[Array, "B H C R"]
+    mask_operands: tuple[jax.Array, ...]
+    traced: TracedMod | None = dataclasses.field(metadata={"static": True})
+    seq_lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    lists_follow_mod: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Int[ArrayLike, "B H R"],
+        kv_indices: Int[ArrayLike, "B H R W"],
+        full_kv_num_blocks: Int[ArrayLike, "B H R"] | None = None,
+        full_kv_indices: Int[ArrayLike, "B H R W2"] | None = None,
+        *,
+        block_size: BlockSize = 128,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+    ) -> BlockMask:
+        """Makes a BlockMask from lists of key blocks, under ``jit`` as well as outside.
+
+        Args:
+          kv_num_blocks: How many partial key blocks each query block sees.
+          kv_indices: Their numbers, each once, in any order; entries past the count are ignored. ``W`` may be smaller
+            than the number of key blocks.
+          full_kv_num_blocks: How many full key blocks each query block sees: those where `mask_mod` is True everywhere.
+            A full block that reaches past a length is listed as a partial one, since its padding must be hidden.
+          full_kv_indices: Their numbers. Give both ``full_`` arguments or neither.
+          block_size: Of queries and keys, one number or a pair.
+          mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, applied in partial blocks. None: a listed block is visible.
+          seq_lengths: ``(Q_LEN, KV_LEN)``. None: as many whole blocks as the arrays have rows and columns.
+
+        Returns:
+          The mask, with ascending lists of full width.
+
+        Raises:
+          TypeError: The lists are not integers, or `mask_mod` is no mask_mod.
+          ValueError: Shapes do not fit one another or `seq_lengths`; a count or number is out of range; a block is
+            listed twice. Values are checked where they are known: not those of tracers, and then a block number out of
+            range is ignored and a block in both lists is full.
+
+        >>> counts, numbers = jnp.array([[[1, 2]]]), jnp.array([[[[0, 0], [1, 0]]]])
+        >>> print(BlockMask.from_kv_blocks(counts, numbers, block_size=64))
+        BlockMask(shape=(1, 1, 128, 128), block_size=(64, 64), sparsity=25.00%)
+        batch 0, head 0
+        ██  |
+        ████|
+        """
+        block_size = checked_block_size(block_size)
+        if seq_lengths is not None:
+            q_length, kv_length = seq_lengths
+            seq_lengths = (checked_size(q_length, "seq_lengths"), checked_size(kv_length, "seq_lengths"))
+        given = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        kinds, seq_lengths = kinds_from_given(given, block_size, seq_lengths)
+        check_mask_shape(mask_mod, (*kinds.shape[:2], *seq_lengths), "a BlockMask")
+        if mask_mod is None:
+            kinds = algebra.solid_kinds(kinds)
+        return _assemble(kinds, mask_mod, (seq_lengths, block_size), lists_follow_mod=False)
+
+    @property
+    def lists(self) -> BlockLists:
+        """The eight arrays that kernels walk."""
+        return BlockLists(*(getattr(self, name) for name in BlockLists._fields))
+
+    @property
+    def mask_mod(self) -> BoundMask | None:
+        """The mask_mod, as a callable ``(b, h, q_idx, kv_idx) -> bool``; None when all of a listed block is visible."""
+        return None if self.traced is None else BoundMask(self.traced, self.mask_operands)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(B, H, Q_LEN, KV_LEN)``; B and H are 1 where all share one mask."""
+        return (*self.kv_num_blocks.shape[:-1], *self.seq_lengths)
+
+    def numel(self) -> int:
+        """Elements of the mask: the product of `shape`."""
+        return math.prod(self.shape)
+
+    def kinds(self) -> Int8[Array, "B H R C"]:
+        """The matrix of blocks: 0 empty, 1 partial, 2 full."""
+        return kinds_from_lists(self.lists)
+
+    def to_dense(self) -> Int32[Array, "B H R C"]:
+        """The matrix of blocks: 1 where any element is visible or may be, else 0.
+
+        >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 384, 256).to_dense()[0, 0].tolist()
+        [[1, 0], [1, 1], [1, 1]]
+        """
+        return (self.kinds() > 0).astype(jnp.int32)
+
+    def to_elements(self) -> Bool[Array, "B H Q_LEN KV_LEN"]:
+        """The mask of elements, dense: for references, pictures and tests of small masks."""
+        q_idx, kv_idx = (jnp.arange(length, dtype=jnp.int32) for length in self.seq_lengths)
+        return block_mask_elements(self, q_idx, kv_idx)
+
+    def sparsity(self) -> float:
+        """How much of the mask lies in skipped blocks, in per cent of its elements; 0.0 for a mask without elements.
+
+        Raises:
+          TypeError: The lists are traced (under ``jit``), so their values are not known.
+
+        >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512).sparsity()
+        37.5
+        """
+        if not drawing.is_concrete(self):
+            raise TypeError(
+                "`BlockMask.sparsity()` is a Python number and needs the values of the lists, which are not known here "
+                "(under `jit` or `vmap`). Call it outside, or compute with `block_mask.to_dense()`."
+            )
+        return drawing.sparsity(np.asarray(self.kinds()), self.seq_lengths, self.block_size)
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """Selects batches, heads and query blocks; ``block_mask[b, h, q_block]``.
+
+        Args:
+          index: Up to three integers, slices or integer arrays with one axis, each for its own axis. An integer keeps
+            the axis, with size 1. Negative ones count from the end. Traced ones are brought into range.
+
+        Returns:
+          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Extended over queries,
+          neighbouring blocks go on in the old mask; blocks chosen by an array or a step see nothing there.
+
+        Raises:
+          IndexError: Too many indices, or one out of range.
+          TypeError: One is neither integer, slice nor integer array.
+          ValueError: A short last query block is selected before another one.
+
+        >>> create_block_mask(lambda b, h, q, kv: q >= kv, 2, 4, 512, 512)[1, :2, -1].shape
+        (1, 2, 128, 512)
+        """
+        batch, heads, rows = self.kv_num_blocks.shape
+        selections = select(index, (batch, heads, rows))
+        q_length = selected_length(selections[2], self.seq_lengths[0], self.block_size[0])
+        mask_mod = None if self.mask_mod is None else SelectedMask(self.mask_mod, selections, self.block_size[0])
+        kinds = selected_kinds(self.kinds(), selections)
+        return self._like(kinds, mask_mod, (q_length, self.seq_lengths[1]), lists_follow_mod=self.lists_follow_mod)
+
+    def with_lengths(self, q_len: int, kv_len: int) -> BlockMask:
+        """The same mask, cropped or extended to other lengths; query 0 and key 0 stay where they are.
+
+        Args:
+          q_len: New number of queries.
+          kv_len: New number of keys.
+
+        Returns:
+          What `create_block_mask` would have made; or, of a mask made from lists, those and its mask_mod beyond.
+
+        Raises:
+          TypeError: A length is not an integer.
+          ValueError: A length is negative, or the mask would be extended and has no mask_mod that knows what is there.
+
+        >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512)
+        >>> block_mask.with_lengths(300, 1024).shape
+        (1, 1, 300, 1024)
+        """
+        seq_lengths = (checked_size(q_len, "q_len"), checked_size(kv_len, "kv_len"))
+        if seq_lengths == self.seq_lengths:
+            return self
+        if self.mask_mod is not None and self.lists_follow_mod:
+            return self._remade(self.mask_mod, seq_lengths)
+        if seq_lengths[0] <= self.seq_lengths[0] and seq_lengths[1] <= self.seq_lengths[1]:
+            kinds = algebra.crop_kinds(self, seq_lengths)
+            return self._like(kinds, self.mask_mod, seq_lengths, lists_follow_mod=False)
+        if self.mask_mod is None:
+            raise ValueError(
+                f"`BlockMask.with_lengths` cannot extend this mask from {self.seq_lengths} to {seq_lengths}: it has no "
+                "mask_mod, so nothing tells what is visible there. Make the longer one with `create_block_mask` or "
+                "`BlockMask.from_kv_blocks`."
+            )
+        inside = algebra.element_mod(self)
+        return self._remade(algebra.ExtendedMask(inside, self.mask_mod, self.seq_lengths), seq_lengths)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """Visible where both masks are; lengths and block sizes must be equal, batch and heads equal or 1."""
+        return self._composed(algebra.intersect(self, other)) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """Visible where either mask is; lengths and block sizes must be equal, batch and heads equal or 1."""
+        return self._composed(algebra.unite(self, other)) if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """Visible where the mask is not."""
+        return self._composed(algebra.invert(self))
+
+    def __str__(self) -> str:
+        return drawing.draw(self)
+
+    __repr__ = __str__
+
+    def to_string(self, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
+        """Draws the blocks: ``██`` full, ``░░`` partial, two spaces empty.
+
+        Args:
+          grid_size: At most so many rows and columns, each cell full or empty if all of its blocks are, else partial.
+            None: a cell for every block.
+          limit: Draws at most so many batches and heads.
+
+        Returns:
+          The picture, under a line with shape, block size and sparsity. While the lists are traced, that line alone.
+        """
+        return drawing.draw(self, grid_size, limit)
+
+    def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> Any:
+        """Draws the blocks, and the elements of a part, with matplotlib.
+
+        Args:
+          batch: Which batch.
+          head: Which head.
+          zoom: Slices of queries and of keys whose elements are drawn beside the blocks.
+
+        Returns:
+          A ``matplotlib.figure.Figure``; ``figure.savefig("mask.png")`` writes it.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+          IndexError: There is no such batch or head.
+          TypeError: The lists are traced.
+        """
+        return drawing.to_figure(self, batch, head, zoom)
+
+    def _like(
+        self,
+        kinds: Int8[Array, "B H R C"],
+        mask_mod: MaskMod | None,
+        seq_lengths: tuple[int, int],
+        *,
+        lists_follow_mod: bool,
+    ) -> BlockMask:
+        """A mask of the same block size, named after the same function of the user."""
+        sizes, source = (seq_lengths, self.block_size), None if self.traced is None else self.traced.source
+        return _assemble(kinds, mask_mod, sizes, lists_follow_mod=lists_follow_mod, source=source)
+
+    def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
+        """Evaluates a mask_mod anew, for other lengths."""
+        shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
+        check_mask_shape(mask_mod, shape, "a BlockMask")
+        kinds = block_kinds(*trace_mask_mod(mask_mod), shape, self.block_size)
+        return self._like(kinds, mask_mod, seq_lengths, lists_follow_mod=True)
+
+    def _composed(self, composed: algebra.Composed) -> BlockMask:
+        kinds, mask_mod, source, follows = composed
+        return _assemble(kinds, mask_mod, (self.seq_lengths, self.block_size), lists_follow_mod=follows, source=source)
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    *,
+    block_size: BlockSize = 128,
+) -> BlockMask:
+    """Makes the BlockMask of a mask_mod: exact, under ``jit`` as well as outside, and never as one dense array.
+
+    Every element is evaluated, a bounded number at a time. A mask_mod with the same program, over captured arrays of
+    the same shapes, is not compiled again, whatever the values of the arrays.
+
+    Args:
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query sees a key; called on int32 scalars, ``h`` being
+        the query head. What it closes over becomes `BlockMask.mask_operands`; tracers are welcome.
+      B: Batch size, or None for one mask that all share.
+      H: Query heads, or None for one mask that all share.
+      Q_LEN: Number of queries; may be 0.
+      KV_LEN: Number of keys; may be 0.
+      block_size: Of queries and keys, one number or a pair. Lengths need not be multiples of it.
+
+    Returns:
+      The mask. A block is full if all of it is visible and it lies wholly inside of the lengths.
+
+    Raises:
+      TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
+      ValueError: A size is negative; `mask_mod` branches in Python on its arguments; or it uses ``b`` while `B` is
+        None, or ``h`` while `H` is None; or a ready mask was made for other sizes.
+
+    >>> documents = jnp.array([0] * 200 + [1] * 312)
+    >>> def same_document(b, h, q_idx, kv_idx):
+    ...     return documents[q_idx] == documents[kv_idx]
+    >>> print(create_block_mask(same_document, None, None, 512, 512))
+    BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=25.00%)
+    batch 0, head 0
+    ██░░    |
+    ░░░░░░░░|
+      ░░████|
+      ░░████|
+    """
+    shape = checked_shape(B, H, Q_LEN, KV_LEN)
+    block_size = checked_block_size(block_size)
+    traced, operands = trace_mask_mod(mask_mod)
+    for size, argument, index in ((B, "B", "b"), (H, "H", "h")):
+        if size is None and uses_index(traced, index):
+            raise ValueError(
+                f"`{argument}` is None, which makes one mask for all, but the mask_mod {traced.source} uses `{index}`. "
+                f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
+            )
+    check_mask_shape(mask_mod, shape, "a BlockMask")
+    lists = lists_from_kinds(block_kinds(traced, operands, shape, block_size))._asdict()
+    return BlockMask(
+        **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
+        lists_follow_mod=True,
+    )  # fmt: skip
+
+
+def _assemble(
+    kinds: Int8[Array, "B H R C"],
+    mask_mod: MaskMod | None,
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    *,
+    lists_follow_mod: bool,
+    source: str | None = None,
+) -> BlockMask:
+    """Makes a BlockMask of given blocks; `source` names the mask_mod in messages, `sizes` are lengths and blocks."""
+    traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
+    if traced is not None and source is not None:
+        traced = dataclasses.replace(traced, source=source)
+    lists = lists_from_kinds(demote_tails(kinds, *sizes))._asdict()
+    seq_lengths, block_size = sizes
+    return BlockMask(
+        **lists, mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
+        lists_follow_mod=lists_follow_mod,
+    )  # fmt: skip

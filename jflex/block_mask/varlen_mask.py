@@ -1,0 +1,321 @@
+"""The BlockMask of packed sequences: which blocks of packed queries and keys have a sequence in common.
+
+The sequences of a batch stand one behind the other, without padding between them. Their boundaries alone tell which
+blocks can see each other; a mask_mod is evaluated in those, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int8, Int32
+
+from jflex._call.kv_lengths import known_lengths
+from jflex._call.problem import describe_array
+from jflex._jax.manual_axes import unify_varying
+from jflex.block_mask.lengths import checked_block_size, checked_size
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_kinds
+from jflex.block_mask.mask import BlockMask, BlockSize
+from jflex.block_mask.mask_fit import uses_index
+from jflex.block_mask.states import visible_elements
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.trace import TracedMod, trace_mask_mod
+
+Mod = Callable[..., Any] | None
+DEFAULT_BLOCK = 128
+_ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class VarlenBlockMask(BlockMask):
+    """The BlockMask of packed sequences. Made by `varlen_block_mask`; its lengths are those of the packed arrays.
+
+    Its mask_mod takes numbers of packed tokens, hides other sequences, and then asks the mask_mod of the user.
+
+    Attributes:
+      cu_seqlens_q: The boundaries of the queries that it was made for.
+      cu_seqlens_k: Those of the keys.
+    """
+
+    cu_seqlens_q: Int32[Array, " R+1"]
+    cu_seqlens_k: Int32[Array, " R+1"]
+
+
+def varlen_block_mask(
+    cu_seqlens_q: Int32[Array, " R+1"],
+    cu_seqlens_k: Int32[Array, " R+1"],
+    num_queries: int,
+    num_keys: int,
+    *,
+    mask_mod: Mod = None,
+    H: int | None = None,
+    block_size: BlockSize = DEFAULT_BLOCK,
+) -> VarlenBlockMask:
+    """Makes the BlockMask of packed sequences, for `flex_attention_varlen`: once for all layers of a model.
+
+    Without a `mask_mod` no element is evaluated: the boundaries tell which blocks have a sequence in common, and which
+    lie within one. With one, it is evaluated in those blocks alone, however many there are; so the work grows with the
+    squares of the lengths of the sequences, not with that of their sum. What is held grows with the number of blocks of
+    the whole matrix, about 20 bytes for each.
+
+    Args:
+      cu_seqlens_q: As in `flex_attention_varlen`; traced ones too.
+      cu_seqlens_k: Likewise.
+      num_queries: N, the length of the packed queries.
+      num_keys: M, that of the packed keys.
+      mask_mod: As in `flex_attention_varlen`.
+      H: Query heads, or None for one mask that all share.
+      block_size: Of queries and keys, one number or a pair.
+
+    Returns:
+      The mask. A block is full if all of it is visible and it lies wholly inside of the lengths.
+
+    Raises:
+      TypeError: An argument is of a wrong kind.
+      ValueError: Boundaries that are known do not ascend from 0 to at most `num_queries` and `num_keys`; they are for
+        different numbers of sequences; or `mask_mod` uses ``h`` while `H` is None, or was made for other sizes.
+
+    >>> boundaries = jnp.array([0, 200, 456], jnp.int32)  # two sequences, of 200 and 256 tokens
+    >>> print(varlen_block_mask(boundaries, boundaries, 512, 512, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx))
+    BlockMask(shape=(1, 1, 512, 512), block_size=(128, 128), sparsity=50.00%)
+    batch 0, head 0
+    ░░      |
+    ░░░░    |
+      ░░░░  |
+      ░░░░░░|
+    """
+    lengths = checked_size(num_queries, "num_queries"), checked_size(num_keys, "num_keys")
+    q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
+    check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
+    check_packed_sizes(mask_mod, q_ends, kv_ends, H, "packed sequences")
+    tokens = PackedTokens.of(q_ends, kv_ends, lengths)
+    mask_mod = mask_mod if tokens.sequences else None
+    traced, operands = trace_mask_mod(_SameSequence(tokens) if mask_mod is None else _PackedMask(mask_mod, tokens))
+    heads = 1 if H is None else checked_size(H, "H")
+    if H is None and uses_index(traced, "h"):
+        raise ValueError(
+            f"`H` is None, which makes one mask for all, but the mask_mod {traced.source} uses `h`. Pass `H=` the "
+            "number of query heads."
+        )
+    size = checked_block_size(block_size)
+    kinds = _boundary_kinds(q_ends, kv_ends, lengths, size)
+    kinds = kinds[None] if mask_mod is None else _evaluated_kinds(kinds, traced, operands, heads, lengths, size)
+    return VarlenBlockMask(
+        **lists_from_kinds(kinds[None])._asdict(),
+        mask_operands=operands,
+        traced=traced,
+        seq_lengths=lengths,
+        block_size=size,
+        lists_follow_mod=True,
+        cu_seqlens_q=q_ends,
+        cu_seqlens_k=kv_ends,
+    )
+
+
+class PackedTokens(NamedTuple):
+    """Of every packed token its sequence and its place there; of padding sequences that are nobody's, and place 0."""
+
+    q_sequence: Int32[Array, " N"]
+    q_position: Int32[Array, " N"]
+    kv_sequence: Int32[Array, " M"]
+    kv_position: Int32[Array, " M"]
+    sequences: int
+
+    @classmethod
+    def of(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
+        """From boundaries; padding of queries and of keys differ."""
+        sequences = q_ends.size - 1
+        return cls(*_places(q_ends, lengths[0], sequences), *_places(kv_ends, lengths[1], -1), sequences)
+
+    def see_each_other(self, q: Any, kv: Any) -> Bool[Array, ""]:
+        """Whether a query and a key are of one sequence."""
+        return self.q_sequence[q] == self.kv_sequence[kv]
+
+    def places(self, h: Any, q: Any, kv: Any) -> tuple[Any, ...]:
+        """What a mod of the user sees."""
+        return jnp.minimum(self.q_sequence[q], self.sequences - 1), h, self.q_position[q], self.kv_position[kv]
+
+
+def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+    """The sequence of every token, and its place there."""
+    token = jnp.arange(max(length, 1), dtype=jnp.int32)  # a mod is traced even where there are none
+    if ends.size == 1:
+        return jnp.full_like(token, padding), jnp.zeros_like(token)
+    sequence = _sequence_of(token, ends)
+    inside = token < ends[-1]
+    return jnp.where(inside, sequence, padding), jnp.where(inside, token - ends[:-1][sequence], 0)
+
+
+def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R+1"]) -> Int32[Array, " N"]:
+    """How many sequences end before or at a token: its own number, R for padding. Empty ones have no token."""
+    return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
+class _SameSequence:
+    """Visible where query and key are of one sequence."""
+
+    def __init__(self, tokens: PackedTokens) -> None:
+        self.tokens = tokens
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        del b, h
+        return self.tokens.see_each_other(q_idx, kv_idx)
+
+
+class PackedMod:
+    """A mod of the user, made to take numbers of packed tokens. Messages name the user's function."""
+
+    def __init__(self, mod: Callable[..., Any], tokens: PackedTokens) -> None:
+        self.mod, self.tokens = mod, tokens
+        self.__wrapped__ = mod
+
+
+class _PackedMask(PackedMod):
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        del b
+        visible = self.mod(*self.tokens.places(h, q_idx, kv_idx))
+        if getattr(visible, "dtype", type(visible)) not in (bool, jnp.bool_) or jnp.shape(visible):
+            return visible  # which tracing refuses, in the name of the user's function
+        return self.tokens.see_each_other(q_idx, kv_idx) & visible
+
+
+@jax.jit(static_argnames=("lengths", "block_size"))
+def _boundary_kinds(
+    q_ends: Int32[Array, " R+1"],
+    kv_ends: Int32[Array, " R+1"],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> Int8[Array, "R C"]:
+    """The kinds of blocks, by boundaries alone: full within one sequence, empty where they have none in common."""
+    both = (q_ends[1:] > q_ends[:-1]) & (kv_ends[1:] > kv_ends[:-1])
+    # Sequences that have both queries and keys, counted from 0: a block holds a range of them.
+    rank = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(both, dtype=jnp.int32)])
+    (q_first, q_last, q_one), (kv_first, kv_last, kv_one) = (
+        _range_of_blocks(ends, rank, *sizes) for ends, sizes in
+        ((q_ends, (lengths[0], block_size[0])), (kv_ends, (lengths[1], block_size[1])))
+    )  # fmt: skip
+    common = jnp.maximum(q_first[:, None], kv_first[None]) < jnp.minimum(q_last[:, None], kv_last[None])
+    full = common & q_one[:, None] & kv_one[None]
+    return jnp.where(full, jnp.int8(FULL), jnp.where(common, jnp.int8(PARTIAL), jnp.int8(EMPTY)))
+
+
+def _range_of_blocks(ends: jax.Array, rank: jax.Array, length: int, block: int) -> tuple[jax.Array, ...]:
+    """Ranks of the sequences of each block, from and up to, and whether all of it is of one sequence."""
+    begin = jnp.arange(block_count(length, block), dtype=jnp.int32) * block
+    filled = jnp.minimum(ends[-1], length)
+    first = _sequence_of(begin, ends)
+    last = _sequence_of(jnp.minimum(begin + block, filled) - 1, ends)
+    after = jnp.minimum(last + 1, rank.size - 1)
+    return rank[first], rank[after], (first == last) & (begin + block <= filled)
+
+
+@jax.jit(static_argnames=("traced", "heads", "lengths", "block_size"))
+def _evaluated_kinds(
+    kinds: Int8[Array, "R C"],
+    traced: TracedMod,
+    operands: tuple[jax.Array, ...],
+    heads: int,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+) -> Int8[Array, "H R C"]:
+    """The kinds of the blocks that are not empty, by their elements; a loop over as many as there are."""
+    if 0 in (*kinds.shape, heads):
+        return jnp.zeros((heads, *kinds.shape), jnp.int8)
+    operands = lax.stop_gradient(operands)
+    columns, width = (
+        kinds.shape[1],
+        min(kinds.size, max(1, _ELEMENTS_PER_STEP // (heads * block_size[0] * block_size[1]))),
+    )
+    seen = kinds.reshape(-1) != EMPTY
+    padded = block_count(kinds.size, width) * width
+    [numbers] = jnp.nonzero(seen, size=padded, fill_value=kinds.size)
+
+    def classify(number: Int32[Array, ""], h: Int32[Array, ""]) -> Int8[Array, ""]:
+        begin = number // columns * block_size[0], number % columns * block_size[1]
+        q_idx, kv_idx = (x + jnp.arange(size, dtype=jnp.int32) for x, size in zip(begin, block_size, strict=True))
+        visible = visible_elements(traced, operands, jnp.int32(0), h, (q_idx, kv_idx[None]), lengths)
+        return jnp.any(visible).astype(jnp.int8) + jnp.all(visible).astype(jnp.int8)
+
+    over_heads = jax.vmap(classify, in_axes=(None, 0), out_axes=0)
+    over_blocks = jax.vmap(over_heads, in_axes=(0, None), out_axes=1)
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start, found = state
+        some = lax.dynamic_slice(numbers.astype(jnp.int32), (start,), (width,))
+        values = over_blocks(some, jnp.arange(heads, dtype=jnp.int32))
+        return start + width, found.at[:, some].set(values, mode="drop")
+
+    count = jnp.sum(seen, dtype=jnp.int32)
+    state = unify_varying((jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8), count, operands))[:2]
+    _, found = lax.while_loop(lambda state: state[0] < count, step, state)
+    return found.reshape(heads, *kinds.shape)
+
+
+def check_callable(mod: Any, name: str, signature: str) -> None:
+    """Raises TypeError for a mod that is neither None nor a function."""
+    if mod is None or callable(mod):
+        return
+    hint = " Pass it as `block_mask`." if isinstance(mod, BlockMask) else ""
+    raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
+
+
+def check_packed_sizes(mod: Mod, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str) -> None:
+    """Raises unless a mod was made for packed sequences; of positions, where the boundaries are known."""
+    ends = known_lengths(q_ends), known_lengths(kv_ends)
+    queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
+    check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
+
+
+def checked_boundaries(q_ends: Any, kv_ends: Any, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """The boundaries of queries and of keys, as arrays of JAX.
+
+    Raises:
+      TypeError: One is no array, or not int32.
+      ValueError: Shapes do not fit, or known values do not ascend from 0 to at most the number of packed tokens.
+    """
+    named = (("cu_seqlens_q", q_ends, lengths[0], "queries"), ("cu_seqlens_k", kv_ends, lengths[1], "keys"))
+    for name, ends, _, kind in named:
+        rule = f"`{name}` must be an int32 array [R + 1], where the {kind} of each of R sequences begin, and their end"
+        if not (hasattr(ends, "shape") and hasattr(ends, "dtype")):
+            raise TypeError(f"{rule}. Got {type(ends).__name__}; pass `jnp.asarray({name}, jnp.int32)`.")
+        if ends.dtype != jnp.int32:
+            raise TypeError(f"{rule}. Got {describe_array(ends)}; cast it with `.astype(jnp.int32)`.")
+        if len(ends.shape) != 1 or not ends.shape[0]:
+            raise ValueError(f"{rule}. Got {describe_array(ends)}. Of no sequences it is [0].")
+    if q_ends.shape != kv_ends.shape:
+        raise ValueError(
+            f"`cu_seqlens_q` and `cu_seqlens_k` must be for the same sequences. They are for {q_ends.shape[0] - 1} and "
+            f"{kv_ends.shape[0] - 1}. A sequence without queries or without keys has two equal boundaries there."
+        )
+    for name, ends, length, kind in named:
+        known = known_lengths(ends)
+        if known is not None:
+            _check_values(name, known, length, kind)
+    return jnp.asarray(q_ends), jnp.asarray(kv_ends)
+
+
+def _check_values(name: str, ends: np.ndarray, length: int, kind: str) -> None:
+    if ends[0] != 0:
+        raise ValueError(
+            f"`{name}` must begin with 0, where the {kind} of the first sequence begin. It begins with {ends[0]}. Put "
+            "the sums of the lengths behind a 0."
+        )
+    falls = ends[1:] < ends[:-1]
+    if falls.any():
+        r = int(falls.argmax())
+        raise ValueError(
+            f"`{name}` must ascend. Sequence {r} has its {kind} from {ends[r]} to {ends[r + 1]}. Take the cumulative "
+            "sum of the lengths."
+        )
+    if ends[-1] > length:
+        raise ValueError(
+            f"`{name}` must end at the number of packed {kind}, or before. It ends at {ends[-1]}, and there are "
+            f"{length} {kind}. Pack those of all sequences."
+        )

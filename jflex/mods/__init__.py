@@ -1,0 +1,1 @@
+"""Mods: traced, fingerprinted, composed, moved to other positions, checked."""

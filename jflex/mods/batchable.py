@@ -1,0 +1,275 @@
+"""A mod's program as `jax.vmap` and XLA should see it: branches are selects, sums of products are contractions.
+
+For all that evaluates a mod in plain JAX (the `xla` and `reference` backends, block masks, dense masks). The kernels
+take the program as it was traced.
+
+* `jax.vmap` of a `cond` with a batched predicate broadcasts the operands of its branches, captured arrays among them:
+  a bias [B, H, T, S] to one copy for each score. So both branches are evaluated, and a select chooses.
+* XLA's CPU compiler hands a sum of products to YNNPACK as a matrix product. Where both factors are broadcast, some
+  shapes give wrong numbers or read memory that is not theirs. Of 150 random products of 2 to 4 axes, both factors
+  broadcast, 7, 7 and 10 were wrong with jaxlib 0.10.2, 0.11.2 and 0.12.0.1. A contraction (`dot_general`) of the
+  factors as they are was never wrong (360, 210 and 360 products); of factors that were broadcast before, it is no
+  safer than the sum. `jax.lax.optimization_barrier` between product and sum helps from 0.11.2 on only.
+  `jax.lax.reduce_precision` to the same precision, of which XLA does not know that it does nothing, helps everywhere,
+  but the sum is then a plain loop (50 ms for 0.8 ms, of 256 x 512 x 64): it serves where there is no contraction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jflex.mods.fingerprint import Open, open_jaxpr, sub_jaxpr
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "remat"})
+VIEWS = frozenset({"dynamic_slice", "gather", "squeeze", "reshape", "slice", "transpose", "rev"})
+SMALL = 64  # values; an operand of which a mod reads more at once is differentiated as a whole
+_REWRITTEN = frozenset({"cond", "reduce_sum"})
+_BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call_jaxpr": ("fun_jaxpr",),
+}
+_MULTIPLIES = frozenset({"mul", "dot_general", "square", "integer_pow", "div"})
+_KEEPS = VIEWS | {"broadcast_in_dim", "convert_element_type", "neg", "copy", "concatenate", "pad"}
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Applies the primitive of an equation to values."""
+    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def batchable(jaxpr: Any) -> Any:
+    """Rewrites a program for `jax.vmap`.
+
+    Args:
+      jaxpr: What `jax.make_jaxpr` returned.
+
+    Returns:
+      A program of the same arguments and results; `jaxpr` itself where nothing is to be done.
+    """
+    opened = open_jaxpr(jaxpr)
+    if not _needs_rewriting(opened.jaxpr):
+        return jaxpr
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        for v in opened.jaxpr.invars
+    ]
+
+    def rewritten(*args: jax.Array) -> list[Any]:
+        return [_used(x) for x in _run(opened, [_Value(x) for x in args])]
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(rewritten)(*avals)
+
+
+class Factored(NamedTuple):
+    """One result of a program, as a number times an array.
+
+    Attributes:
+      scale: The number, float32; None for an array that is no such product.
+      rest: The array; float32 if there is a number.
+      depends: On which arguments of the program `rest` depends, by number.
+    """
+
+    scale: jax.Array | None
+    rest: jax.Array
+    depends: frozenset[int]
+
+
+def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> list[Factored]:
+    """Calls a function of scalars, rewritten for `jax.vmap`, and takes its results apart.
+
+    The cotangent of a vector that a mod reads is mostly that of the score times another vector, which depends on fewer
+    indices. Apart they take the memory of a block of scores and of a row, and are summed by a matrix product.
+    """
+    opened = open_jaxpr(jax.make_jaxpr(function)(*args))
+    values = _run(opened, [_Value(x, frozenset({i})) for i, x in enumerate(args)])
+    found = []
+    for value in values:
+        product, x = value.product, jnp.asarray(value.x)
+        if x.ndim == 0 or product is None or not (product.scales and product.factors):
+            found.append(Factored(None, guarded(x) if value.multiplied and x.ndim else x, value.depends))
+        else:
+            rest = multiplied([x.x for x in product.factors], jnp.float32)
+            depends = frozenset().union(*(x.depends for x in product.factors))
+            found.append(Factored(multiplied(product.scales, jnp.float32), rest, depends))
+    return found
+
+
+class _Product(NamedTuple):
+    """Numbers and arrays of one shape: an array is all of them multiplied."""
+
+    scales: tuple[Any, ...]
+    factors: tuple[_Value, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Value:
+    """A value while a program is rewritten.
+
+    Attributes:
+      x: It, before the gates.
+      depends: On which arguments it depends.
+      product: What it is a product of, where that is known.
+      multiplied: Whether it is a product, or the elements of one in another order or number.
+      spread: Whether it may be broadcast: then a contraction of it is no safer than a sum.
+      gates: Of what came into branches: for each of them, whether it is taken.
+    """
+
+    x: Any
+    depends: frozenset[int] = frozenset()
+    product: _Product | None = None
+    multiplied: bool = False
+    spread: bool = False
+    gates: tuple[Any, ...] = ()
+
+
+def _used(value: _Value) -> Any:
+    """A value behind its gates.
+
+    In a branch that is not taken its cotangent is 0, also where a derivative is infinite, as it is under `lax.cond`:
+    0 times infinity would else be a NaN that a select behind the branch does not stop.
+    """
+    x = value.x
+    if value.gates and _is_floating(x) and math.prod(jnp.shape(x)) <= SMALL:
+        for taken in value.gates:
+            x = jnp.where(taken, x, lax.stop_gradient(x))
+    return x
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _run(opened: Open, args: Sequence[_Value]) -> list[_Value]:
+    """Evaluates a program on values."""
+    env = {v: _Value(x) for v, x in zip(opened.jaxpr.constvars, opened.consts, strict=True)}
+    env |= dict(zip(opened.jaxpr.invars, args, strict=True))
+    read = lambda v: _Value(v.val) if isinstance(v, core.Literal) else env[v]
+    for eqn in opened.jaxpr.eqns:
+        env.update(zip(eqn.outvars, _equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in opened.jaxpr.outvars]
+
+
+def _equation(eqn: Any, ins: list[_Value]) -> Sequence[_Value]:
+    name = eqn.primitive.name
+    depends = frozenset().union(*(x.depends for x in ins))
+    inner = sub_jaxpr(eqn) if name in CALLS else None
+    if inner is not None:
+        return _run(inner, ins)
+    if name == "cond" and not eqn.effects:
+        return _selected(eqn, ins, depends)
+    if name in VIEWS and ins[0].gates:  # of a captured array, maybe: what is read of it passes the gates, not the array
+        return [_Value(x, depends, gates=ins[0].gates) for x in bind(eqn, [ins[0].x, *map(_used, ins[1:])])]
+    ins = [dataclasses.replace(x, x=_used(x), gates=()) for x in ins]
+    if name == "reduce_sum" and _is_floating(ins[0].x):
+        return [_Value(_sum(eqn, ins[0]), depends)]
+    outs = bind(_with_bodies(eqn), [x.x for x in ins])
+    if len(outs) != 1:
+        return [_Value(x, depends) for x in outs]
+    multiplied = name in _MULTIPLIES or (name in _KEEPS and any(x.multiplied for x in ins))
+    spread = name == "broadcast_in_dim" or (not name.startswith("reduce_") and any(x.spread for x in ins))
+    return [_Value(outs[0], depends, _product(eqn, ins), multiplied, spread)]
+
+
+def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Value]:
+    """Evaluates all branches; the index selects among their results."""
+    index, branches = _used(ins[0]), []
+    for number, branch in enumerate(eqn.params["branches"]):
+        entering = [_Value(x.x, x.depends, gates=(*x.gates, index == number)) for x in ins[1:]]
+        branches.append([_used(x) for x in _run(open_jaxpr(branch), entering)])
+    results = []
+    for var, *outs in zip(eqn.outvars, *branches, strict=True):
+        outs = [jnp.asarray(x, var.aval.dtype) for x in outs]
+        chosen = outs[-1]
+        for number in reversed(range(len(outs) - 1)):
+            chosen = lax.select_n(index == number, chosen, outs[number])
+        results.append(_Value(chosen, depends))
+    return results
+
+
+def _product(eqn: Any, ins: Sequence[_Value]) -> _Product | None:
+    """The result of an equation as a product of numbers and arrays, where it is one."""
+    name, aval, first = eqn.primitive.name, eqn.outvars[0].aval, ins[0] if ins else None
+    if first is None or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return None
+    if name == "broadcast_in_dim" and jnp.ndim(first.x) == 0:
+        return _Product((first.x,), ())
+    if name == "convert_element_type" and _is_floating(first.x):
+        return first.product
+    if name == "neg" and first.product is not None:
+        return _Product((-1.0, *first.product.scales), first.product.factors)
+    if name == "mul" or (name == "dot_general" and any(jnp.ndim(x.x) == 0 for x in ins)):
+        left, right = (_parts(x, aval.shape) for x in ins)
+        if left is not None and right is not None:
+            return _Product(left.scales + right.scales, left.factors + right.factors)
+    return None
+
+
+def _parts(value: _Value, shape: tuple[int, ...]) -> _Product | None:
+    if jnp.ndim(value.x) == 0:
+        return _Product((value.x,), ())
+    if value.product is not None:
+        return value.product
+    return _Product((), (value,)) if jnp.shape(value.x) == shape else None
+
+
+def _sum(eqn: Any, value: _Value) -> jax.Array:
+    """A sum; of products, a contraction."""
+    axes, dtype, product = eqn.params["axes"], eqn.outvars[0].aval.dtype, value.product
+    known = product is not None and product.factors and not any(x.spread for x in product.factors)
+    if product is None or not known or not axes or dtype.itemsize < 4:
+        return bind(eqn, [guarded(value.x) if value.multiplied else value.x])[0]
+    *others, last = [x.x.astype(dtype) for x in product.factors]
+    if not others:
+        out = jnp.sum(guarded(last) if product.factors[0].multiplied else last, axes)
+    else:
+        kept = tuple(i for i in range(last.ndim) if i not in axes)
+        dimensions = ((axes, axes), (kept, kept))
+        out = lax.dot_general(
+            multiplied(others, dtype), last, dimensions, precision="highest", preferred_element_type=dtype
+        )
+    return multiplied([out, *product.scales], dtype)
+
+
+def guarded(x: jax.Array) -> jax.Array:
+    """The same numbers; a sum of them is not taken for a matrix product."""
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def multiplied(xs: Sequence[Any], dtype: Any) -> jax.Array:
+    """The product of numbers and arrays."""
+    return functools.reduce(jnp.multiply, [jnp.asarray(x, dtype) for x in xs])
+
+
+def _with_bodies(eqn: Any) -> Any:
+    """The equation with the bodies of loops and of custom derivatives rewritten."""
+    if eqn.primitive.name not in _BODIES:
+        return eqn
+    params = {key: batchable(x) if key in _BODIES[eqn.primitive.name] else x for key, x in eqn.params.items()}
+    return eqn.replace(params=params)
+
+
+def _needs_rewriting(jaxpr: Any) -> bool:
+    def inner(eqn: Any) -> list[Any]:
+        keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", *_BODIES.get(eqn.primitive.name, ()))
+        return [
+            open_jaxpr(eqn.params[key]).jaxpr
+            for key in keys
+            if hasattr(eqn.params.get(key), "eqns") or hasattr(eqn.params.get(key), "jaxpr")
+        ]
+
+    return any(eqn.primitive.name in _REWRITTEN or any(map(_needs_rewriting, inner(eqn))) for eqn in jaxpr.eqns)

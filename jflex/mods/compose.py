@@ -1,0 +1,165 @@
+"""Composition of mask_mods: ``and_masks``, ``or_masks``, ``not_mask``, ``noop_mask``.
+
+What they return keeps its parts in a field, so that the structure of a mask can be read back from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of
+from jflex.mods.trace import TracedMod
+
+MaskMod = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class AndMasks(SizedMod):
+    """Visible where every part is; with no parts, everywhere. Made by `and_masks`."""
+
+    parts: tuple[MaskMod, ...]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        visible = jnp.asarray(True)
+        for part in self.parts:
+            visible = visible & part(b, h, q_idx, kv_idx)
+        return visible
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(*self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class OrMasks(SizedMod):
+    """Visible where any part is; with no parts, nowhere. Made by `or_masks`."""
+
+    parts: tuple[MaskMod, ...]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        visible = jnp.asarray(False)
+        for part in self.parts:
+            visible = visible | part(b, h, q_idx, kv_idx)
+        return visible
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(*self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class NotMask(SizedMod):
+    """Visible where the part is not. Made by `not_mask`."""
+
+    part: MaskMod
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        return ~jnp.asarray(self.part(b, h, q_idx, kv_idx))
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return requirements_of(self.part)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundMask(SizedMod):
+    """A traced mask_mod joined with the values of its captures: a mask_mod again."""
+
+    traced: TracedMod
+    operands: tuple[jax.Array, ...]
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        indices = (jnp.asarray(index, jnp.int32) for index in (b, h, q_idx, kv_idx))
+        return self.traced(self.operands, *indices)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return self.traced.requirements
+
+
+def and_masks(*mask_mods: MaskMod) -> AndMasks:
+    """Joins masks: a key is visible where every mask says so.
+
+    Args:
+      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. None at all hides nothing.
+
+    Returns:
+      A mask_mod whose field ``parts`` holds the given ones.
+
+    Raises:
+      TypeError: One of them cannot be called.
+
+    >>> causal_window = and_masks(lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: q - kv < 4)
+    >>> bool(causal_window(0, 0, 5, 3)), bool(causal_window(0, 0, 5, 1)), len(causal_window.parts)
+    (True, False, 2)
+    """
+    return AndMasks(_callables("and_masks", mask_mods))
+
+
+def or_masks(*mask_mods: MaskMod) -> OrMasks:
+    """Joins masks: a key is visible where any mask says so.
+
+    Args:
+      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. None at all hides everything.
+
+    Returns:
+      A mask_mod whose field ``parts`` holds the given ones.
+
+    Raises:
+      TypeError: One of them cannot be called.
+
+    >>> prefix_lm = or_masks(lambda b, h, q, kv: q >= kv, lambda b, h, q, kv: kv < 2)
+    >>> bool(prefix_lm(0, 0, 0, 1)), bool(prefix_lm(0, 0, 0, 2))
+    (True, False)
+    """
+    return OrMasks(_callables("or_masks", mask_mods))
+
+
+def not_mask(mask_mod: MaskMod) -> NotMask:
+    """Turns a mask round: visible becomes hidden.
+
+    Args:
+      mask_mod: A function ``(b, h, q_idx, kv_idx) -> bool``.
+
+    Returns:
+      A mask_mod whose field ``part`` holds the given one.
+
+    Raises:
+      TypeError: It cannot be called.
+
+    >>> future = not_mask(lambda b, h, q, kv: q >= kv)
+    >>> bool(future(0, 0, 1, 2))
+    True
+    """
+    return NotMask(*_callables("not_mask", (mask_mod,)))
+
+
+def noop_mask(b: Int32[Array, ""], h: Int32[Array, ""], q_idx: Int32[Array, ""], kv_idx: Int32[Array, ""]) -> Any:
+    """Hides nothing: every query sees every key.
+
+    >>> bool(noop_mask(0, 0, 3, 7))
+    True
+    """
+    del b, h, q_idx, kv_idx
+    return jnp.asarray(True)
+
+
+def _callables(caller: str, mask_mods: tuple[Any, ...]) -> tuple[MaskMod, ...]:
+    for position, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            hint = " Combine BlockMasks with `&`, `|`, `~`." if hasattr(mask_mod, "kv_num_blocks") else ""
+            raise TypeError(
+                f"`{caller}` takes functions (b, h, q_idx, kv_idx) -> bool. "
+                f"Argument {position} is of type {type(mask_mod).__name__}.{hint}"
+            )
+    return mask_mods

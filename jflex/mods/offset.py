@@ -1,0 +1,181 @@
+"""From a training mod to its inference form: queries that begin at some position, not at 0.
+
+After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 5.2 and figure 6).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from jflex._call.kv_lengths import known_lengths
+from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, shifted
+from jflex.mods.compose import AndMasks, MaskMod, NotMask, OrMasks
+from jflex.mods.trace import describe
+
+Offset = Int32[Array, ""] | Int32[Array, " B"]
+_INT32 = np.iinfo(np.int32)
+_RULE = "`mod` must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod (b, h, q_idx, kv_idx)"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OffsetMask(SizedMod):
+    """A mask_mod for queries that begin at `offset`. Made by `with_offset`."""
+
+    mod: MaskMod
+    offset: Offset
+    known: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        _name_after(self, self.mod)
+
+    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """Evaluates the mask at one place."""
+        return self.mod(b, h, _position(self.offset, b, q_idx), kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return _requirements(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OffsetScore(SizedMod):
+    """A score_mod for queries that begin at `offset`. Made by `with_offset`."""
+
+    mod: Callable[..., Any]
+    offset: Offset
+    known: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        _name_after(self, self.mod)
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
+        """Changes one score."""
+        return self.mod(score, b, h, _position(self.offset, b, q_idx), kv_idx)
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return _requirements(self)
+
+
+def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> Callable[..., Any]:
+    """Turns a mod for training into its form for inference, where the queries of a call continue a sequence.
+
+    Query ``i`` of the call has the position ``offset + i``, and that is the ``q_idx`` that `mod` sees; ``kv_idx``
+    stays. To decode one token after ``n`` others the offset is ``n``, and its own key stands at ``n``, too.
+
+    The offset is an operand, also when it is a Python number: a new value compiles nothing. Composites of `and_masks`,
+    `or_masks` and `not_mask` stay composites, of parts with an offset. Calling it on its own result adds the offsets.
+
+    Args:
+      mod: A score_mod, ``(score, b, h, q_idx, kv_idx) -> score``, or a mask_mod, ``(b, h, q_idx, kv_idx) -> bool``;
+        which one, the number of its required arguments tells.
+      offset: A position for the whole batch, or one for each sequence, indexed by ``b``: integers, traced ones too.
+        Their number must be that of the batch. Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must
+        then expect negative positions.
+
+    Returns:
+      A mod of the same kind, for `flex_attention`, `create_block_mask` and all else that takes mods. A
+      `create_block_mask` with an offset for each sequence needs ``B``.
+
+    Raises:
+      TypeError: `mod` is no function of five or four arguments, or `offset` is no integer.
+      ValueError: `offset` has more than one axis, or does not fit into int32.
+
+    References:
+      Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
+      arXiv:2412.05496, figure 6.
+
+    >>> import jflex
+    >>> causal = with_offset(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, jnp.array([3, 1]))  # two sequences
+    >>> jflex.create_mask(causal, 2, None, 1, 5)[:, 0, 0].astype(int).tolist()
+    [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
+    """
+    kind = _kind(mod)
+    positions, known = _checked_offset(offset)
+    return OffsetScore(mod, positions, known) if kind == "score" else _offset_mask(mod, positions, known)
+
+
+def _offset_mask(mask_mod: MaskMod, offset: Offset, known: np.ndarray | None) -> MaskMod:
+    if isinstance(mask_mod, AndMasks | OrMasks):
+        return type(mask_mod)(tuple(_offset_mask(part, offset, known) for part in mask_mod.parts))
+    if isinstance(mask_mod, NotMask):
+        return NotMask(_offset_mask(mask_mod.part, offset, known))
+    return OffsetMask(mask_mod, offset, known)
+
+
+def _requirements(mod: OffsetMask | OffsetScore) -> tuple[Requirement, ...]:
+    kept = requirements_of(mod.mod)
+    if any(needed.axis == "q_idx" for needed in kept):  # else nothing waits for the value of an offset
+        known = known_lengths(mod.offset) if mod.known is None else mod.known
+        kept = shifted(kept, "q_idx", None if known is None else int(known.max()))
+    if not mod.offset.ndim:
+        return kept
+    rule = "`offset` of `with_offset` must be one position, or hold one for each batch entry"
+    return (Requirement("b", mod.offset.shape[0], rule, "Pass offsets [{}]."), *kept)
+
+
+def _position(offset: Offset, b: Any, q_idx: Any) -> Any:
+    return q_idx + (offset[b] if offset.ndim else offset)
+
+
+def _name_after(wrapper: OffsetMask | OffsetScore, mod: Callable[..., Any]) -> None:
+    """Lets messages name the user's function, and the signature be its signature."""
+    object.__setattr__(wrapper, "__wrapped__", mod)
+
+
+def _kind(mod: Any) -> str:
+    """``"score"`` or ``"mask"``, by the arguments that a mod takes."""
+    if not callable(mod):
+        hint = ""
+        if hasattr(mod, "kv_num_blocks"):
+            hint = " Make the BlockMask anew: `create_block_mask(with_offset(mask_mod, offset), ...)`."
+        raise TypeError(f"{_RULE}. Got {type(mod).__name__}.{hint}")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:  # some builtins have none
+        raise TypeError(f"{_RULE}. {describe(mod)} does not tell its arguments: wrap it in a `lambda`.") from None
+    fitting = [kind for kind, arguments in (("score", 5), ("mask", 4)) if _binds(signature, arguments)]
+    if len(fitting) == 1:
+        return fitting[0]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(p.kind in positional and p.default is p.empty for p in signature.parameters.values())
+    if not fitting or required not in (4, 5):
+        remedy = " Both would fit: name the arguments, in a `lambda`." if fitting else ""
+        raise TypeError(f"{_RULE}. {describe(mod)} takes {signature}.{remedy}")
+    return "score" if required == 5 else "mask"
+
+
+def _binds(signature: inspect.Signature, arguments: int) -> bool:
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        return False
+    return True
+
+
+def _checked_offset(offset: Any) -> tuple[Offset, np.ndarray | None]:
+    """The offset as an array of JAX, and its value where no tracing hides it."""
+    rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
+    if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):
+        raise TypeError(f"{rule}. Got {type(offset).__name__}. Wrap a list in `jnp.asarray`.")
+    if isinstance(offset, np.ndarray | np.integer | int):
+        offset = np.asarray(offset)
+    got = f"Got {offset.dtype}[{','.join(map(str, offset.shape))}]."
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"{rule}. {got} Cast it with `.astype(jnp.int32)`.")
+    if offset.ndim > 1:
+        raise ValueError(f"{rule}. {got} Index or `jax.vmap` over the other axes.")
+    if isinstance(offset, np.ndarray) and offset.size and not _INT32.min <= offset.min() <= offset.max() <= _INT32.max:
+        raise ValueError(f"{rule}, within int32, like all positions. Got {offset.tolist()}.")
+    if not offset.size:  # of no sequences: there is no place to read, but a mod is traced all the same
+        return jnp.zeros((), jnp.int32), np.zeros((), np.int32)
+    return jnp.asarray(offset, jnp.int32), offset if isinstance(offset, np.ndarray) else None

@@ -1,0 +1,303 @@
+"""From a user's mod to a jaxpr and its operands.
+
+A mod is traced once, on scalars. Every array or tracer that it closes over becomes an operand, and work that depends on
+captures alone (``jnp.exp(table)``) is done here, outside of any kernel, by XLA, which also differentiates it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+
+from jflex._jax.manual_axes import unify_varying, varying_axes
+from jflex.mods.array_sizes import Requirement, program_requirements
+from jflex.mods.batchable import CALLS, batchable, bind
+from jflex.mods.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
+
+Kind = Literal["score", "mask"]
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+_ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
+# What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
+_TYPE_CASTS = frozenset({"pvary", "pcast"})
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedMod:
+    """A traced mod without its captured values: static, hashable, equal when the programs are equal.
+
+    Two lambdas with the same program over captures of the same shapes are equal, whatever the values of the captures;
+    so a ``TracedMod`` is the key of every cache.
+
+    Attributes:
+      kind: ``"score"`` or ``"mask"``.
+      fingerprint: The program as text; what equality compares.
+      operands: Shape and dtype of each captured array.
+      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar.
+      source: The user's function, for messages: ``causal (model.py:41)``.
+      requirements: The sizes that a ready mod was made for.
+    """
+
+    kind: Kind
+    fingerprint: str
+    operands: tuple[tuple[tuple[int, ...], str], ...]
+    jaxpr: Any = dataclasses.field(compare=False, repr=False)
+    source: str = dataclasses.field(compare=False)
+    requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
+        """Evaluates the mod on scalars, as plain JAX (``jax.vmap`` it for more).
+
+        Args:
+          operands: The captured arrays, in the order in which tracing returned them.
+          *scalars: ``(score,) b, h, q_idx, kv_idx``.
+
+        Returns:
+          A float32 scalar for a score mod, a bool scalar for a mask mod.
+        """
+        args, program = (*scalars, *operands), batchable_program(self)
+        if not varying_axes(*args):
+            return core.jaxpr_as_fun(program)(*args)[0]
+        return _evaluate_varying(open_jaxpr(program), unify_varying(args))[0]
+
+
+@functools.lru_cache(maxsize=256)
+def batchable_program(traced: TracedMod) -> Any:
+    """The program of a mod as plain JAX evaluates it under `jax.vmap`; see `jflex.mods.batchable`."""
+    return batchable(traced.jaxpr)
+
+
+def trace_score_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """Traces ``mod(score, b, h, q_idx, kv_idx) -> score``.
+
+    Returns:
+      The traced mod, and the arrays that it closes over.
+
+    Raises:
+      TypeError: `mod` is not callable, takes other arguments, or returns something else than one floating-point scalar.
+      ValueError: `mod` branches in Python on its arguments, or indexes a numpy array with them.
+    """
+    return _trace(mod, "score")
+
+
+def trace_mask_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """Traces ``mod(b, h, q_idx, kv_idx) -> bool``.
+
+    Returns:
+      The traced mod, and the arrays that it closes over.
+
+    Raises:
+      TypeError: `mod` is not callable, takes other arguments, or returns something else than one boolean scalar.
+      ValueError: `mod` branches in Python on its arguments, or indexes a numpy array with them.
+    """
+    return _trace(mod, "mask")
+
+
+def describe(mod: Any) -> str:
+    """Names a user's function with its file and line, for messages."""
+    function = inspect.unwrap(mod) if callable(mod) else mod
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
+    code = getattr(function, "__code__", None)
+    if code is None:
+        code = getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return name
+    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+
+
+def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    source = describe(mod)
+    _check_signature(mod, kind, source)
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if kind == "score" else []
+    scalars += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+
+    def call(*args):
+        return _checked_result(mod(*args), kind, source)
+
+    with _explained(kind, source):
+        traced = jax.make_jaxpr(call)(*scalars)
+    replay, operands = _hoist(traced)
+    for x in operands:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"`{kind}_mod` cannot capture a random key; {source} captures {x.dtype}[{','.join(map(str, x.shape))}]."
+                " Draw the numbers outside of the function, and capture the array."
+            )
+    avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        residual = jax.make_jaxpr(replay)(*scalars, *avals)
+    key = fingerprint(residual, differentiable=kind == "score")
+    signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
+    return TracedMod(kind, key, signature, residual, source, program_requirements(mod)), operands
+
+
+def _check_signature(mod: Any, kind: Kind, source: str) -> None:
+    rule = (
+        f"`{kind}_mod` must be a function ({', '.join(_ARGUMENTS[kind])}) -> {'score' if kind == 'score' else 'bool'}"
+    )
+    if not callable(mod):
+        raise TypeError(f"{rule}. Got {type(mod).__name__}.")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:  # builtins have none; a wrong call shows itself while tracing
+        return
+    try:
+        signature.bind(*_ARGUMENTS[kind])
+    except TypeError:
+        other = "mask" if kind == "score" else "score"
+        hint = ""
+        with contextlib.suppress(TypeError):
+            signature.bind(*_ARGUMENTS[other])
+            hint = f" It fits a {other}_mod: pass it as `{other}_mod`."
+        raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
+
+
+def _checked_result(out: Any, kind: Kind, source: str) -> jax.Array:
+    wanted = "one boolean" if kind == "mask" else "one floating-point number"
+    if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
+        raise TypeError(f"`{kind}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
+    try:
+        shape, dtype = jnp.shape(out), jax.dtypes.result_type(out)
+    except TypeError:
+        raise TypeError(f"`{kind}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
+    returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
+    if shape != ():
+        raise TypeError(
+            f"`{kind}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
+            "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
+        )
+    if kind == "mask" and dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
+            "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
+        )
+    if kind == "score" and not jnp.issubdtype(dtype, jnp.floating):
+        hint = (
+            " To hide scores rather than change them, pass it as `mask_mod`."
+            if dtype == jnp.bool_
+            else " Cast it with `.astype(jnp.float32)`."
+        )
+        raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
+    return jnp.asarray(out, jnp.bool_ if kind == "mask" else jnp.float32)
+
+
+@contextlib.contextmanager
+def _explained(kind: Kind, source: str):
+    """Turns JAX's errors about tracers into sentences about the user's function."""
+    try:
+        yield
+    except jax.errors.TracerBoolConversionError as error:
+        raise ValueError(
+            f"`{kind}_mod` cannot branch in Python on its arguments, which are traced: {source} uses one as a "
+            "condition (`if`, `and`, `or`, `not`, `min`, `max`). Use `jnp.where`, `&`, `|`, `~`, "
+            "`jnp.minimum`, `jnp.maximum`."
+        ) from error
+    except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError) as error:
+        raise ValueError(
+            f"`{kind}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
+            f"{source} does. Wrap what it captures in `jnp.asarray(...)`, outside of the function."
+        ) from error
+    except jax.errors.ConcretizationTypeError as error:
+        raise ValueError(
+            f"`{kind}_mod` cannot turn its arguments, which are traced, into Python numbers: {source} does. "
+            "Use `jnp` functions on them."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Known:
+    """A value that no argument of the mod enters; `captured` if an array or tracer of the user's does."""
+
+    value: Any
+    captured: bool
+
+
+def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """Computes what the constants of a jaxpr alone decide; returns the rest as a function, and its operands."""
+    steps: list[tuple[Any, list[Any], list[int]]] = []  # (equation, inputs: id or _Known, output ids)
+    count = iter(range(1 << 30))
+
+    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
+            if eqn.primitive.name in _TYPE_CASTS:
+                outs = ins
+            elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
+                outs = _compute(eqn, ins)
+            elif inner is not None and (
+                inner.consts
+                or any(isinstance(x, _Known) and x.captured for x in ins)
+                or any(e.primitive.name in _TYPE_CASTS for e in inner.jaxpr.eqns)
+            ):
+                outs = run(inner.jaxpr, inner.consts, ins)
+            else:
+                outs = [next(count) for _ in eqn.outvars]
+                steps.append((eqn, ins, outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+
+    jaxpr, consts = getattr(traced, "jaxpr", traced), traced.consts
+    arguments = [next(count) for _ in jaxpr.invars]
+    [result] = run(jaxpr, consts, arguments)
+
+    used = [x for _, ins, _ in steps for x in ins] + [result]
+    captured = {id(x.value): x.value for x in used if isinstance(x, _Known) and not _is_literal(x)}
+    slots = {key: len(arguments) + i for i, key in enumerate(captured)}
+
+    def replay(*args: jax.Array) -> jax.Array:
+        env = dict(zip(arguments, args, strict=False))
+
+        def read(x: Any) -> Any:
+            if not isinstance(x, _Known):
+                return env[x]
+            return args[slots[id(x.value)]] if id(x.value) in slots else x.value
+
+        for eqn, ins, outs in steps:
+            env.update(zip(outs, bind(eqn, [read(x) for x in ins]), strict=True))
+        return jnp.asarray(read(result))
+
+    return replay, tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in captured.values())
+
+
+def _is_literal(x: _Known) -> bool:
+    return not x.captured and np.ndim(x.value) == 0
+
+
+def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
+    values = [x.value for x in ins]
+    concrete = not any(isinstance(x, Tracer) for x in values)
+    with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
+        outs = bind(eqn, values if concrete else unify_varying(values))
+    captured = any(x.captured for x in ins) or not concrete
+    if not captured and all(np.ndim(x) == 0 for x in outs):
+        outs = [np.asarray(x) for x in outs]
+    return [_Known(x, captured) for x in outs]
+
+
+def _evaluate_varying(opened: Open, args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Evaluates a jaxpr inside of a `jax.shard_map`, where what a primitive takes must vary over the same axes.
+
+    The jaxpr was traced without a mesh, so its literals and the bodies of its calls know of none.
+    """
+    env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *args), strict=True))
+    read = lambda v: jnp.asarray(v.val) if isinstance(v, core.Literal) else env[v]
+    for eqn in opened.jaxpr.eqns:
+        values = unify_varying([read(v) for v in eqn.invars])
+        inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
+        outs = bind(eqn, values) if inner is None else _evaluate_varying(inner, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in opened.jaxpr.outvars]

@@ -1,0 +1,211 @@
+"""Attention over packed sequences of any lengths, `flex_attention_varlen`.
+
+To a backend the packed tokens are one batch entry, with a mask that keeps sequences apart; to mods they are a batch,
+``b`` the number of the sequence and ``q_idx`` and ``kv_idx`` places within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from jflex._call.dispatch import Implementation
+from jflex._call.kv_lengths import known_lengths
+from jflex._call.problem import describe_array
+from jflex.attention import flex_attention
+from jflex.block_mask.mask_fit import uses_index
+from jflex.block_mask.varlen_mask import (
+    DEFAULT_BLOCK,
+    Mod,
+    PackedMod,
+    PackedTokens,
+    VarlenBlockMask,
+    check_callable,
+    check_packed_sizes,
+    checked_boundaries,
+    varlen_block_mask,
+)
+from jflex.config import Config
+from jflex.mods.trace import trace_mask_mod
+
+
+# What is returned, by `return_lse`.
+# fmt: off
+@overload
+def flex_attention_varlen(
+    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: Mod = None,
+    mask_mod: Mod = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def flex_attention_varlen(
+    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: Mod = None,
+    mask_mod: Mod = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def flex_attention_varlen(
+    q: Float[Array, "N Hq D"],
+    k: Float[Array, "M Hkv D"],
+    v: Float[Array, "M Hkv Dv"],
+    *,
+    cu_seqlens_q: Int32[Array, " R+1"],
+    cu_seqlens_k: Int32[Array, " R+1"],
+    score_mod: Mod = None,
+    mask_mod: Mod = None,
+    block_mask: VarlenBlockMask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+    """Attention over packed sequences of any lengths, forward and backward, as if each had been computed alone.
+
+    Sequence ``r`` has the queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]``, and its keys likewise; it may have
+    none of either. Mods see ``b = r``, and ``q_idx`` and ``kv_idx`` count from 0 within the sequence. Nothing else
+    differs from `flex_attention`.
+
+    The boundaries are data: one program serves all of them. Tokens behind the last boundary are padding. They see
+    nothing and nobody sees them: out is 0, lse ``-inf``, their gradients 0; and what stands there, be it NaN, reaches
+    nothing. Boundaries that are traced cannot be checked; those that do not ascend give results without meaning. To
+    check others, the call waits for them.
+
+    Args:
+      q: The queries of all sequences, one behind the other.
+      k: The keys.
+      v: The values.
+      cu_seqlens_q: Where the queries of each sequence begin, and where the last ones end: int32, from 0 to at most N.
+      cu_seqlens_k: The same of the keys, from 0 to at most M. Pass the same array for self-attention.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Without a `block_mask` each call makes one, as
+        `varlen_block_mask` does.
+      block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths: it alone tells what is visible.
+        Boundaries of it that differ from those of the call are an error where both are known; traced ones are not
+        compared.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None.
+      return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      implementation: As in `flex_attention`.
+      config: Likewise.
+
+    Returns:
+      The output in the dtype of `q`, or a pair of it and the lse: what `AttentionState` takes.
+
+    Raises:
+      TypeError: An argument is of a wrong kind.
+      ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, a ready mod was made for
+        other sizes, or `block_mask` is for other boundaries.
+      UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
+
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 300, 4, 32))
+    >>> boundaries = jnp.array([0, 100, 100, 290], jnp.int32)  # of 100, 0 and 190 tokens, and padding
+    >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    >>> out = flex_attention_varlen(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, mask_mod=causal)
+    >>> out.shape, bool((out[100] == v[100]).all()), float(jnp.abs(out[290:]).max())
+    ((300, 4, 32), True, 0.0)
+
+    For a model of many layers, make the mask once:
+
+    >>> mask = varlen_block_mask(boundaries, boundaries, 300, 300, mask_mod=causal)
+    >>> again = flex_attention_varlen(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, block_mask=mask)
+    >>> bool(jnp.allclose(again, out, atol=1e-5))
+    True
+    """
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
+    _check_packed(q, k, v)
+    lengths = q.shape[0], k.shape[0]
+    q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
+    check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
+    for mod in (score_mod, mask_mod):
+        check_packed_sizes(mod, q_ends, kv_ends, q.shape[1], "a call")
+    if block_mask is None:
+        make = lambda H: varlen_block_mask(
+            q_ends, kv_ends, *lengths, mask_mod=mask_mod, H=H, block_size=_own_block_size(config)
+        )
+        block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else q.shape[1])
+    else:
+        _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
+    if score_mod is not None:
+        tokens = PackedTokens.of(q_ends, kv_ends, lengths)
+        score_mod = _PackedScore(score_mod, tokens) if tokens.sequences else None
+    # NaN in padding would survive a weight of 0, in the products of the block that the last boundary cuts.
+    q, k, v = _without_padding(q, q_ends), _without_padding(k, kv_ends), _without_padding(v, kv_ends)
+    out, lse = flex_attention(
+        q[None], k[None], v[None], score_mod, block_mask,
+        scale=scale, return_lse=True, implementation=implementation, config=config,
+    )  # fmt: skip
+    out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
+    return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
+
+
+class _PackedScore(PackedMod):
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        del b
+        return self.mod(score, *self.tokens.places(h, q_idx, kv_idx))
+
+
+def _without_padding(x: jax.Array, ends: Int32[Array, " R+1"], fill: float = 0) -> jax.Array:
+    """Overwrites tokens behind the last boundary, and clears their cotangents; nothing to do where there are none."""
+    known = known_lengths(ends)
+    if known is not None and known[-1] == x.shape[0]:
+        return x
+    inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < ends[-1]
+    return jnp.where(inside, x, jnp.full_like(x, fill))
+
+
+def _uses_heads(mask_mod: Callable[..., Any]) -> bool:
+    check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
+    return uses_index(trace_mask_mod(mask_mod)[0], "h")
+
+
+def _own_block_size(config: Any) -> tuple[int, int]:
+    """Of a mask that is made for one call: no smaller than the tiles of the user."""
+    tiles = [getattr(config, name, None) for name in ("forward", "dkv", "dq", "decode")]
+    sizes = [(tile.block_q, tile.block_kv) for tile in tiles if tile is not None]
+    return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
+
+
+def _check_packed(q: Any, k: Any, v: Any) -> None:
+    for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"`{name}` must have three axes, {axes}, its tokens packed. Got {describe_array(x)}. A batch of "
+                "sequences of one length goes to `flex_attention`."
+            )
+
+
+def _check_mask(
+    block_mask: Any, mask_mod: Any, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
+) -> None:
+    remedy = "Make it with `varlen_block_mask(cu_seqlens_q, cu_seqlens_k, {}, {}, mask_mod=...)`.".format(*lengths)
+    if not isinstance(block_mask, VarlenBlockMask):
+        raise TypeError(
+            f"`block_mask` must be a `VarlenBlockMask`, which keeps sequences apart. Got {type(block_mask).__name__}. "
+            f"{remedy}"
+        )
+    if mask_mod is not None:
+        raise ValueError(
+            "`block_mask` and `mask_mod` cannot both be given: the mask was made with its own mask_mod. Combine them: "
+            "varlen_block_mask(..., mask_mod=and_masks(f, g))."
+        )
+    if block_mask.seq_lengths != lengths:
+        raise ValueError(
+            "`block_mask` is for {} packed queries and {} keys, the call has {} and {}. ".format(
+                *block_mask.seq_lengths, *lengths
+            )
+            + remedy
+        )
+    for name, ends in (("cu_seqlens_q", q_ends), ("cu_seqlens_k", kv_ends)):
+        made_for, known = known_lengths(getattr(block_mask, name)), known_lengths(ends)
+        if made_for is not None and known is not None and not np.array_equal(made_for, known):
+            raise ValueError(
+                f"`block_mask` was made for other boundaries: its `{name}` is {made_for.tolist()}, that of the call "
+                f"{known.tolist()}. {remedy}"
+            )

@@ -1,0 +1,1 @@
+"""Backward kernels for Hopper."""

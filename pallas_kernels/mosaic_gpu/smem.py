@@ -1,0 +1,69 @@
+"""Shared memory of a block of threads: how rows lie there, what is declared, and how many bytes that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.spec import Setting
+
+LIMIT = 232448  # bytes that a block of threads may have on Hopper: 227 KiB
+BARRIER = 8  # bytes
+WARP_GROUP_ROWS = 64  # rows of a product of one warp group
+
+
+def swizzle_of(size: int, itemsize: int) -> int:
+    """The widest swizzle, in bytes, whose columns divide rows of this size.
+
+    Rows are cut into tiles of 8 rows and so many bytes, and their 16-byte pieces are permuted, so that neither the
+    tensor cores nor the copy engine meet two of them in one bank.
+
+    >>> swizzle_of(128, 2), swizzle_of(96, 2), swizzle_of(80, 2)
+    (128, 64, 32)
+    """
+    return next(s for s in (128, 64, 32) if size * itemsize % s == 0)
+
+
+def rows_padded(size: int, itemsize: int) -> int:
+    """The next head size that a swizzle divides.
+
+    >>> rows_padded(80, 2), rows_padded(100, 2)
+    (80, 112)
+    """
+    step = 32 // itemsize
+    return -(-size // step) * step
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None) -> Any:
+    """Declares rows as the copy engine writes them and the tensor cores read them; by a swizzle, or the widest."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = swizzle or swizzle_of(shape[-1], itemsize)
+    transforms = (plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle))
+    return plg.SMEM(shape, dtype, transforms=transforms)
+
+
+def bytes_of(declared: Iterable[Any]) -> int:
+    """Bytes of what is declared: arrays, aligned as Mosaic GPU aligns them, and barriers, which lie side by side.
+
+    >>> bytes_of([tiled((2, 64, 128), jnp.bfloat16), plg.Barrier(num_barriers=3)])
+    32792
+    """
+    total = 0
+    for x in declared:
+        if isinstance(x, plg.Barrier):
+            count = x.num_barriers if isinstance(x.num_barriers, int) else math.prod(x.num_barriers)
+            total += count * BARRIER
+        else:
+            total += -(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) * 1024
+    return total
+
+
+def rows_at(setting: Setting, b: Any, h: Any, first: Any, count: int) -> tuple[Any, ...]:
+    """The index of rows of a head, in the layout of the setting."""
+    rows = pl.ds(first, count)
+    return (b, rows, h) if setting.layout == "BTNH" else (b, h, rows)

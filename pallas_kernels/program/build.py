@@ -1,0 +1,384 @@
+"""From a traced mod to a tile program, the one that every GPU backend evaluates.
+
+`trace_program` runs a jaxpr on nodes (see nodes.py): calls are inlined, loops unrolled, branches become selects,
+indexing becomes loads. `Derivative` is the program of ``jax.vjp`` of it, with the loads as arguments: so the cotangent
+of a load comes out at the size of a tile, and a kernel sums it to the size of the load before anything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
+from pallas_kernels.program.ir import Graph, Node, reachable
+from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
+from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
+
+MAX_STEPS = 64  # of an unrolled loop
+_CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
+_RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+# The identity, and so is their derivative.
+_IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
+# Whose rules in `structural` have other derivatives at ties than JAX has.
+_TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Over what the indices run: batch, query heads, queries, keys.
+
+    Attributes:
+      heads_in_rows: Whether the rows of a tile are of several heads: then a head is of kind ``"q"``, as a query is.
+    """
+
+    B: int
+    Hq: int
+    T: int
+    S: int
+    heads_in_rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A mod as nodes.
+
+    Attributes:
+      graph: Where they were made.
+      arguments: ``(score,) b, h, q, k``.
+      output: The score, or the boolean.
+      nodes: All that the output needs, inputs first.
+    """
+
+    graph: Graph
+    arguments: tuple[Node, ...]
+    output: Node
+
+    @functools.cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes that the output needs, inputs first."""
+        return reachable([self.output])
+
+    def argument(self, name: str) -> Node:
+        """The node of ``score``, ``b``, ``h``, ``q`` or ``k``."""
+        return next(node for node in self.arguments if node.value == name)
+
+    @property
+    def loads(self) -> list[Node]:
+        """The loads from captured arrays."""
+        return [node for node in self.nodes if node.op == "load"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """The derivative of a score program.
+
+    Attributes:
+      program: What it is the derivative of.
+      cotangent: The argument: cotangent of the program's output.
+      d_score: Cotangent of the score.
+      d_loads: Cotangent of each load that is wanted, float32.
+    """
+
+    program: Program
+    cotangent: Node
+    d_score: Node
+    d_loads: dict[Node, Node]
+
+    @functools.cached_property
+    def nodes(self) -> list[Node]:
+        """All nodes that program and derivative need."""
+        return reachable([self.program.output, self.d_score, *self.d_loads.values()])
+
+
+def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
+    """Makes the tile program of a mod.
+
+    Args:
+      jaxpr: Of ``(score,) b, h, q, k, *operands -> scalar``.
+      operands: Shape and dtype of each captured array.
+      sizes: Over what the indices run.
+
+    Raises:
+      NotOnTile: A primitive has no meaning on a tile.
+    """
+    graph, head_kind = Graph(), "q" if sizes.heads_in_rows else ""
+    arguments = [
+        graph.input(name, kind, np.int32, (0, max(size - 1, 0)))
+        for name, kind, size in (
+            ("b", "", sizes.B),
+            ("h", head_kind, sizes.Hq),
+            ("q", "q", sizes.T),
+            ("k", "k", sizes.S),
+        )
+    ]
+    opened, consts = open_jaxpr(jaxpr)
+    if len(opened.invars) - len(operands) == 5:
+        arguments.insert(0, graph.input("score", "qk", np.float32))
+    views = [View.whole(graph, i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
+    ins = [*(_box(node) for node in arguments), *views]
+    [out] = _Run(graph).jaxpr(opened, consts, ins)
+    return Program(graph, tuple(arguments), element(graph, out))
+
+
+def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
+    """Makes the program of the derivative with respect to the score and the loads of wanted operands.
+
+    Raises:
+      NotOnTile: A primitive of the derivative has no meaning on a tile.
+    """
+    graph = program.graph
+    # A function with a derivative of its own may read more for it than its value needs.
+    every = dict.fromkeys((*program.loads, *(n for n in _needed(program.output) if n.op == "load")))
+    loads = [n for n in every if jnp.issubdtype(n.dtype, jnp.floating) and wanted[n.value]]
+
+    def pulled(cotangent, *arguments_and_loads):
+        arguments, values = arguments_and_loads[:5], arguments_and_loads[5:]
+        f = lambda score, *xs: _evaluate_scalars(
+            program, (score, *arguments[1:]), dict(zip(loads, xs, strict=True)), others
+        )
+        others = dict(zip(rest, values[len(loads) :], strict=True))
+        return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
+
+    rest = [n for n in every if n not in loads]
+    ct = graph.input("cotangent", "qk", np.float32)
+    exact = [graph.cast(n, np.float32) for n in loads]  # 16-bit loads: cotangents are summed before they are rounded
+    ins = [ct, *program.arguments, *exact, *rest]
+    try:
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
+    except NotImplementedError as error:  # JAX itself has no derivative of `nextafter`, say
+        raise NotOnTile(f"JAX cannot differentiate it: {error}") from error
+    d_score, *d_loads = (element(graph, x) for x in _Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
+    return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
+
+
+def open_jaxpr(x: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
+    return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))
+
+
+def _box(node: Node) -> Scalars:
+    return scalars((), lambda _: node)
+
+
+def _stopped(graph: Graph, x: Scalars) -> Scalars:
+    return scalars(x.shape, lambda i: graph.stop_gradient(x[i]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call with a derivative rule of its own, as it stood in the jaxpr."""
+
+    eqn: Any
+    inputs: tuple[Scalars, ...]
+
+
+class _Run:
+    """Runs jaxprs on nodes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> Sequence[Value]:
+        """Values of the outputs."""
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(self._literal, consts), strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Value:
+            if isinstance(v, core.Literal):
+                dtype = v.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]  # JAX declares an aval without one
+                return self._literal(v.val, dtype)
+            return env[v]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _literal(self, value: Any, dtype: Any = None) -> Scalars:
+        value = np.asarray(value)
+        return scalars(value.shape, lambda i: self.graph.literal(value[i], dtype or value.dtype))
+
+    def _equation(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if name in _IDENTITIES:
+            return ins[: len(eqn.outvars)]
+        if name == "stop_gradient":
+            return [x.stop_gradient() if isinstance(x, View) else _stopped(self.graph, x) for x in ins]
+        if name in _CALLS:
+            return self._division(eqn, ins) or self.jaxpr(*_body(eqn), ins)
+        if name in _RULED:
+            return self._differentiated_as(eqn, ins, self.jaxpr(*_body(eqn), ins))
+        if name == "cond":
+            return self._cond(eqn, ins)
+        if name == "scan":
+            return self._scan(eqn, ins)
+        if name == "unstack":
+            return [RULES["unstack"](self.graph, ins, eqn.params | {"place": i}, ()) for i in range(len(eqn.outvars))]
+        if name == "split":
+            return split(self.graph, ins[0], eqn.params["axis"], eqn.params["sizes"])
+        if name in RULES:
+            outs = [RULES[name](self.graph, ins, eqn.params, tuple(eqn.outvars[0].aval.shape))]
+            return self._differentiated_as(eqn, ins, outs) if name in _TIES else outs
+        if name in ELEMENTWISE:
+            return [self._elementwise(eqn, ins)]
+        hint = " (a loop whose number of steps is not fixed)" if name == "while" else ""
+        raise NotOnTile(f"primitive `{name}`{hint} has no meaning on a tile")
+
+    def _elementwise(self, eqn: Any, ins: list[Value]) -> Scalars:
+        graph, primitive, params = self.graph, eqn.primitive, eqn.params
+        shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
+        values = [np.broadcast_to(load(graph, x), shape) for x in ins]
+        bind_params = primitive.get_bind_params(params)
+        apply = lambda *xs: primitive.bind(*xs, **bind_params)
+        formula = substitute(primitive.name, params, [v.aval.dtype for v in eqn.invars])
+
+        def at(i: tuple[int, ...]) -> list[Node]:
+            return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
+
+        if primitive.name == "convert_element_type":
+            return scalars(shape, lambda i: graph.cast(at(i)[0], dtype))
+        if primitive.name == "add_any":
+            return scalars(shape, lambda i: graph.same_dtype("add", jax.lax.add, *at(i)))
+        key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
+        if formula is None:
+            return scalars(shape, lambda i: graph.apply(primitive.name, apply, at(i), dtype, key))
+        return scalars(shape, lambda i: self._formula(eqn, formula, at(i), dtype))
+
+    def _formula(self, eqn: Any, formula: Callable[..., Any], ins: Sequence[Node], dtype: Any) -> Node:
+        """Evaluates a primitive by a formula, and differentiates it as itself."""
+        graph = self.graph
+        exact = [graph.cast(n, np.float32) for n in ins]
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
+        [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
+        return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
+
+    def _division(self, eqn: Any, ins: list[Value]) -> Sequence[Value] | None:
+        """``//`` and ``%`` of numbers that cannot be negative need no repair of the sign."""
+        op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
+        if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
+            return None
+        dtype = eqn.outvars[0].aval.dtype
+        a, b = (self.graph.cast(element(self.graph, x), dtype) for x in ins)
+        if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or dtype.kind not in "iu":
+            return None
+        own = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
+        if str(open_jaxpr(own)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
+            return None  # a function of the user's with that name
+        return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
+
+    def _differentiated_as(self, eqn: Any, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
+        """Values that were computed as `outs`, with the derivative of the equation itself."""
+        graph = self.graph
+        outs = [load(graph, x) for x in outs]
+        if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+            return outs
+        call = _Call(eqn, tuple(load(graph, x) for x in ins))
+        number = iter(range(1 << 30))
+        return [scalars(x.shape, lambda i, x=x: graph.call(x[i], call, next(number))) for x in outs]
+
+    def _cond(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+        graph, (which, *operands) = self.graph, ins
+        number = element(graph, which)
+        branches = [
+            [load(graph, x) for x in self.jaxpr(*open_jaxpr(branch), operands)] for branch in eqn.params["branches"]
+        ]
+        return [
+            scalars(outs[0].shape, lambda i, outs=outs: choose(graph, number, [x[i] for x in outs]))
+            for outs in zip(*branches, strict=True)
+        ]
+
+    def _scan(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+        graph, params = self.graph, eqn.params
+        length = params["length"]
+        if length > MAX_STEPS:
+            raise NotOnTile(f"primitive `scan` with {length} steps: loops are unrolled, up to {MAX_STEPS} steps")
+        num_consts, num_carry = scan_layout(params)
+        consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
+        jaxpr, closed = open_jaxpr(params["jaxpr"])
+        stacked: list[list[Scalars]] = []
+        for step in reversed(range(length)) if params["reverse"] else range(length):
+            outs = self.jaxpr(jaxpr, closed, [*consts, *carry, *(self._row(x, step) for x in xs)])
+            carry = outs[:num_carry]
+            stacked.append([load(graph, x) for x in outs[num_carry:]])
+        stacked = stacked[::-1] if params["reverse"] else stacked
+        empty = [np.empty((0, *v.aval.shape[1:]), object) for v in eqn.outvars[num_carry:]]
+        return [*carry, *([np.stack(ys) for ys in zip(*stacked, strict=True)] if stacked else empty)]
+
+    def _row(self, x: Value, step: int) -> Value:
+        if not isinstance(x, View):
+            return np.asarray(x[step], object).reshape(x.shape[1:])
+        rest = x.shape[1:]
+        window = x.window(self.graph, [step, *[0] * len(rest)], (1, *rest), (1,) * len(x.shape))
+        return window.select_dimensions(range(1, len(x.shape)))
+
+
+def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, *_ = (len(group) for group in params["ft_in"].unpack())  # JAX >= 0.11
+    return consts, carry
+
+
+def _body(eqn: Any) -> tuple[Any, tuple[Any, ...]]:
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return open_jaxpr(eqn.params[key])
+    raise NotOnTile(f"primitive `{eqn.primitive.name}` has no meaning on a tile")
+
+
+def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[Node, Any]) -> Any:
+    """Evaluates a program on scalars as plain JAX, with its own derivative rules; for `jax.vjp`."""
+    env: dict[Node, Any] = {}
+    given = dict(zip(program.arguments, arguments, strict=True)) | {n: x for group in loads for n, x in group.items()}
+    called: dict[_Call, list[Any]] = {}
+    for node in _needed(program.output):
+        if node in given:
+            env[node] = given[node]
+        elif node.op == "literal":
+            env[node] = jnp.asarray(node.value)
+        elif node.op == "call":
+            call, number = node.value
+            if call not in called:
+                called[call] = _bind_call(call, env)
+            env[node] = called[call][number]
+        else:
+            assert node.apply is not None  # all that is left are primitives
+            env[node] = node.apply(*(_as_used(node, n, env[n]) for n in node.inputs))
+    return env[program.output]
+
+
+def _as_used(user: Node, used: Node, x: Any) -> Any:
+    """16-bit loads are given as float32: a cast to float32 takes them as they are, all else takes them rounded."""
+    return x if user.op == "convert_element_type" or x.dtype == used.dtype else x.astype(used.dtype)
+
+
+def _bind_call(call: _Call, env: dict[Node, Any]) -> list[Any]:
+    values = []
+    for nodes in call.inputs:
+        flat = [env[n].astype(n.dtype) for n in nodes.ravel()]
+        values.append(flat[0] if nodes.shape == () else jnp.stack(flat).reshape(nodes.shape))
+    primitive = call.eqn.primitive
+    outs = primitive.bind(*values, **primitive.get_bind_params(call.eqn.params))
+    flat = [out.reshape(-1) for out in (outs if primitive.multiple_results else [outs])]
+    return [x[i] for x in flat for i in range(x.size)]
+
+
+def _needed(output: Node) -> list[Node]:
+    """As `reachable`, but through the inputs of calls rather than through what they were inlined to."""
+    seen: dict[int, Node] = {}
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if node.number not in seen:
+            seen[node.number] = node
+            is_call = node.op == "call"
+            stack.extend((n for nodes in node.value[0].inputs for n in nodes.ravel()) if is_call else node.inputs)
+    return [seen[number] for number in sorted(seen)]

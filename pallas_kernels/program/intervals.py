@@ -1,0 +1,235 @@
+"""Which tiles of keys a mask may show, and which it shows whole, by interval arithmetic on its program.
+
+What depends on rows alone is known exactly when a walk over keys begins, so its least and largest value are; what
+depends on keys lies between bounds that follow from the first and last key of a tile. A causal mask or a window then
+decides most tiles without a look at their elements (Moore 1966, Interval Analysis). What cannot be bounded (a load at a
+key, a hash that wraps) leaves a tile undecided, which is always safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.evaluate import Evaluation
+from pallas_kernels.program.ir import RANGES, Bounds, Node, reachable
+
+LARGEST = 1 << 24  # a loaded number is believed to be no larger, and if one is, nothing is decided: so nothing wraps
+_INT32 = np.iinfo(np.int32)
+
+
+class Interval(NamedTuple):
+    """Least and largest value, int32 (booleans are 0 and 1), and static bounds of both."""
+
+    low: jax.Array
+    high: jax.Array
+    bounds: Bounds
+
+
+class Visibility(NamedTuple):
+    """Of tiles of keys, booleans: whether the mask may show any of it, and whether it shows all of it."""
+
+    some: jax.Array
+    all: jax.Array
+
+
+class Span(NamedTuple):
+    """The first and last index of each tile along an axis, int32; the last may lie past the last that there is."""
+
+    first: jax.Array
+    last: jax.Array
+
+
+def visibility(program: Program, known: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
+    """Judges tiles of keys.
+
+    Args:
+      program: Of a mask.
+      known: Its evaluation, with the values of all but the keys.
+      first: The first key of each tile, int32 of any shape.
+      last: The last key of each; it may lie past the last that there is.
+    """
+    return _Judge(known, {"k": Span(first, last)}).verdict(program.output)
+
+
+def visibility_of(node: Node, known: Evaluation, q: Span, k: Span) -> Visibility:
+    """Judges one tile by a boolean of a mask's program, from the ends of both axes alone; spans are of scalars."""
+    return _Judge(known, {"q": q, "k": k}).verdict(node)
+
+
+class _Judge:
+    """Intervals of the nodes of one program."""
+
+    def __init__(self, known: Evaluation, spans: dict[str, Span]) -> None:
+        self.known, self.spans = known, spans
+        self.found: dict[Node, Interval | None] = {}
+        self.doubts: list[jax.Array] = []  # where a number is larger than believed
+
+    def verdict(self, output: Node) -> Visibility:
+        for node in reachable([output]):
+            if any(axis in node.kind for axis in self.spans):
+                self.found[node] = self._of_tiles(node)
+        out = self._interval(output) or self._undecided()
+        low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
+        some, everything = high != 0, low != 0
+        for doubt in self.doubts:
+            some, everything = some | doubt, everything & ~doubt
+        return Visibility(some, everything)
+
+    def _interval(self, node: Node) -> Interval | None:
+        if node not in self.found:
+            self.found[node] = self._of_rows(node)
+        return self.found[node]
+
+    def _of_rows(self, node: Node) -> Interval | None:
+        """Of a value that is known: its least and largest over the rows."""
+        if node.dtype not in (np.int32, np.bool_):
+            return None
+        value = self.known(node).astype(jnp.int32)
+        low, high = (value, value) if node.kind == "" else (jnp.min(value), jnp.max(value))
+        if node.bounds is not None:
+            return Interval(low, high, node.bounds)
+        self.doubts.append((low < -LARGEST) | (high > LARGEST))
+        return Interval(low, high, (-LARGEST, LARGEST))
+
+    def _of_tiles(self, node: Node) -> Interval | None:
+        if node.op == "input":
+            return self._indices(node.value, node.bounds) if node.value in self.spans and node.bounds else None
+        if node.op == "call":
+            return self._interval(node.inputs[0])
+        is_boolean = node.dtype == np.bool_
+        if node.op not in _RULES or node.dtype not in (np.int32, np.bool_):
+            return self._undecided() if is_boolean else None
+        if node.op in ("and", "or", "not") and not is_boolean:
+            return None
+        if node.op == "convert_element_type" and is_boolean:
+            return self._undecided()
+        ins = [self._interval(x) for x in node.inputs]
+        if any(x is None for x in ins):
+            return self._undecided() if is_boolean else None
+        intervals = [x for x in ins if x is not None]
+        bounds = (0, 1) if is_boolean else self._bounds(node, intervals)
+        made = None if bounds is None else _RULES[node.op](*intervals)
+        if made is None or bounds is None:
+            return self._undecided() if is_boolean else None
+        low, high = made
+        return Interval(low, high, bounds)
+
+    def _indices(self, axis: str, bounds: Bounds) -> Interval:
+        """Of those there are: a tile that is cut short ends with the last one, for what is proven holds up to it."""
+        first, last = (jnp.minimum(x, bounds[1]) for x in self.spans[axis])
+        return Interval(first, last, bounds)
+
+    def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
+        """Static bounds of an integer; None if it might wrap."""
+        known = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
+        low, high = RANGES[node.op](*known)
+        return (low, high) if _INT32.min <= low and high <= _INT32.max else None
+
+    def _undecided(self) -> Interval:
+        first = self.spans["k"].first
+        return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
+
+
+Ends = tuple[jax.Array, jax.Array]
+
+
+def _number(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32)
+
+
+def _less(a: Interval, b: Interval) -> Ends:
+    return _number(a.high < b.low), _number(a.low < b.high)
+
+
+def _at_most(a: Interval, b: Interval) -> Ends:
+    return _number(a.high <= b.low), _number(a.low <= b.high)
+
+
+def _equal(a: Interval, b: Interval) -> Ends:
+    one = (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+    return _number(one), _number((a.low <= b.high) & (b.low <= a.high))
+
+
+def _reversed(ends: Ends) -> Ends:
+    return 1 - ends[1], 1 - ends[0]
+
+
+def _product(a: Interval, b: Interval) -> Ends:
+    return _ends_of([x * y for x in a[:2] for y in b[:2]])
+
+
+def _ends_of(values: list[jax.Array]) -> Ends:
+    low = high = values[0]
+    for x in values[1:]:
+        low, high = jnp.minimum(low, x), jnp.maximum(high, x)
+    return low, high
+
+
+def _absolute(a: Interval) -> Ends:
+    low, high = _ends_of([jnp.abs(a.low), jnp.abs(a.high)])
+    return jnp.where((a.low <= 0) & (a.high >= 0), 0, low), high
+
+
+def _quotient(a: Interval, b: Interval) -> Ends | None:
+    if b.bounds[0] <= 0:
+        return None
+    return _ends_of([_div(x, y) for x in a[:2] for y in b[:2]])
+
+
+def _remainder(a: Interval, b: Interval) -> Ends | None:
+    if a.bounds[0] < 0 or b.bounds[0] <= 0 or b.bounds[0] != b.bounds[1]:
+        return None
+    within = _div(a.low, b.low) == _div(a.high, b.low)
+    rest = lambda x: x - _div(x, b.low) * b.low
+    return jnp.where(within, rest(a.low), 0), jnp.where(within, rest(a.high), b.low - 1)
+
+
+def _div(a: jax.Array, b: jax.Array) -> jax.Array:
+    shape = jnp.broadcast_shapes(jnp.shape(a), jnp.shape(b))
+    return lax.div(jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape))
+
+
+def _choice(which: Interval, *cases: Interval) -> Ends | None:
+    if len(cases) != 2 or which.bounds != (0, 1):
+        return None
+    if_false, if_true = cases
+    union = jnp.minimum(if_false.low, if_true.low), jnp.maximum(if_false.high, if_true.high)
+    pick = lambda end: jnp.where(which.low == 1, if_true[end], jnp.where(which.high == 0, if_false[end], union[end]))
+    return pick(0), pick(1)
+
+
+def _within(low: Interval, x: Interval, high: Interval) -> Ends:
+    return tuple(jnp.minimum(jnp.maximum(x[end], low[end]), high[end]) for end in (0, 1))  # pyright: ignore
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: (a.low + b.low, a.high + b.high),
+    "sub": lambda a, b: (a.low - b.high, a.high - b.low),
+    "mul": _product,
+    "neg": lambda a: (-a.high, -a.low),
+    "abs": _absolute,
+    "sign": lambda a: (jnp.clip(a.low, -1, 1), jnp.clip(a.high, -1, 1)),
+    "max": lambda a, b: (jnp.maximum(a.low, b.low), jnp.maximum(a.high, b.high)),
+    "min": lambda a, b: (jnp.minimum(a.low, b.low), jnp.minimum(a.high, b.high)),
+    "clamp": _within,
+    "div": _quotient,
+    "rem": _remainder,
+    "convert_element_type": lambda a: (a.low, a.high),
+    "select_n": _choice,
+    "lt": _less,
+    "le": _at_most,
+    "gt": lambda a, b: _less(b, a),
+    "ge": lambda a, b: _at_most(b, a),
+    "eq": _equal,
+    "ne": lambda a, b: _reversed(_equal(a, b)),
+    "and": lambda a, b: (a.low & b.low, a.high & b.high),
+    "or": lambda a, b: (a.low | b.low, a.high | b.high),
+    "not": lambda a: _reversed((a.low, a.high)),
+}

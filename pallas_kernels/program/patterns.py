@@ -1,0 +1,181 @@
+"""Forms of a score mod that take less on each element than its program says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.ir import Node, reachable
+
+LEAST_SCALE = 2.0**-24  # by whose inverse an addend may be multiplied
+
+
+class Addend(NamedTuple):
+    """What a score mod adds: ``score + sign * factor * term``, the factor the same for all of a tile, or None for 1."""
+
+    sign: int
+    factor: Node | None
+    term: Node
+
+
+def addend(program: Program | None, scale: float) -> Addend | None:
+    """What a mod adds to the score, if that is all it does (ALiBi, a bias, a table), for products of this scale."""
+    if program is None or scale < LEAST_SCALE or program.output.op not in ("add", "sub"):
+        return None
+    score, (left, right) = program.argument("score"), program.output.inputs
+    if right is score and program.output.op == "add":
+        left, right = right, left
+    if left is not score or score in reachable([right]):
+        return None
+    sign = 1 if program.output.op == "add" else -1
+    if right.op == "mul" and right.kind == "qk":
+        for factor, term in (right.inputs, right.inputs[::-1]):
+            if factor.kind == "":
+                return Addend(sign, factor, term)
+    return Addend(sign, None, right)
+
+
+class Multiple(NamedTuple):
+    """What a score mod multiplies last: ``factor * term``, the factor a positive number."""
+
+    factor: float
+    term: Node
+
+
+def multiple(program: Program | None) -> Multiple | None:
+    """The positive number by which a mod multiplies last, if it does (a soft cap); softmax multiplies anyway."""
+    if program is None or program.output.op != "mul":
+        return None
+    for factor, term in (program.output.inputs, program.output.inputs[::-1]):
+        if factor.op == "literal" and term.kind == "qk" and 0.0 < float(factor.value) < float("inf"):
+            return Multiple(float(factor.value), term)
+    return None
+
+
+# Functions whose values are at most 1 in size, whatever they are given.
+_AT_MOST_ONE = frozenset({"tanh", "logistic", "sin", "cos", "erf", "sign"})
+
+
+def bound(program: Program | None) -> float | None:
+    """How large a score can get in size, whatever the products are, if its program tells (a soft cap)."""
+    if program is None:
+        return None
+    found: dict[Node, float | None] = {}
+    for node in program.nodes:
+        sizes = [found.get(x) for x in node.inputs]
+        known = [x for x in sizes if x is not None]
+        found[node] = None if node.op not in _AT_MOST_ONE and len(known) < len(sizes) else _size(node, known)
+    size = found[program.output]
+    return None if size is None or not np.isfinite(size) else size
+
+
+def _size(node: Node, inputs: list[float]) -> float | None:
+    """A bound for the size of a node's value by those of its inputs."""
+    match node.op:
+        case "literal":
+            return abs(float(node.value)) if node.dtype.kind == "f" else None
+        case op if op in _AT_MOST_ONE:
+            return 1.0
+        case "mul":
+            return inputs[0] * inputs[1]
+        case "add" | "sub":
+            return sum(inputs)
+        case "div":
+            divisor = node.inputs[1]
+            return inputs[0] / abs(float(divisor.value)) if divisor.op == "literal" and divisor.value != 0 else None
+        case "neg" | "abs":
+            return inputs[0]
+        case "call" | "stop_gradient" | "convert_element_type":
+            return inputs[0] if node.dtype.kind == "f" else None
+        case _:
+            return None
+
+
+class Distance(NamedTuple):
+    """A float32 node ``walked_sign * (index along the loop) + other_sign * other``, `other` known ahead of the loop."""
+
+    node: Node
+    walked_sign: int
+    other_sign: int
+    other: Node
+
+
+def distances(program: Program, walked: str, fixed: str) -> list[Distance]:
+    """Distances between query and key, as numbers; exact in float32 in whatever order they are summed up."""
+    found = []
+    for node in program.nodes:
+        if node.op not in ("add", "sub") or node.kind != "qk" or node.dtype != "float32":
+            continue
+        second = 1 if node.op == "add" else -1
+        (a, b), integers = node.inputs, [x.inputs[0] for x in node.inputs if x.op == "convert_element_type"]
+        if len(integers) != 2 or not _sum_is_exact(*integers):
+            continue
+        if integers[0] is program.argument(walked) and integers[1].kind == fixed:
+            found.append(Distance(node, 1, second, b))
+        elif integers[1] is program.argument(walked) and integers[0].kind == fixed:
+            found.append(Distance(node, second, 1, a))
+    return found
+
+
+def _sum_is_exact(*integers: Node) -> bool:
+    sizes = [max(map(abs, x.bounds)) for x in integers if x.bounds is not None and x.dtype.kind in "iu"]
+    return len(sizes) == len(integers) and sum(sizes) <= 1 << 23
+
+
+def runs(program: Program, walked: str, shapes: Sequence[tuple[int, ...]]) -> list[Node]:
+    """Loads at the index along the loop, of the last axis of an array, in rows of even length (`docs[b, k]`).
+
+    Also of an array of one dimension: under `jax.vmap` it is a row of another.
+    """
+    index = program.argument(walked)
+    is_run = lambda load: load.inputs[-1:] == (index,) and all(x.kind == "" for x in load.inputs[:-1])
+    return [load for load in program.loads if is_run(load) and shapes[load.value][-1] % 2 == 0]
+
+
+def step(load: Node, axis: str, shape: tuple[int, ...]) -> int | None:
+    """By how many places a load goes on in its array from an index of an axis to the next, if always by as many."""
+    steps, stride = [], 1
+    for index, size in zip(load.inputs[::-1], shape[::-1], strict=True):
+        factor = _factor(index, axis)
+        if factor is None:
+            return None
+        steps.append(factor * stride)
+        stride *= size
+    return sum(steps)
+
+
+def _factor(node: Node, axis: str) -> int | None:
+    """What an integer is multiplied by in a sum, of which the rest does not depend on it; None of anything else."""
+    if axis not in node.kind:
+        return 0
+    if node.dtype != np.int32:
+        return None
+    if node.op == "input":
+        return 1
+    factors = [_factor(x, axis) for x in node.inputs]
+    known = [x for x in factors if x is not None]
+    if node.op not in ("add", "sub", "neg", "mul") or len(known) < len(factors):
+        return None
+    if node.op == "mul":
+        numbers = [int(x.value) for x in node.inputs if x.op == "literal"]
+        return sum(known) * numbers[0] if numbers else None
+    return known[0] + known[1] if node.op == "add" else known[0] - known[1] if node.op == "sub" else -known[0]
+
+
+def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
+    """What must all hold for a mask to show an element: first what compares indices alone, then the rest."""
+    ordered, others, left = [], [], [] if program is None else [program.output]
+    while left:
+        node = left.pop()
+        if node.op == "and" and node.dtype == np.bool_:
+            left += node.inputs
+        else:
+            (ordered if _is_of_indices(node) else others).append(node)
+    return ordered, others
+
+
+def _is_of_indices(node: Node) -> bool:
+    return node.kind != "" and not any(x.kind and (x.op == "load" or x.dtype.kind == "f") for x in reachable([node]))

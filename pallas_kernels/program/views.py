@@ -1,0 +1,179 @@
+"""Captured arrays under the indices applied so far: nothing is loaded before one element is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.program.ir import Graph, Node
+
+SMALL = 64  # values that one mod may hold at once: vectors of positions, stacks, sums over an own axis
+
+
+class NotOnTile(Exception):
+    """A mod has no meaning on a tile; the message is the reason, as part of a sentence."""
+
+
+Scalars = np.ndarray[Any, np.dtype[np.object_]]  # of nodes
+
+
+def scalars(shape: Sequence[int], of: Callable[[tuple[int, ...]], Node]) -> Scalars:
+    """An array of nodes, ``of(index)`` at each index."""
+    out = np.empty(tuple(shape), object)
+    for index in np.ndindex(*shape):
+        out[index] = of(index)
+    return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class View:
+    """A window on an operand.
+
+    Attributes:
+      operand: Its number.
+      dtype: Its dtype.
+      index: Where the window starts, one node for each dimension of the operand.
+      axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the
+        step.
+      shape: Of the window.
+      valid: Whether the elements exist; None if they surely do.
+      fill: What stands for elements that do not exist.
+      stopped: Whether a `stop_gradient` lies between the operand and the window.
+    """
+
+    operand: int
+    dtype: np.dtype
+    index: tuple[Node, ...]
+    axes: tuple[tuple[int | None, int], ...]
+    shape: tuple[int, ...]
+    valid: Node | None = None
+    fill: Any = None
+    stopped: bool = False
+
+    @classmethod
+    def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: Any) -> View:
+        """All of an operand."""
+        zero = graph.literal(0, np.int32)
+        return cls(
+            operand, np.dtype(dtype), (zero,) * len(shape), tuple((d, 1) for d in range(len(shape))), tuple(shape)
+        )
+
+    def window(self, graph: Graph, starts: Sequence[Node | int], shape: Sequence[int], steps: Sequence[int]) -> View:
+        """A window on this window; the starts must be in range."""
+        index, axes = list(self.index), []
+        for (dimension, step), start, more in zip(self.axes, starts, steps, strict=True):
+            axes.append((dimension, step * more))
+            if dimension is not None:
+                start = graph.literal(start, np.int32) if isinstance(start, int) else graph.cast(start, np.int32)
+                offset = graph.same_dtype("mul", lax.mul, start, graph.literal(step, np.int32))
+                index[dimension] = graph.same_dtype("add", lax.add, index[dimension], offset)
+        return dataclasses.replace(self, index=tuple(index), axes=tuple(axes), shape=tuple(shape))
+
+    def dynamic(self, graph: Graph, starts: Sequence[Node], sizes: Sequence[int]) -> View:
+        """``lax.dynamic_slice``: starts are clamped so that the slice lies inside."""
+        inside = [
+            graph.clamp(start, 0, have - size) for start, have, size in zip(starts, self.shape, sizes, strict=True)
+        ]
+        return self.window(graph, inside, sizes, (1,) * len(sizes))
+
+    def stop_gradient(self) -> View:
+        """The same window, without derivative."""
+        return dataclasses.replace(self, stopped=True)
+
+    def select_dimensions(self, kept: Sequence[int]) -> View:
+        """Keeps some dimensions, in this order; the others must have size 1."""
+        return dataclasses.replace(
+            self, axes=tuple(self.axes[d] for d in kept), shape=tuple(self.shape[d] for d in kept)
+        )
+
+    def broadcast(self, shape: Sequence[int], dimensions: Sequence[int]) -> View:
+        """``lax.broadcast_in_dim``."""
+        axes: list[tuple[int | None, int]] = [(None, 0)] * len(shape)
+        for have, d in enumerate(dimensions):
+            if self.shape[have] == shape[d]:
+                axes[d] = self.axes[have]
+        return dataclasses.replace(self, axes=tuple(axes), shape=tuple(shape))
+
+    def element(self, graph: Graph, position: Sequence[int]) -> Node:
+        """Loads one element."""
+        at = self.window(graph, list(position), (), (1,) * len(position)) if position else self
+        loaded = graph.load(self.operand, self.dtype, at.index)
+        if self.stopped:
+            loaded = graph.stop_gradient(loaded)
+        if self.valid is None:
+            return loaded
+        return graph.select(self.valid, loaded, graph.literal(self.fill, self.dtype))
+
+    def load(self, graph: Graph) -> Scalars:
+        """Loads all elements.
+
+        Raises:
+          NotOnTile: They are more than `SMALL`.
+        """
+        if math.prod(self.shape) > SMALL:
+            raise NotOnTile(
+                f"it uses {list(self.shape)} values of a captured array at once, and a tile holds at most {SMALL} "
+                "for each element: index the array until few are left"
+            )
+        return scalars(self.shape, lambda position: self.element(graph, position))
+
+
+def gather(graph: Graph, source: View, indices: Scalars, params: dict[str, Any]) -> View | Scalars:
+    """``lax.gather`` from an operand: a view if there is one start index, else the few elements that are meant."""
+    numbers = params["dimension_numbers"]
+    sizes = params["slice_sizes"]
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(sizes)) if d not in dropped]
+
+    def at(batch: tuple[int, ...]) -> View:
+        starts = [graph.literal(0, np.int32)] * len(sizes)
+        valid: Node | None = None
+        for number, d in enumerate(numbers.start_index_map):
+            start, last = graph.cast(indices[(*batch, number)], np.int32), source.shape[d] - sizes[d]
+            if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+                for op, limit in (("ge", 0), ("le", last)):
+                    inside = graph.compare(op, start, graph.literal(limit, np.int32))
+                    valid = inside if valid is None else graph.same_dtype("and", lax.bitwise_and, valid, inside)
+            starts[d] = graph.clamp(start, 0, last)
+        for d, batch_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            starts[d] = graph.literal(batch[batch_dim], np.int32)
+        window = source.window(graph, starts, sizes, (1,) * len(sizes))
+        return _fill(graph, window, valid, params.get("fill_value")).select_dimensions(kept)
+
+    batch_shape = indices.shape[:-1]
+    if batch_shape == ():
+        return at(())
+    rank = len(batch_shape) + len(kept)
+    offsets = list(numbers.offset_dims)
+    outer = [d for d in range(rank) if d not in offsets]
+    shape = [0] * rank
+    for d, size in [*zip(outer, batch_shape, strict=True), *zip(offsets, (sizes[k] for k in kept), strict=True)]:
+        shape[d] = size
+    if math.prod(shape) > SMALL:
+        raise NotOnTile(f"it gathers {shape} values at once, and a tile holds at most {SMALL} for each element")
+    return scalars(shape, lambda i: at(tuple(i[d] for d in outer)).element(graph, [i[d] for d in offsets]))
+
+
+def _fill(graph: Graph, window: View, valid: Node | None, fill: Any) -> View:
+    if valid is None or valid.bounds == (1, 1):
+        return window
+    if window.valid is not None:
+        raise NotOnTile("it indexes what it has already indexed with a fill value; clip the indices instead")
+    if fill is None:
+        kind = window.dtype.kind
+        fill = (
+            True
+            if kind == "b"
+            else jnp.iinfo(window.dtype).min
+            if kind == "i"
+            else jnp.iinfo(window.dtype).max
+            if kind == "u"
+            else np.nan
+        )
+    return dataclasses.replace(window, valid=valid, fill=fill)

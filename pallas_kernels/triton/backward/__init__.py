@@ -1,0 +1,1 @@
+"""Backward kernels, through Pallas and Triton."""

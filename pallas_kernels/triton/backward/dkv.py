@@ -1,0 +1,276 @@
+"""Backward kernel for dK and dV, and for the captured arrays that are read by key.
+
+One program computes a tile of keys of one key head, over the tiles of queries of all query heads that share it, so that
+nothing is added by atomics. Scores are held transposed, (keys, queries): then P^T and dS^T are what the products want,
+and stay in registers. The grid is (tiles of keys, key heads, batch).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import block_walk
+from pallas_kernels.gradients import Rows, shift_of, through_mod
+from pallas_kernels.marks import mark, may_hide
+from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.triton import scores
+from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles
+from pallas_kernels.triton.head_chunks import (
+    Columns,
+    inner,
+    load_rows,
+    load_vector,
+    plus,
+    store_rows,
+    store_vector,
+    times,
+    zero_rows,
+)
+from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.tile import weights
+
+
+class FoundByColumns(NamedTuple):
+    """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``."""
+
+    key: jax.Array
+    value: jax.Array
+    columns: list[jax.Array]
+
+
+def dkv(
+    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> FoundByColumns:
+    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
+    dtype = arrays.key.dtype if setting.Bkv == setting.B else jnp.float32
+    per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.S), jnp.float32)
+    marks = jax.ShapeDtypeStruct((setting.B, setting.Hkv, setting.S), jnp.float32)
+    outputs = [
+        *(jax.ShapeDtypeStruct(setting.keys_shape(size), dtype) for size in (setting.D, setting.Dv)),
+        *(per_column for _ in groups.columns),
+        *([marks] if may_hide(setting) else []),
+    ]
+    d_key, d_value, *columns = launch(
+        functools.partial(_kernel, setting, tiles, derivative, groups),
+        (arrays, block_walk.column_order(setting, tiles, arrays), rows),
+        outputs,
+        name="jflex_backward_dkv",
+        grid=(pl.cdiv(setting.S, tiles.block_kv), setting.Hkv, setting.B),
+        tiles=tiles,
+        interpret=setting.interpret,
+    )
+    if may_hide(setting):
+        *columns, marks = columns
+        d_key, d_value = repair(setting, tiles, arrays, rows, derivative, (d_key, d_value), marks)
+    return FoundByColumns(d_key, d_value, columns)
+
+
+def repair(
+    setting: Setting,
+    tiles: Tiles,
+    arrays: Arrays,
+    rows: Rows,
+    derivative: Derivative | None,
+    found: tuple[jax.Array, jax.Array],
+    marks: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes dK and dV again for the keys that are marked, float32 [B, Hkv, S]; see `containment`."""
+    tiles = repair_tiles(tiles)
+    marked = Marked(setting.Hkv, setting.B, setting.S, tiles.block_kv)
+    count = len(jax.tree.leaves((arrays, rows, marks)))
+    d_key, d_value = launch(
+        functools.partial(_repair_kernel, setting, tiles, derivative, marked),
+        (arrays, rows, marks, found),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        name="jflex_backward_dkv_repair",
+        grid=(marked.programs,),
+        tiles=tiles,
+        interpret=setting.interpret,
+        aliases={count: 0, count + 1: 1},
+    )
+    return d_key, d_value
+
+
+def _kernel(
+    setting: Setting,
+    tiles: Tiles,
+    derivative: Derivative | None,
+    groups: LoadGroups,
+    arrays: Arrays,
+    order: Any,
+    rows: Rows,
+    d_key: Any,
+    d_value: Any,
+    *columns: Any,
+) -> None:
+    tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile = block_walk.column_at(setting, order, b, kv_h, tile)
+    keys = _Keys.of(setting, tiles, arrays, (b, kv_h, tile))
+
+    def one_head(member: Any, state: Any) -> Any:
+        head = _Head(keys, derivative, groups, rows, kv_h * setting.group + member)
+        start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
+        *state, sums = head.walk(start, head.step())
+        for ref, total in zip(columns, sums, strict=False):
+            store_vector(ref, (b, head.h), keys.first, total, setting.S, may_end=keys.keys_end)
+        return tuple(state)
+
+    d_k, d_v = keys.over_heads(keys.zeros, one_head)
+    keys.store(d_key, d_value, d_k, d_v)
+    if may_hide(setting):
+        store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), setting.S, may_end=keys.keys_end)
+
+
+def _repair_kernel(
+    setting: Setting,
+    tiles: Tiles,
+    derivative: Derivative | None,
+    marked: Marked,
+    arrays: Arrays,
+    rows: Rows,
+    marks: Any,
+    before: Any,
+    d_key: Any,
+    d_value: Any,
+) -> None:
+    def fix(b: Any, kv_h: Any, first: Any) -> None:
+        keys = _Keys.of(setting, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
+
+        def one_head(member: Any, state: Any) -> Any:
+            head = _Head(keys, derivative, None, rows, kv_h * setting.group + member)
+            return head.walk(state, head.repair_step())
+
+        d_k, d_v, attended = keys.over_heads((*keys.zeros, Attended.none(tiles.block_kv)), one_head)
+        keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], b), d_v))
+
+    marked.repair(marks, fix)
+
+
+class _Keys(NamedTuple):
+    """A tile of keys and values of a key head.
+
+    Attributes:
+      at: Batch, key head, and number of the tile.
+    """
+
+    setting: Setting
+    tiles: Tiles
+    arrays: Arrays
+    at: tuple[Any, Any, Any]
+    k: Columns
+    v: Columns
+
+    @classmethod
+    def of(cls, setting: Setting, tiles: Tiles, arrays: Arrays, at: tuple[Any, Any, Any]) -> _Keys:
+        """Loads it."""
+        empty, b = cls(setting, tiles, arrays, at, (), ()), at[0] if setting.Bkv > 1 else 0
+        return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
+
+    @property
+    def first(self) -> Any:
+        """The first key."""
+        return self.at[2] * self.tiles.block_kv
+
+    @property
+    def keys_end(self) -> bool:
+        """Whether a tile may reach past the last key."""
+        return self.setting.S % self.tiles.block_kv != 0
+
+    @property
+    def zeros(self) -> tuple[Columns, Columns]:
+        """Of dK and dV."""
+        return tuple(zero_rows(self.tiles.block_kv, size) for size in (self.setting.D, self.setting.Dv))  # pyright: ignore
+
+    def load(self, ref: Any, b: Any) -> Columns:
+        """The rows of an array over keys."""
+        setting, rows = self.setting, self.tiles.block_kv
+        return load_rows(setting, ref, b, self.at[1], self.first, rows, setting.S, may_end=self.keys_end)
+
+    def over_heads(self, state: Any, one: Any) -> Any:
+        """Folds ``one(number in the group, state)`` over the query heads of the key head."""
+        return one(0, state) if self.setting.group == 1 else lax.fori_loop(0, self.setting.group, one, state)
+
+    def store(self, d_key: Any, d_value: Any, d_k: Columns, d_v: Columns) -> None:
+        """Stores dK, which is yet to be scaled, and dV."""
+        b, kv_h, _ = self.at
+        for ref, x in ((d_key, tuple(x * self.setting.scale for x in d_k)), (d_value, d_v)):
+            store_rows(self.setting, ref, b, kv_h, self.first, x, self.setting.S, may_end=self.keys_end)
+
+
+class _Head(NamedTuple):
+    """What one query head needs on the way over its queries.
+
+    Attributes:
+      h: Its number.
+    """
+
+    keys: _Keys
+    derivative: Derivative | None
+    groups: LoadGroups | None
+    rows: Rows
+    h: Any
+
+    def walk(self, state: Any, step: Any) -> Any:
+        """Folds a step over the tiles of queries that visit the keys."""
+        keys = self.keys
+        return block_walk.over_queries(
+            keys.setting, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
+        )
+
+    def step(self) -> Any:
+        """The step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
+        setting, known, groups = self.keys.setting, self._known(), self.groups
+        assert groups is not None  # but for a repair
+
+        def step(state: Any, query: Any, is_partial: bool) -> Any:
+            d_k, d_v, sums = state
+            q, d_out, vector = self._load(query, is_partial)
+            tile = scores.compute(known, q, self.keys.k, query, is_partial)
+            p = weights(setting, tile.s, known.unit, shift_of(vector(self.rows.lse, other=-jnp.inf))[None, :])
+            d_v = plus(d_v, times(setting, p, d_out))
+            d_p = inner(setting, self.keys.v, d_out)
+            d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
+            d_s, of_load = through_mod(self.derivative, tile, d_s)
+            sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
+            return plus(d_k, times(setting, d_s, q)), d_v, sums
+
+        return step
+
+    def repair_step(self) -> Any:
+        """The same for dK and dV alone, with what is hidden cleared."""
+        setting, known = self.keys.setting, self._known()
+
+        def step(state: Any, query: Any, is_partial: bool) -> Any:
+            d_k, d_v, attended = state
+            q, d_out, vector = self._load(query, is_partial)
+            tile = scores.compute(known, q, self.keys.k, query, is_partial)
+            shift = shift_of(vector(self.rows.lse, other=-jnp.inf))
+            p = tile.clear(weights(setting, tile.s, known.unit, shift[None, :]))
+            d_v = plus(d_v, times(setting, p, cleared(d_out)))
+            d_p = inner(setting, self.keys.v, d_out)
+            d_s = tile.clear(p * (d_p - vector(self.rows.delta, other=0.0)[None, :]))
+            d_s, _ = through_mod(self.derivative, tile, d_s)
+            return plus(d_k, times(setting, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
+
+        return step
+
+    def _known(self) -> scores.Scores:
+        keys, programs = self.keys, None if self.derivative is None else {"score": self.derivative.nodes}
+        b, tile = keys.at[0], keys.tiles[:2]
+        return scores.prepare(keys.setting, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
+
+    def _load(self, query: Any, is_partial: bool) -> tuple[Columns, Columns, Any]:
+        """Query and cotangent of the output of a tile of queries, and what loads a vector over them."""
+        setting, rows, b = self.keys.setting, self.keys.tiles.block_q, self.keys.at[0]
+        end = {"rows": rows, "length": setting.T, "may_end": is_partial and setting.walk_passes_end("q", rows)}
+        load = functools.partial(load_rows, setting, b=b, h=self.h, first=query, **end)
+        vector = functools.partial(load_vector, at=(b, self.h), first=query, **end)
+        return load(self.keys.arrays.query), load(self.rows.d_out), vector

@@ -1,0 +1,107 @@
+"""What a tile of the Triton kernels takes, counted from what they hold: rules out configurations before compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pallas_kernels.program.build import Program
+from pallas_kernels.program.ir import reachable
+from pallas_kernels.spec import Tiles
+from pallas_kernels.triton.head_chunks import chunks
+from pallas_kernels.tuning import triton_rules
+
+# Bytes that a block may have, by a part of the name of the device; elsewhere at least so many.
+HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, LEAST_SHARED_MEMORY = 232448, 166912, 101376
+# Of values that live through a loop. A thread has 255, and some values are rounded to 16 bits early.
+MOST_REGISTERS = 272
+
+
+def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> int:
+    """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
+
+    What is not multiplied has a stage less: what mods read by element, and the lse and delta of the queries that the
+    kernel for dK and dV walks. It is what Triton takes for sm_90a, where tests compile it.
+
+    Args:
+      kernel: Its name.
+      tiles: Its tiles.
+      D: Head size of query and key.
+      Dv: Head size of value.
+      itemsize: Bytes of an element of query, key and value.
+      by_element: Bytes that mods read for each score; in the kernel for dK and dV count 4 for a value of 16 bits, which
+        Triton holds there in one of two ways, and this bounds both.
+
+    >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
+    81920
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    both, more = size + size_v, (tiles.num_stages - 1) * tiles.block_q * tiles.block_kv * by_element
+    if kernel in ("forward", "decode"):
+        elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
+    elif kernel == "dq":
+        elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
+    else:
+        elements = tiles.block_kv * both + tiles.num_stages * tiles.block_q * both
+        more += (tiles.num_stages - 1) * tiles.block_q * 2 * 4
+    return elements * itemsize + more
+
+
+def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
+    """Registers of a thread that accumulators, scores and weights take.
+
+    >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
+    224.0
+    """
+    size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
+    scores = tiles.block_q * tiles.block_kv
+    held = {
+        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights stand beside the scores, in 16 bits
+        "dq": tiles.block_q * size + 2.5 * scores,
+        "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
+    }
+    return held[kernel] / (32 * tiles.num_warps)
+
+
+def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> bool:
+    """Whether a configuration has a chance on Hopper."""
+    fits = shared_memory(kernel, tiles, D, Dv, itemsize, by_element) <= HOPPER_SHARED_MEMORY
+    return fits and registers(kernel, tiles, D, Dv) <= MOST_REGISTERS
+
+
+def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
+    """What mods read for each score, as `shared_memory` counts it."""
+    loads = [node for program in programs if program is not None for node in program.loads if node.kind == "qk"]
+    return sum(max(node.dtype.itemsize, 4 if kernel == "dkv" else 1) for node in loads)
+
+
+def can_pipeline(score: Program | None) -> bool:
+    """Whether the loop may be pipelined: not where a score mod indexes an array by the score.
+
+    Such a load waits for a product of the same step, which Triton (XLA of JAX 0.11) then moves to a step before. On an
+    H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read off
+    the PTX, where with one stage nothing is moved.
+    """
+    if score is None:
+        return True
+    return not any(score.argument("score") in reachable(load.inputs) for load in score.loads)
+
+
+def stages_that_fit(
+    kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, by_element: int, device_kind: str
+) -> int:
+    """The stages of tiles, or as many of them as a device's shared memory holds.
+
+    >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, 32, "NVIDIA H200")
+    2
+    """
+    stages, memory = tiles.num_stages, _memory_of(device_kind)
+    taken = lambda n: shared_memory(kernel, tiles._replace(num_stages=n), *head_sizes, itemsize, by_element)
+    while stages > 1 and taken(stages) > memory:
+        stages -= 1
+    return stages
+
+
+def _memory_of(device_kind: str) -> int:
+    if triton_rules.has_large_memory(device_kind):
+        return HOPPER_SHARED_MEMORY
+    return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else LEAST_SHARED_MEMORY

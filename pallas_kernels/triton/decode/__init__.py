@@ -1,0 +1,1 @@
+"""Kernels for few queries against many keys, with split-KV."""

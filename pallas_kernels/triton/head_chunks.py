@@ -1,0 +1,144 @@
+"""Rows of a head in a Triton kernel: loaded, stored and multiplied as one or two chunks of columns.
+
+Triton's tiles are powers of two. A head size that is none is held as two: 80 as 64 and 16, 96 as 64 and 32, 192 as 128
+and 64. So it costs about what its size says, in shared memory, registers and products, and not what the next power of
+two would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.spec import Setting
+
+SMALLEST_DOT = 16  # rows, columns and depth of a product
+
+Columns = tuple[jax.Array, ...]  # chunks of rows: [rows, width] each, zeros beyond the head size
+
+
+def chunks(size: int) -> list[tuple[int, int]]:
+    """First column and width of the chunks that hold a head size.
+
+    >>> chunks(64), chunks(80), chunks(100)
+    ([(0, 64)], [(0, 64), (64, 16)], [(0, 128)])
+    """
+    whole = _power_of_two(size)
+    rest = _power_of_two(size - whole // 2)
+    return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
+
+
+def _power_of_two(size: int) -> int:
+    return max(SMALLEST_DOT, 1 << (size - 1).bit_length())
+
+
+def load_rows(
+    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
+) -> Columns:
+    """Loads rows of an array in the layout of the setting; zeros outside of it.
+
+    Args:
+      setting: The setting.
+      ref: [B, length, heads, size] or [B, heads, length, size].
+      b: Batch.
+      h: Head.
+      first: First row.
+      rows: How many.
+      length: Of the array.
+      may_end: Whether the rows may reach past the end.
+    """
+
+    def load(start: int, width: int) -> jax.Array:
+        at, mask = _place(setting, ref, (b, h), (first, rows, length, may_end), (start, width))
+        return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
+
+    return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
+
+
+def load_queries(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+    """Rows of the query, or of what has its shape, of a query head."""
+    return load_rows(setting, ref, b, h, first, rows, setting.T, may_end=may_end)
+
+
+def load_keys(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+    """Rows of key or value for a query head: of the key head that its group shares; their batch may be shared too."""
+    b, h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
+    return load_rows(setting, ref, b, h, first, rows, setting.S, may_end=may_end)
+
+
+def store_rows(
+    setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: Columns, length: int, *, may_end: bool
+) -> None:
+    """Stores what `load_rows` would load."""
+    for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
+        at, mask = _place(setting, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
+        plgpu.store(ref.at[at], columns.astype(ref.dtype), mask=mask)
+
+
+def _place(
+    setting: Setting, ref: Any, head: tuple[Any, Any], rows: tuple[Any, int, int, bool], chunk: tuple[int, int]
+) -> tuple[Any, Any]:
+    """The index of a chunk of rows, and the mask of what exists of it, or None if all does."""
+    (first, count, length, may_end), (start, width), size = rows, chunk, ref.shape[3]
+    if not may_end and start + width <= size:
+        row, column, mask = pl.ds(first, count), pl.ds(start, width), None
+    else:
+        row = first + lax.broadcasted_iota(jnp.int32, (count, width), 0)
+        column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
+        mask = column < size
+        if may_end:
+            mask &= row < length
+    b, h = (jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in head)  # the interpreter takes no plain int
+    return ((b, row, h, column) if setting.layout == "BTNH" else (b, h, row, column)), mask
+
+
+def load_vector(
+    ref: Any, at: tuple[Any, ...], first: Any, rows: int, length: int, other: float, *, may_end: bool
+) -> jax.Array:
+    """Loads ``[rows]`` of the last axis of an array."""
+    if not may_end:
+        return plgpu.load(ref.at[(*at, pl.ds(first, rows))])
+    index = first + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    return plgpu.load(ref.at[(*at, index)], mask=index < length, other=other)
+
+
+def store_vector(ref: Any, at: tuple[Any, ...], first: Any, x: jax.Array, length: int, *, may_end: bool) -> None:
+    """Stores what `load_vector` would load."""
+    if not may_end:
+        plgpu.store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)
+    else:
+        index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        plgpu.store(ref.at[(*at, index)], x, mask=index < length)
+
+
+def zero_rows(rows: int, size: int) -> Columns:
+    """Float32 rows to which products are added."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
+
+
+def inner(setting: Setting, a: Columns, b: Columns) -> jax.Array:
+    """Products of the rows of `a` with the rows of `b`, float32 [rows of a, rows of b]."""
+    return sum((_product(setting, x, y, over=(1, 1)) for x, y in zip(a[1:], b[1:], strict=True)),
+               start=_product(setting, a[0], b[0], over=(1, 1)))  # fmt: skip
+
+
+def times(setting: Setting, weights: jax.Array, rows: Columns) -> Columns:
+    """Float32 sums of rows: ``weights @ rows``, the weights rounded to the dtype of the rows."""
+    weights = weights.astype(rows[0].dtype)
+    return tuple(_product(setting, weights, x, over=(1, 0)) for x in rows)
+
+
+def plus(a: Columns, b: Columns) -> Columns:
+    """Sum of rows."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _product(setting: Setting, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+    """Sums over axis ``over[0]`` of `a` and ``over[1]`` of `b`, in float32."""
+    dimensions = (((over[0],), (over[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=setting.precision, preferred_element_type=jnp.float32)

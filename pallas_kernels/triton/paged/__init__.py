@@ -1,0 +1,1 @@
+"""Kernels for packed queries against paged keys."""

@@ -1,0 +1,180 @@
+"""Tiles when no measured table has them: rules, each with its reason."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pallas_kernels.program.build import Program
+from pallas_kernels.spec import Tiles
+
+HEAVY = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
+
+
+def is_heavy(score: Program | None, mask: Program | None) -> bool:
+    """Whether mods take the registers of a large tile: they read by element, compute much, or change scores by the key.
+
+    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table by element spills 516 bytes, a float32 bias by the
+    key 4200; a mask by the key (document ids) spills nothing.
+    """
+    nodes = [node for program in (score, mask) if program is not None for node in program.nodes]
+    tiles = [node for node in nodes if node.kind == "qk"]
+    by_key = score is not None and any(node.kind == "k" for node in score.loads)
+    return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
+
+
+SHORT = 1024  # keys of a request, up to which a deep pipeline takes longer to fill than it saves
+
+
+class Need(NamedTuple):
+    """What decides on tiles.
+
+    Attributes:
+      head_size: The larger one, D or Dv.
+      itemsize: Bytes of an element of query, key and value.
+      heavy: See `is_heavy`.
+      score: Whether there is a score mod.
+      large_memory: Whether a block may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
+        163).
+    """
+
+    head_size: int
+    itemsize: int
+    heavy: bool
+    score: bool
+    large_memory: bool
+
+
+def has_large_memory(device_kind: str) -> bool:
+    """Whether a device of this name is known to have Hopper's shared memory."""
+    return any(
+        name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300")
+    )
+
+
+def forward_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton forward kernel.
+
+    A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory,
+    twice in a multiprocessor if that can be: at head size 128 a third stage would leave room for one. Products use
+    wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
+    head size 64 (B 4, H 16) 5.47 / 9.89 / 6.98 with 128 x 128, 4 warps, 3 stages, 5.65 / 10.27 / 6.95 with 2,
+    5.81 / 10.47 / 6.96 with 64 x 64, 3 stages, 7.73 / 12.16 / 9.39 with 128 x 128, 8 warps. Head size 128 (B 2, H 16)
+    4.66 / 8.67 / 5.11 with 128 x 64, 4 warps, 2 stages, 6.43 / 9.88 / 7.34 with 3 stages, 5.44 / 8.99 / 6.38 with
+    128 x 128, 8 warps. Head size 96 4.07 / 7.09 with 3 stages, 4.15 / 8.17 with 2. Head size 192 (H 8) 4.24 / 9.18 with
+    128 x 64, 8 warps, 2 stages, 6.16 / 11.79 with 64 x 64, 4 warps; a third stage gains 24 %. Without
+    Hopper's shared memory: what fits, unmeasured.
+    """
+    if need.itemsize == 4:
+        return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
+    if not need.large_memory:
+        return Tiles(64, 64, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
+    if need.head_size > 128 and need.heavy:  # what is read by element needs shared memory too
+        return Tiles(64, 64 if need.head_size <= 192 else 32, 4, 2)
+    if need.head_size > 128:
+        return Tiles(128, 64, 8, 3 if need.head_size <= 192 else 2)
+    stages = 3 if need.head_size <= 96 else 2
+    if need.heavy or (need.score and need.head_size <= 64):
+        return Tiles(64, 64, 4, stages)
+    return Tiles(128, 128 if need.head_size <= 64 else 64, 4, stages)
+
+
+def dkv_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton kernel for dK and dV, which holds key, value and both gradients in registers.
+
+    As above, causal, ALiBi, soft cap: head size 64, 9.1, 11.0, 12.9 with 64 x 64, 4 warps, 3 stages, 8.9, 10.0, 17.9
+    with 128 x 64, 12.9, 14.0, 15.5 with 64 x 128, 8 warps; at S 1024, none, 550 us with 64 x 64, 3 stages, 618 with
+    128 x 64. Head size 128, 8.8, 8.6, 9.4 with 64 x 64, 4 warps, 2 stages, 12.6, 13.2, 14.6 with 3. Head size 80,
+    causal, 5.7 with 128 x 64, 6.6 with 64 x 64. Head size 192 (H 8), 6.8 with 32 x 64, 4 warps, 13.0 with 64 x 64,
+    8 warps; head size 256 the other way round, 3.7 (S 8192) against 11.6.
+    """
+    if need.itemsize == 4:
+        return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(16, 32, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(32, 64, 4, 2) if need.head_size <= 192 else Tiles(64, 64, 8, 2)
+    if need.head_size > 128:
+        return Tiles(16, 32, 4, 1)
+    if need.head_size > 64 and not need.large_memory:
+        return Tiles(32, 64, 4, 1)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
+    return Tiles(64, 64, 4, 3 if need.head_size <= 64 and need.large_memory else 2)
+
+
+def dq_tiles(need: Need) -> Tiles:
+    """Tiles of the Triton kernel for dQ.
+
+    As above: head size 64, 6.2, 7.3, 9.3 with 64 x 64, 4 warps, 2 stages, 6.3, 7.0, 8.7 with 128 x 64, 8.3, 8.7, 10.5
+    with 128 x 128, 8 warps; head size 128, 6.2, 6.6, 7.3 with 64 x 64, 4 warps, 11.2, 11.9, 14.0 with 128 x 64, 6.4,
+    6.8, 7.5 with 128 x 128, 8 warps; head size 80, causal, 4.1 with 128 x 64, 4.8 with 64 x 64. Head size 192 (H 8),
+    5.9 with 64 x 32, 4 warps, 7.1 with 64 x 64; head size 256 (S 8192), 2.3 with 1 stage, 2.7 with 2.
+    """
+    if need.itemsize == 4:
+        return Tiles(32, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 16, 4, 1)
+    if need.head_size > 128 and need.large_memory:
+        return Tiles(64, 32, 4, 2 if need.head_size <= 192 else 1)
+    if need.head_size > 128:
+        return Tiles(32, 16, 4, 1)
+    if need.head_size > 64 and not need.large_memory:
+        return Tiles(64, 32, 4, 1)
+    if 64 < need.head_size <= 80 and not need.heavy:
+        return Tiles(128, 64, 4, 2)
+    return Tiles(64, 64, 4, 2)
+
+
+def decode_tiles(need: Need, rows: int) -> Tiles:
+    """Tiles of the Triton kernel for few queries, which holds `rows` of them and streams keys and values.
+
+    H200, jax 0.11.2, bf16, one query, cold L2, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128)
+    132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5;
+    (32, 32, 8, 4096, 128) 132, 131 with 3, 133 with 5. (4, 16, 16, 16384, 64) 75.1 with 128 keys, 4 warps, 4 stages,
+    76.4 with 3, 78 with 64 keys, 1 or 2 warps; (16, 16, 16, 4096, 64) 72.2, 72.5 with 64 keys, 2 warps, 3 stages. cuDNN
+    takes 136, 76.9, 133, 83, 71.5.
+    """
+    block_q = decode_rows(rows)
+    if need.itemsize == 4:
+        return Tiles(block_q, 32, 4, 2 if need.head_size <= 128 else 1)
+    if need.head_size > 128:
+        return Tiles(block_q, 32, 4, 2)
+    if not need.large_memory:
+        return Tiles(block_q, 64, 2 if need.head_size <= 64 and block_q == 16 else 4, 2)
+    return Tiles(block_q, 128 if need.head_size <= 64 and block_q == 16 and not need.heavy else 64, 4, 4)
+
+
+def decode_rows(rows: int) -> int:
+    """Rows of the tile that holds so many queries."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with few queries.
+
+    Where pages are looked up in the loop, a load of keys waits for one of the table, and the pipeline needs stages for
+    both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
+    merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where there are few tiles to a
+    program, filling a deep pipeline takes longer than it saves: 64 requests, 32 heads of both, of 128 keys 45 us with 3
+    stages, 50 with 5, 62 with 7; of 1024 keys 254, 257 and 258.
+
+    Args:
+      need: What decides.
+      rows: Queries times query heads of a key head.
+      pages: Pages that a request may have.
+      capacity: Keys that it may have.
+    """
+    tiles = decode_tiles(need, rows)
+    if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
+        block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
+        return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
+    return tiles._replace(num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
+
+
+def paged_prefill_tiles(need: Need) -> Tiles:
+    """Tiles of the paged Triton kernel for requests with many queries.
+
+    64 rows: its rows need indices of their own, for which tiles of 128 rows have no registers. H200, jax 0.11.2, bf16,
+    2048 causal queries at the end of 8192 keys, Hq 32, Hkv 8, D 128, the kernel alone: 548 us with 64 x 64, 4 warps,
+    5 stages, 669 with 3; 606 with 128 x 64, 8 warps, 5 stages; 686 with 4 warps, 3 stages.
+    """
+    tiles = forward_tiles(need)
+    if need.itemsize == 4 or need.head_size > 128 or not need.large_memory:
+        return tiles
+    return Tiles(64, 64, 4, 5)
