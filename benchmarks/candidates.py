@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import jflex
+from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.spec import AttentionSpec, Blocks
 from pallas_kernels.triton import cost
 from pallas_kernels.tuning.tables import HOPPER_KERNELS, KERNELS, Key
 
@@ -162,8 +163,10 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     }.get(kernel, by_key)  # fmt: skip
     by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > backward_dkv.BOTH_SUMS
     length = 1024
-    setting = Setting(1, length, length, 1, 1, 1, head_size, head_size, "BTNH", 1.0, None, None, (128, 128), 1, 1, None,
-                      False)  # fmt: skip
+    spec = AttentionSpec(
+        B=1, T=length, S=length, Hq=1, Hkv=1, D=head_size, Dv=head_size, Bkv=1, dtype="bfloat16", scale=1.0,
+        platform="gpu", device_kind="", blocks=Blocks((128, 128), 1, 1),
+    )  # fmt: skip
     for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
         # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
         # 64 to 128), but where two left no room for elements that the copy engine brings.
@@ -173,9 +176,9 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
         block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
         for stages in range(2, _MOST_STAGES + 1):
             tiles = Tiles(block_q, block_kv, 4 * groups, stages)
-            if kernel == "one_pass_sm90" and (sums_apart or not backward_one_pass.fits(setting, tiles)):
+            if kernel == "one_pass_sm90" and (sums_apart or not backward_one_pass.fits(spec, tiles)):
                 continue
-            if memory.bytes_of(jax.tree.leaves(declare(setting, tiles, jnp.bfloat16))) <= memory.LIMIT:
+            if memory.bytes_of(jax.tree.leaves(declare(spec, tiles, jnp.bfloat16))) <= memory.LIMIT:
                 yield tiles
 
 

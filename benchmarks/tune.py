@@ -31,7 +31,7 @@ from tqdm import tqdm
 from benchmarks import candidates, timing
 from benchmarks.children import called
 from benchmarks.environment import ROOT, describe, gpu_facts
-from pallas_kernels.spec import Tiles
+from pallas_kernels.config import Tiles
 from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, table_name
 from tests import gpu_compile
 

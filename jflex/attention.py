@@ -1,4 +1,4 @@
-"""`flex_attention` and `explain`: validate, build the Problem, choose a backend, run."""
+"""`flex_attention` and `explain`: validate, build the AttentionSpec, choose a backend, run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jflex import backends
-from jflex._call.dispatch import Implementation, choose, gradients_by, reasons_of
-from jflex._call.kv_lengths import check_kv_lengths, known_keys
-from jflex._call.problem import (
-    Blocks,
-    Problem,
+from jflex._call.checks import (
     check_arrays,
     check_block_mask,
     check_config,
@@ -22,14 +18,17 @@ from jflex._call.problem import (
     current_device,
     current_precision,
 )
+from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._jax import custom_vjp
-from jflex._jax.manual_axes import unify_varying
+from jflex._jax.manual_axes import match_manual_axes
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.explain import Account
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.spec import AttentionSpec, Blocks
 
 Mod = Callable[..., Any] | None
 
@@ -131,16 +130,13 @@ def flex_attention(
     >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
     (2, 1, 4, 32)
     """
-    call = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
-    problem, inputs = call
-    name = choose(implementation, backends.get, problem)
-    if problem.T == 0 or problem.S == 0 or problem.B == 0:
-        saved = Saved(
-            jnp.zeros(problem.out_shape(), problem.dtype),
-            jnp.full((problem.B, problem.Hq, problem.T), -jnp.inf, jnp.float32),
-        )
+    spec, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
+    name = select_forward(implementation, spec)
+    if spec.is_empty:
+        out = jnp.zeros(spec.out_shape(), spec.out_dtype)
+        saved = Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
     else:
-        saved = _run(name, gradients_by(implementation, name, backends.get, problem)[0], problem, inputs)
+        saved = _run(name, implementation, spec, inputs)
     return (saved.out, saved.lse) if return_lse else saved.out
 
 
@@ -189,15 +185,12 @@ def explain(
     'xla'
     """
     del return_lse
-    problem, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
-    reasons = reasons_of(implementation, backends.get, problem)
-    runs = [name for name, reason in reasons.items() if reason is None]
-    gradients = gradients_by(implementation, runs[0], backends.get, problem) if runs else ("", "")
-    return Account.of(problem, block_mask, reasons, gradients, inputs.kv_lengths)
+    spec, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
+    return Account.of(spec, implementation, block_mask, inputs.kv_lengths)
 
 
 class _Call(NamedTuple):
-    problem: Problem
+    spec: AttentionSpec
     inputs: Inputs
 
 
@@ -222,32 +215,33 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, sca
         mask, mask_operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
     config = check_config(config, blocks)
     platform, device_kind = current_device(query, key, value)
-    problem = Problem(
-        B,
-        T,
-        S,
-        Hq,
-        Hkv,
-        D,
-        Dv,
-        key.shape[0],
-        str(query.dtype),
-        layout,
-        scale,
-        score,
-        mask,
-        blocks,
-        platform,
-        device_kind,
-        current_precision(query.dtype),
-        config,
-        kv_lengths is not None,
+    spec = AttentionSpec(
+        B=B,
+        T=T,
+        S=S,
+        Hq=Hq,
+        Hkv=Hkv,
+        D=D,
+        Dv=Dv,
+        Bkv=key.shape[0],
+        dtype=str(query.dtype),
+        layout=layout,
+        scale=scale,
+        score_mod=score,
+        mask_mod=mask,
+        blocks=blocks,
+        platform=platform,
+        device_kind=device_kind,
+        precision=current_precision(query.dtype),
+        config=config,
+        kv_lengths=kv_lengths is not None,
     )
-    return _Call(problem, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
+    return _Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
 
 
-def _run(name: str, gradients: str, problem: Problem, inputs: Inputs) -> Saved:
-    inputs = unify_varying(inputs)
-    if backends.get(name).own_derivatives:
-        return backends.get(name).forward(problem, inputs)
-    return custom_vjp.attend(custom_vjp.Static(name, gradients, problem), inputs)
+def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
+    inputs = match_manual_axes(inputs)
+    if backends.get(name).differentiable:
+        return backends.get(name).forward(spec, inputs)
+    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+    return custom_vjp.attend(custom_vjp.Static(name, named, spec), inputs)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
-from jflex._call.problem import describe_array
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.paged.attention import check_queries, pages_of

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jflex import backends
+from jflex._call.dispatch import Implementation, Selection, select, select_passes
 from jflex._call.kv_lengths import bounded_lists, known_lengths
-from jflex._call.problem import Problem
+from jflex.backends.base import Plan
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
+from jflex.errors import UnsupportedError
+from pallas_kernels.plan import Refusal, all_gradients
+from pallas_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Account:
     Attributes:
       backend: The backend that runs it, or None if none of the named ones can.
       reasons: Why the backends before it in the order do not.
-      tiles: With which tiles.
+      tiles: Kernels and tile sizes of both passes, as text.
       visited: Blocks that are visited, over batch and heads, or None without a BlockMask or while its lists, or the
         lengths of keys, are not known.
       full: Those of them in which the mask is not evaluated.
@@ -45,43 +49,36 @@ class Account:
     @classmethod
     def of(
         cls,
-        problem: Problem,
-        block_mask: BlockMask | None,
-        reasons: dict[str, str | None],
-        gradients: tuple[str, str],
+        spec: AttentionSpec,
+        implementation: Implementation,
+        block_mask: BlockMask | None = None,
         kv_lengths: Any = None,
     ) -> Account:
-        """Takes the account of one problem; `gradients` as `jflex._call.dispatch.gradients_by` gives them."""
-        backend = next((name for name, reason in reasons.items() if reason is None), None)
-        tiles = ""
-        if backend is not None:
-            by_other = gradients[0] != backend
-            tiles = backends.get(backend).describe(problem, forward_alone=by_other)
-            tiles += f"; gradients by {gradients[0]!r}, because {gradients[1]}" if by_other else ""
-        visited, full, total = _count(problem, block_mask, kv_lengths)
+        """Takes the account of one call."""
+        selection = select(implementation, spec)
+        visited, full, total = _count(spec, block_mask, kv_lengths)
         lengths = known_lengths(kv_lengths)
-        keys, longest = problem.B * problem.S, problem.S  # of the whole batch, and of one entry
+        keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
         if lengths is not None:
             keys, longest = int(lengths.sum()), int(lengths.max(initial=0))
-        pairs = problem.Hq * problem.T * keys
+        pairs = spec.Hq * spec.T * keys
         if visited is not None and total:
-            pairs = problem.B * problem.Hq * problem.T * problem.S * visited // total
-        width = jnp.dtype(problem.dtype).itemsize
-        rows = problem.B * problem.Hq * problem.T, problem.Hkv * (longest if problem.Bkv < problem.B else keys)
-        size = width * (problem.D + problem.Dv) * sum(rows)
+            pairs = spec.B * spec.Hq * spec.T * spec.S * visited // total
+        width = jnp.dtype(spec.dtype).itemsize
+        rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
         return cls(
-            backend,
-            {k: v for k, v in reasons.items() if v is not None},
-            tiles,
-            visited,
-            full,
-            total,
-            2 * pairs * (problem.D + problem.Dv),
-            size,
+            backend=selection.name,
+            reasons=selection.rejections,
+            tiles=_describe(spec, implementation, selection),
+            visited=visited,
+            full=full,
+            blocks=total,
+            flops=2 * pairs * (spec.D + spec.Dv),
+            bytes=width * (spec.D + spec.Dv) * sum(rows),
         )
 
     def __str__(self) -> str:
-        lines = [f"backend   {self.backend or 'none of those asked for'}"]
+        lines = [f"backend   {self.backend or 'none of the requested'}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
         if self.tiles:
             lines.append(f"tiles     {self.tiles}")
@@ -92,29 +89,50 @@ class Account:
                 f"{100 * (1 - self.visited / self.blocks):.1f} % skipped"
             )
         elif self.blocks is None:
-            lines.append("blocks    no BlockMask, or one that is not known: not counted")
+            lines.append("blocks    not counted (no BlockMask, or traced)")
         lines.append(f"work      {self.flops / 1e9:.3f} GFLOP forward, {self.bytes / 1e6:.3f} MB")
         return "\n".join(lines)
 
 
+def _describe(spec: AttentionSpec, implementation: Implementation, selection: Selection) -> str:
+    """Kernels and tiles of both passes, and who computes the gradients."""
+    if selection.name is None or selection.plan is None:
+        return ""
+    forward, requested = selection.plan.description, all_gradients(spec)
+    if spec.paging is not None:
+        return forward
+    try:
+        passes = select_passes(implementation, spec, requested)
+    except UnsupportedError:
+        refusal = backends.get(selection.name).plan(spec, requested)
+        reason = refusal.sentence(spec) if isinstance(refusal, Refusal) else ""
+        return f"{forward}; no gradients, because {reason}"
+    if passes.forward != selection.name:
+        return f"{forward}; with gradients, {passes.forward!r} runs both passes"
+    if passes.backward != selection.name:
+        return f"{forward}; gradients by {passes.backward!r}, because {passes.reason}"
+    both = backends.get(passes.backward).plan(spec, requested)
+    return both.description if isinstance(both, Plan) else forward
+
+
 def _count(
-    problem: Problem, block_mask: BlockMask | None, kv_lengths: Any
+    spec: AttentionSpec, block_mask: BlockMask | None, kv_lengths: Any
 ) -> tuple[int | None, int | None, int | None]:
-    lists = None if block_mask is None else _known_lists(problem, block_mask, kv_lengths)
+    lists = None if block_mask is None else _known_lists(spec, block_mask, kv_lengths)
     if lists is None:
         return None, None, None
     batch, heads, rows = lists.kv_num_blocks.shape
-    repeat = (problem.B // batch) * (problem.Hq // heads)
+    repeat = (spec.B // batch) * (spec.Hq // heads)
     full = int(lists.full_kv_num_blocks.sum()) * repeat
     columns = lists.q_num_blocks.shape[-1]
-    return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * problem.B * problem.Hq
+    return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * spec.B * spec.Hq
 
 
-def _known_lists(problem: Problem, block_mask: BlockMask, kv_lengths: Any) -> BlockLists | None:
+def _known_lists(spec: AttentionSpec, block_mask: BlockMask, kv_lengths: Any) -> BlockLists | None:
     """The lists that are walked, or None where they cannot be known."""
     lengths = known_lengths(kv_lengths)
     if any(isinstance(x, Tracer) for x in block_mask.lists) or (kv_lengths is not None and lengths is None):
         return None
     if lengths is None:
         return block_mask.lists
-    return bounded_lists(problem, block_mask.lists, jnp.asarray(lengths), block_mask.block_size)
+    return bounded_lists(spec, block_mask.lists, jnp.asarray(lengths), block_mask.block_size)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jflex._call.problem import DTYPES, LAYOUTS, describe_array
+from jflex._call.checks import DTYPES, LAYOUTS, describe_array
 
 _LSE_DTYPES = ("float32", "float64")
 _FEW = 8  # states that are merged element by element: on a GPU one kernel, where stacking them first is another

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
-from jflex._call.problem import describe_array
 from jflex.attention import flex_attention
 from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.varlen_mask import (

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.config import Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of blocks
 
@@ -22,9 +23,9 @@ class BlockRow(NamedTuple):
     at: tuple[Any, Any, Any]
 
 
-def list_position(setting: Setting, b: Any, h: Any) -> tuple[Any, Any]:
+def list_position(spec: AttentionSpec, b: Any, h: Any) -> tuple[Any, Any]:
     """Batch and head of the lists, which may be shared."""
-    return (b if setting.list_batch > 1 else 0), (h if setting.list_heads > 1 else 0)
+    return (b if spec.list_batch > 1 else 0), (h if spec.list_heads > 1 else 0)
 
 
 class Part(NamedTuple):
@@ -114,77 +115,79 @@ def heaviest_first(counts: jax.Array) -> jax.Array | None:
     return None if counts.shape[-1] < MANY_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
 
 
-def row_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
+def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
     """In which order the tiles of queries are started, [list batch, list heads, tiles]; None is the last one first."""
-    if setting.blocks is None:
+    if spec.block_size is None:
         return None
     weight = arrays.lists[0] + arrays.lists[2]
-    per_block = setting.blocks[0] // tiles.block_q
-    weight = jnp.repeat(weight, per_block, axis=-1)[..., : -(-setting.T // tiles.block_q)]
+    per_block = spec.block_size[0] // tiles.block_q
+    weight = jnp.repeat(weight, per_block, axis=-1)[..., : -(-spec.T // tiles.block_q)]
     return heaviest_first(weight)
 
 
-def row_at(setting: Setting, order: Any, b: Any, h: Any, nth: Any, rows: Any) -> Any:
+def row_at(spec: AttentionSpec, order: Any, b: Any, h: Any, nth: Any, rows: Any) -> Any:
     """The tile of queries that is started as the nth of `rows`."""
-    return rows - 1 - nth if order is None else order[(*list_position(setting, b, h), nth)]
+    return rows - 1 - nth if order is None else order[(*list_position(spec, b, h), nth)]
 
 
-def over_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any) -> Any:
+def over_keys(
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+) -> Any:
     """Folds a step over the tiles of keys that a tile of queries, of batch and head, visits."""
     b, h, tile = here
-    if setting.blocks is None:
-        return walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step)
+    if spec.block_size is None:
+        return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[:4]
-    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
+    at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
     row = BlockRow((counts, indices), (full_counts, full_indices), at)
-    return walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step)
+    return walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step)
 
 
-def column_order(setting: Setting, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
+def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
     """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]; None is their own."""
-    if setting.blocks is None:
+    if spec.block_size is None:
         return None
     weight = arrays.lists[4] + arrays.lists[6]
-    if setting.list_heads > 1:
-        weight = weight.reshape(setting.list_batch, setting.Hkv, setting.group, -1).sum(axis=2)
-    weight = jnp.repeat(weight, setting.blocks[1] // tiles.block_kv, axis=-1)[..., : -(-setting.S // tiles.block_kv)]
+    if spec.list_heads > 1:
+        weight = weight.reshape(spec.list_batch, spec.Hkv, spec.group, -1).sum(axis=2)
+    weight = jnp.repeat(weight, spec.block_size[1] // tiles.block_kv, axis=-1)[..., : -(-spec.S // tiles.block_kv)]
     return heaviest_first(weight)
 
 
-def column_at(setting: Setting, order: Any, b: Any, kv_h: Any, nth: Any) -> Any:
+def column_at(spec: AttentionSpec, order: Any, b: Any, kv_h: Any, nth: Any) -> Any:
     """The tile of keys that is started as the nth."""
     if order is None:
         return nth
-    return order[b if setting.list_batch > 1 else 0, kv_h if setting.list_heads > 1 else 0, nth]
+    return order[b if spec.list_batch > 1 else 0, kv_h if spec.list_heads > 1 else 0, nth]
 
 
 def over_queries(
-    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
 ) -> Any:
     """Folds a step over the tiles of queries of one head that visit a tile of keys."""
     b, h, tile = here
-    if setting.blocks is None:
-        return walk_all(tiles.block_q, setting.T, setting.mask is not None, state, step)
+    if spec.block_size is None:
+        return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[4:]
-    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[1] // tiles.block_kv)))
+    at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
     column = BlockRow((counts, indices), (full_counts, full_indices), at)
-    return walk(column, setting.blocks[0], tiles.block_q, setting.T, state, step)
+    return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
 
 
-def count_keys(setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any]) -> Any:
+def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any]) -> Any:
     """How many tiles `over_keys` visits."""
-    if setting.blocks is None:
-        return jnp.int32(-(-setting.S // tiles.block_kv))
+    if spec.block_size is None:
+        return jnp.int32(-(-spec.S // tiles.block_kv))
     b, h, tile = here
-    at = (*list_position(setting, b, h), lax.div(tile, jnp.int32(setting.blocks[0] // tiles.block_q)))
+    at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
     listed = lambda counts: jnp.maximum(counts[at], 0)  # fewer than none are walked like none
-    return (listed(arrays.lists[0]) + listed(arrays.lists[2])) * (setting.blocks[1] // tiles.block_kv)
+    return (listed(arrays.lists[0]) + listed(arrays.lists[2])) * (spec.block_size[1] // tiles.block_kv)
 
 
-def kinds(setting: Setting, lists: Any) -> jax.Array:
+def kinds(spec: AttentionSpec, lists: Any) -> jax.Array:
     """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
-    assert setting.blocks is not None
-    columns = -(-setting.S // setting.blocks[1])
+    assert spec.block_size is not None
+    columns = -(-spec.S // spec.block_size[1])
     counts, indices, full_counts, full_indices = lists[:4]
     found = jnp.zeros((*counts.shape, columns), jnp.int32)
     outer = jnp.indices(counts.shape, sparse=True)

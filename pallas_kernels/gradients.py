@@ -13,10 +13,10 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import scatter
 from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, Setting
+from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
 
 
-class Plan(NamedTuple):
+class Requested(NamedTuple):
     """Which gradients are computed: `derivative` says of which loads of the score mod, None without one."""
 
     query: bool
@@ -34,18 +34,18 @@ class Found(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Per query: cotangent of the output (in the setting's layout), lse and delta, both [B, Hq, T]."""
+    """Per query: cotangent of the output (in the spec's layout), lse and delta, both [B, Hq, T]."""
 
     d_out: Any
     lse: Any
     delta: Any
 
 
-def row_statistics(setting: Setting, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> Rows:
+def row_statistics(spec: AttentionSpec, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> Rows:
     """dO, lse and delta."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    delta = delta.swapaxes(1, 2) if setting.layout == "BTNH" else delta
+    delta = delta.swapaxes(1, 2) if spec.layout == "BTNH" else delta
     delta = delta if d_lse is None else delta - d_lse
     return Rows(d_out, lse, delta)
 
@@ -73,7 +73,7 @@ def through_mod(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) 
 
 
 def collect(
-    setting: Setting,
+    spec: AttentionSpec,
     derivative: Derivative | None,
     arrays: Arrays,
     loads: Sequence[Node],
@@ -84,7 +84,7 @@ def collect(
     if derivative is None:
         return  # no load is wanted
     for load, cotangent in zip(loads, cotangents, strict=True):
-        gradients[load.value].append(scatter(setting, derivative, arrays.score_operands, load, cotangent))
+        gradients[load.value].append(scatter(spec, derivative, arrays.score_operands, load, cotangent))
 
 
 def total(parts: list[jax.Array]) -> jax.Array | None:
@@ -92,6 +92,6 @@ def total(parts: list[jax.Array]) -> jax.Array | None:
     return functools.reduce(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), parts) if parts else None
 
 
-def sum_batch(setting: Setting, x: jax.Array) -> jax.Array:
+def sum_batch(spec: AttentionSpec, x: jax.Array) -> jax.Array:
     """The gradient of a key or value that the batch shares."""
-    return x.sum(axis=0, keepdims=True) if setting.Bkv < setting.B else x
+    return x.sum(axis=0, keepdims=True) if spec.Bkv < spec.B else x

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 
-def may_hide(setting: Setting) -> bool:
+def may_hide(spec: AttentionSpec) -> bool:
     """Whether sums are marked: without a mask, tiles hold nothing hidden but zeros."""
-    return setting.mask is not None and setting.contains_nan
+    return spec.programs.mask is not None and spec.contains_nan
 
 
 def mark(*sums: jax.Array) -> jax.Array:

@@ -1,21 +1,85 @@
-"""What a kernel is told about the attention that it computes: static facts, and the arrays."""
+"""What a kernel is told about the attention that it computes: the spec, and the arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
+from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Setting:
-    """Static facts.
+class Mod(Protocol):
+    """A traced mod: static, hashable, equal to those of the same program and the same shapes.
+
+    Attributes:
+      kind: ``"score"`` or ``"mask"``.
+      fingerprint: The program as text; what equality compares.
+      operands: Shape and dtype of each captured array.
+      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar.
+      source: The user's function, for messages; equal mods may come from different ones.
+    """
+
+    @property
+    def kind(self) -> Literal["score", "mask"]: ...  # noqa: D102
+    @property
+    def fingerprint(self) -> str: ...  # noqa: D102
+    @property
+    def operands(self) -> tuple[tuple[tuple[int, ...], str], ...]: ...  # noqa: D102
+    @property
+    def jaxpr(self) -> Any: ...  # noqa: D102
+    @property
+    def source(self) -> str: ...  # noqa: D102
+    def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array: ...  # noqa: D102
+
+
+class Programs(NamedTuple):
+    """Tile programs of the mods, None where there is no mod."""
+
+    score: Program | None = None
+    mask: Program | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What is static of a BlockMask.
+
+    Attributes:
+      size: Queries and keys in a block.
+      batch: Batch size of the lists: 1 or B.
+      heads: Heads of the lists: 1 or Hq.
+    """
+
+    size: tuple[int, int]
+    batch: int
+    heads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Paging:
+    """What is static of a paged cache.
+
+    Attributes:
+      page_size: Keys in a page.
+      num_pages: Pages that a table may name (of one layer).
+    """
+
+    page_size: int
+    num_pages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """All that is static in a call of attention, dense or paged: hashable, so that it keys caches.
+
+    Of a paged call, B counts requests, T packed queries, and S the keys that a request may have; its mods see the
+    request as ``b`` and the number of the packed query as ``q_idx``.
 
     Attributes:
       B: Batch.
@@ -23,20 +87,24 @@ class Setting:
       S: Keys.
       Hq: Query heads.
       Hkv: Key heads.
-      Bkv: Batch of key and value: B, or 1 if it is shared.
       D: Head size of query and key.
       Dv: Head size of value.
-      layout: ``"BTNH"`` or ``"BNTH"``.
+      Bkv: Batch of key and value: B, or 1 if it is shared.
+      dtype: Of query, key and value.
       scale: Of the scores.
-      score: The tile program of the score mod.
-      mask: The tile program of the mask.
-      blocks: Queries and keys in a block of the mask's lists, or None without lists.
-      list_batch: Batch of the lists: 1 or B.
-      list_heads: Heads of the lists: 1 or Hq.
-      precision: Of products of float32; None for the hardware's default.
-      interpret: Run by Pallas' interpreter on the CPU.
-      score_shapes: Of what the score mod captures; only the Hopper kernels ask for them.
-      contains_nan: Whether NaN that the mask hides is kept out of all sums (`pallas_kernels.marks`).
+      score_mod: The traced score mod.
+      mask_mod: The traced mask.
+      platform: Of the device.
+      device_kind: Of the device.
+      config: What the user sets.
+      layout: ``"BTNH"`` or ``"BNTH"``.
+      blocks: Of a BlockMask, or None without one.
+      paging: Of a paged cache, or None.
+      out_dtype: Of the output; that of query, but for partial results that are merged.
+      precision: Of GEMMs of float32; None for JAX's default.
+      kv_lengths: Whether each batch entry has its own number of keys.
+      heads_in_rows: Whether the rows of a tile are of several query heads, as where few queries are decoded.
+      programs: The tile programs of the mods, once a plan has made them.
     """
 
     B: int
@@ -44,25 +112,93 @@ class Setting:
     S: int
     Hq: int
     Hkv: int
-    Bkv: int
     D: int
     Dv: int
-    layout: str
+    Bkv: int
+    dtype: str
     scale: float
-    score: Program | None
-    mask: Program | None
-    blocks: tuple[int, int] | None
-    list_batch: int
-    list_heads: int
-    precision: str | None
-    interpret: bool
-    score_shapes: tuple[tuple[int, ...], ...] = ()
-    contains_nan: bool = True
+    platform: str
+    device_kind: str
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    config: Config = dataclasses.field(default_factory=Config)
+    layout: str = "BTNH"
+    blocks: Blocks | None = None
+    paging: Paging | None = None
+    out_dtype: str = ""
+    precision: str | None = None
+    kv_lengths: bool = False
+    heads_in_rows: bool = False
+    programs: Programs = dataclasses.field(default_factory=Programs)
+
+    def __post_init__(self) -> None:
+        if not self.out_dtype:
+            object.__setattr__(self, "out_dtype", self.dtype)
 
     @property
     def group(self) -> int:
         """Query heads for each key head."""
         return self.Hq // self.Hkv
+
+    @property
+    def exact(self) -> str:
+        """The dtype of scores and sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return 0 in (self.B, self.T, self.S)
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """Queries and keys in a block of the mask's lists, or None without lists."""
+        return None if self.blocks is None else self.blocks.size
+
+    @property
+    def list_batch(self) -> int:
+        """Batch of the lists: 1 or B."""
+        return 1 if self.blocks is None else self.blocks.batch
+
+    @property
+    def list_heads(self) -> int:
+        """Heads of the lists: 1 or Hq."""
+        return 1 if self.blocks is None else self.blocks.heads
+
+    @property
+    def page_size(self) -> int:
+        """Keys in a page."""
+        assert self.paging is not None  # of a paged call
+        return self.paging.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that a table may name."""
+        assert self.paging is not None  # of a paged call
+        return self.paging.num_pages
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that a request may have."""
+        return self.S // self.page_size
+
+    @property
+    def contains_nan(self) -> bool:
+        """Whether NaN that the mask hides is kept out of all sums (`pallas_kernels.marks`)."""
+        return self.config.contain_nan or self.heads_in_rows or self.paging is not None
+
+    @property
+    def score_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what the score mod captures."""
+        return () if self.score_mod is None else tuple(shape for shape, _ in self.score_mod.operands)
+
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the output: in the layout of the call, or [T, Hq, Dv] of a paged one."""
+        return (self.T, self.Hq, self.Dv) if self.paging is not None else self.rows_shape(self.Dv)
+
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the lse: [B, Hq, T], or [T, Hq] of a paged call."""
+        return (self.T, self.Hq) if self.paging is not None else (self.B, self.Hq, self.T)
 
     def walk_passes_end(self, axis: str, tile: int) -> bool:
         """Whether a walk over queries (``"q"``) or keys (``"k"``) may have tiles that reach past the end, or lie there.
@@ -70,7 +206,7 @@ class Setting:
         Lists are walked by whole blocks: a last block that is cut short holds tiles of which nothing exists.
         """
         length, which = (self.T, 0) if axis == "q" else (self.S, 1)
-        return length % (tile if self.blocks is None else self.blocks[which]) != 0
+        return length % (tile if self.block_size is None else self.block_size[which]) != 0
 
     def rows_shape(self, size: int) -> tuple[int, int, int, int]:
         """Shape of an array over queries, as `query`."""
@@ -81,20 +217,11 @@ class Setting:
         return (self.B, self.S, self.Hkv, size) if self.layout == "BTNH" else (self.B, self.Hkv, self.S, size)
 
 
-class Tiles(NamedTuple):
-    """Tile of one kernel: queries, keys, warps, depth of the software pipeline."""
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
-
-
 class Arrays(NamedTuple):
     """The inputs of all kernels (in a kernel: the refs to them).
 
     Attributes:
-      query: In the layout of the setting.
+      query: In the layout of the spec.
       key: Likewise.
       value: Likewise.
       lists: The eight index arrays of a block mask, or None.

@@ -10,12 +10,13 @@ import pytest
 
 import jflex
 from jflex import backends
-from jflex._call.dispatch import choose
-from jflex._call.problem import Problem
+from jflex._call.dispatch import select_forward
 from jflex.backends.base import Backend
 from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
+from pallas_kernels.plan import GradientRequest
 from tests import gpu_compile
+from tests.specs import spec_of
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -27,12 +28,8 @@ def halve_mod(s, b, h, q, k):
     return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, s)
 
 
-def problem(platform="cpu", **fields):
-    sizes = {"B": B, "T": T, "S": T, "Hq": H, "Hkv": H, "D": D, "Dv": D, "Bkv": B}
-    mods = {"score": None, "mask": None, "blocks": None, "scale": 0.125, "precision": None}
-    plain = {"dtype": "bfloat16", "layout": "BTNH", "platform": platform, "device_kind": "", "config": jflex.Config()}
-    plain |= sizes | mods
-    return Problem(**plain | fields)
+def spec(platform="cpu", **fields):
+    return spec_of(platform=platform, **fields)
 
 
 def test_order_names_known_backends():
@@ -48,20 +45,20 @@ def test_a_cpu_runs_xla_without_a_warning():
     x = jnp.zeros((1, 8, 2, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose(None, backends.get, problem()) == "xla"
+        assert select_forward(None, spec()) == "xla"
         jflex.flex_attention(x, x, x)
 
 
 def test_a_gpu_runs_triton():
-    assert choose(None, backends.get, problem("gpu")) == "triton"
+    assert select_forward(None, spec("gpu")) == "triton"
 
 
 def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
     with pytest.warns(UserWarning, match=r"slower implementation 'xla'.*triton: .*head sizes up to 256, not 300"):
-        assert choose(None, backends.get, problem("gpu", D=300)) == "xla"
+        assert select_forward(None, spec("gpu", D=300)) == "xla"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose(("triton", "xla"), backends.get, problem("gpu", D=300)) == "xla"
+        assert select_forward(("triton", "xla"), spec("gpu", D=300)) == "xla"
 
 
 def test_the_warning_points_to_the_line_of_the_user(monkeypatch):
@@ -81,8 +78,8 @@ def test_the_warning_points_to_the_line_of_the_user(monkeypatch):
 
 
 def test_the_first_of_a_sequence_that_can_run_is_taken():
-    assert choose(("xla", "triton"), backends.get, problem("gpu")) == "xla"
-    assert choose(("triton", "reference"), backends.get, problem()) == "reference"
+    assert select_forward(("xla", "triton"), spec("gpu")) == "xla"
+    assert select_forward(("triton", "reference"), spec()) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,8 @@ def test_the_first_of_a_sequence_that_can_run_is_taken():
     ],
 )
 def test_reasons_of_triton(fields, reason):
-    with pytest.raises(jflex.UnsupportedError, match=rf"triton: .*{reason}.*These can: 'xla', 'reference'"):
-        choose(("triton",), backends.get, problem(**{"platform": "gpu", **fields}))
+    with pytest.raises(jflex.UnsupportedError, match=rf"triton: .*{reason}.*These do: 'xla', 'reference'"):
+        select_forward(("triton",), spec(**{"platform": "gpu", **fields}))
 
 
 def test_a_mod_that_has_no_meaning_on_a_tile_names_function_primitive_and_way_out():
@@ -147,7 +144,7 @@ def test_explain_for_an_absent_gpu():
 def test_explain_when_none_can_run():
     account = jflex.explain(X, X, X, implementation="triton")
     assert account.backend is None
-    assert "none of those asked for" in str(account)
+    assert "none of the requested" in str(account)
 
 
 def test_explain_under_jit_counts_no_blocks():
@@ -258,7 +255,11 @@ def test_what_is_indexed_by_the_score_is_not_pipelined():
     by_score, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(s > 0).astype(jnp.int32)])
     by_index, _ = trace_score_mod(lambda s, b, h, q, k: s + table[(q > k).astype(jnp.int32)])
     given = jflex.Config(forward=jflex.Tiles(64, 64, num_stages=3))
-    told = lambda score, config: backends.get("triton").describe(problem("gpu", score=score, config=config))
+    everything = GradientRequest(True, True, True, (True,))
+
+    def told(score, config):
+        return backends.get("triton").plan(spec("gpu", score_mod=score, config=config), everything).description
+
     for config in (jflex.Config(), given):
         assert told(by_score, config).count(" 1 stages") == 3
         assert " 1 stages" not in told(by_index, config)

@@ -20,7 +20,10 @@ def loaded_by(statement: str) -> set[str]:
     return set(process.stdout.split())
 
 
-@pytest.mark.parametrize("heavy", ["jax.experimental.pallas", "pallas_kernels", "flax", "optax", "matplotlib"])
+@pytest.mark.parametrize(
+    "heavy",
+    ["jax.experimental.pallas", "pallas_kernels.triton", "pallas_kernels.mosaic_gpu", "flax", "optax", "matplotlib"],
+)
 def test_importing_jflex_does_not_load(heavy: str, jflex_modules: set[str]):
     assert "jflex" in jflex_modules
     assert heavy not in jflex_modules

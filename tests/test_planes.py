@@ -6,21 +6,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jflex.mods.trace import TracedMod
+from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import bias_tiles, smem
 from pallas_kernels.program.build import Sizes, trace_program
-from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.spec import Programs
+from tests.specs import spec_of
 
 SIZES = Sizes(2, 4, 1024, 2048)
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def setting_of(mod, *operands, D=64):
+def spec_with(mod, *operands, D=64):
     shapes = [(shape, str(jnp.dtype(dtype))) for shape, dtype in operands]
     scalars = [jax.ShapeDtypeStruct((), F32), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
     jaxpr = jax.make_jaxpr(mod)(*scalars, *(jax.ShapeDtypeStruct(*x) for x in operands))
     program = trace_program(jaxpr, shapes, SIZES)
-    sizes = (SIZES.B, SIZES.T, SIZES.S, SIZES.Hq, SIZES.Hq, SIZES.B, D, D)
-    return Setting(*sizes, "BTNH", 1.0, program, None, None, 1, 1, None, False, tuple(x for x, _ in shapes))
+    return spec_of(
+        **{name: getattr(SIZES, name) for name in ("B", "T", "S", "Hq")},
+        D=D,
+        programs=Programs(program),
+        score_mod=TracedMod("score", "", tuple(shapes), jaxpr, "mod"),
+    )
 
 
 def plus(index):
@@ -46,9 +53,7 @@ def plus(index):
     ],
 )
 def test_which_loads_are_planes(index, shape, dtype, found):
-    assert [x.shape for x in bias_tiles.planes_of(setting_of(plus(index), (shape, dtype)))] == (
-        [found] if found else []
-    )
+    assert [x.shape for x in bias_tiles.planes_of(spec_with(plus(index), (shape, dtype)))] == ([found] if found else [])
 
 
 @pytest.mark.parametrize(
@@ -64,26 +69,26 @@ def test_which_loads_are_planes(index, shape, dtype, found):
 )
 def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
     mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
-    setting = setting_of(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
-    assert len(bias_tiles.planes_of(setting)) == count
-    assert len(bias_tiles.planes_of(setting, transposed=True)) == transposed
+    spec = spec_with(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
+    assert len(bias_tiles.planes_of(spec)) == count
+    assert len(bias_tiles.planes_of(spec, transposed=True)) == transposed
 
 
 def test_without_a_mod_or_shapes_there_are_none():
-    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    assert bias_tiles.planes_of(dataclasses.replace(setting, score=None)) == ()
-    assert bias_tiles.planes_of(dataclasses.replace(setting, score_shapes=())) == ()
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    assert bias_tiles.planes_of(dataclasses.replace(spec, programs=Programs())) == ()
+    assert bias_tiles.planes_of(dataclasses.replace(spec, score_mod=None)) == ()
 
 
 @pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])
 def test_takes_the_stages_that_fit(taken, stages):
-    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
     make = lambda ring: [smem.tiled((taken // 128 + 1, 64), BF16), ring]
-    found = bias_tiles.beside(make, setting, Tiles(128, 128, 8, 3))
+    found = bias_tiles.beside(make, spec, Tiles(128, 128, 8, 3))
     assert found[1].tiles[0].shape == (stages, 128, 128)
 
 
 def test_takes_none_that_does_not_fit():
-    setting = setting_of(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
+    spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
     make = lambda ring: [smem.tiled((smem.LIMIT // 128, 64), BF16), ring]
-    assert bias_tiles.beside(make, setting, Tiles(128, 128, 8, 3))[1] is None
+    assert bias_tiles.beside(make, spec, Tiles(128, 128, 8, 3))[1] is None

@@ -9,7 +9,7 @@ from pallas_kernels.program import cotangents
 from pallas_kernels.program.broadcast_axes import Invariance, invariance
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Product, Space
-from pallas_kernels.spec import Setting
+from tests.specs import spec_of
 
 SIZES = Sizes(B=3, Hq=4, T=70, S=90)
 
@@ -23,9 +23,8 @@ def program_of(mod, *operands):
     return trace_program(jaxpr, [(shape, "float32") for shape in operands], SIZES)
 
 
-def setting_of(sizes=SIZES):
-    return Setting(sizes.B, sizes.T, sizes.S, sizes.Hq, sizes.Hq, sizes.B, 16, 16, "BTNH", 0.25, None, None, None, 1, 1,
-                   None, True)  # fmt: skip
+def spec_with(sizes=SIZES):
+    return spec_of(B=sizes.B, T=sizes.T, S=sizes.S, Hq=sizes.Hq, D=16, scale=0.25)
 
 
 def ops_of_tile(program):
@@ -136,13 +135,13 @@ BATCH, HEADS, DIAGONAL = Invariance(True, False, False), Invariance(False, True,
 def test_invariance(mod, shape, expected):
     program = program_of(mod, shape)
     [load] = [node for node in program.loads if node.kind == "qk"]
-    assert invariance(setting_of(), load) == expected
+    assert invariance(spec_with(), load) == expected
 
 
 def test_axes_of_length_1_are_none():
     program = program_of(lambda s, b, h, q, k, x: s + x[q, k], (70, 90))
     [load] = program.loads
-    assert invariance(setting_of(Sizes(1, 1, 70, 90)), load) == Invariance(False, False, False)
+    assert invariance(spec_with(Sizes(1, 1, 70, 90)), load) == Invariance(False, False, False)
 
 
 def test_groups_of_loads():
@@ -150,7 +149,7 @@ def test_groups_of_loads():
         return s + row[q] + column[k] + repeated[q, k] + once[b, h, q, k] + gathered[b, h, q * k]
 
     program = program_of(mod, (70,), (90,), (70, 90), (3, 4, 70, 90), (3, 4, 70 * 90))
-    groups = cotangents.group_loads(setting_of(), differentiate(program, [True] * 5))
+    groups = cotangents.group_loads(spec_with(), differentiate(program, [True] * 5))
     operand = lambda loads: [load.value for load in loads]
     assert (operand(groups.rows), operand(groups.columns)) == ([0], [1])
     assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(Invariance(True, True, False), [2])]

@@ -1,16 +1,33 @@
-"""Which backend runs a call: the first of those asked for that can."""
+"""Selects the first requested backend that supports the call, for each pass."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jflex import backends
+from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
+from pallas_kernels.plan import GradientRequest, Refusal
+from pallas_kernels.spec import AttentionSpec
 
 Implementation = str | Sequence[str] | None
+
+
+class Selection(NamedTuple):
+    """Which backend runs a call.
+
+    Attributes:
+      name: The first that supports it, or None.
+      plan: Its plan, or None.
+      rejections: Why each one before it does not run, in order.
+    """
+
+    name: str | None
+    plan: Plan | None
+    rejections: dict[str, str]
 
 
 def names_of(implementation: Implementation) -> tuple[str, ...]:
@@ -31,63 +48,94 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
     return names
 
 
-def reasons_of(implementation: Implementation, get: Callable[[str], Any], problem: Any) -> dict[str, str | None]:
-    """Why each backend does not run the problem, in order; ends with the first that does (None).
+def select(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest | None = None) -> Selection:
+    """Selects a backend, without raising or warning.
 
-    Where none was named, one that can but is slower than others is passed over too.
+    Where none was named, one that supports the call but is slower than a later one is passed over.
 
     Args:
       implementation: As in the call.
-      get: The backend of a name, whose ``unsupported(problem)`` is asked.
-      problem: What is to be run.
-    """
-    reasons: dict[str, str | None] = {}
-    for name in names_of(implementation):
-        backend = get(name)
-        reasons[name] = backend.unsupported(problem)
-        if reasons[name] is None and implementation is None:
-            reasons[name] = backend.slower(problem)
-        if reasons[name] is None:
-            break
-    return reasons
-
-
-def choose(
-    implementation: Implementation, get: Callable[[str], Any], problem: Any, caller: str = "flex_attention"
-) -> str:
-    """The name of the backend that runs a problem.
-
-    Warns where nothing was asked for, and a GPU would run what is made for CPUs.
+      spec: The call.
+      requested: Which gradients; None for forward only.
 
     Raises:
       ValueError: As `names_of`.
-      UnsupportedError: None of those asked for can run it.
     """
-    reasons = reasons_of(implementation, get, problem)
-    name, last = list(reasons.items())[-1]
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-    if last is not None:
-        able = [n for n in backends.KNOWN if n not in reasons and get(n).unsupported(problem) is None]
-        raise UnsupportedError(
-            f"No implementation that was asked for can run this call. {told}. These can: "
-            f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
-        )
-    if implementation is None and name == "xla" and problem.platform == "gpu":
+    rejections: dict[str, str] = {}
+    for name in names_of(implementation):
+        backend = backends.get(name)
+        plan = backend.plan(spec, requested)
+        if isinstance(plan, Refusal):
+            rejections[name] = plan.sentence(spec)
+            continue
+        slower = backend.not_preferred(spec, None) if implementation is None else None
+        if slower is None:
+            return Selection(name, plan, rejections)
+        rejections[name] = slower
+    return Selection(None, None, rejections)
+
+
+def select_forward(implementation: Implementation, spec: AttentionSpec, caller: str = "flex_attention") -> str:
+    """The name of the backend that runs the forward pass.
+
+    Warns where no backend was named, and a GPU would run the one that is made for CPUs.
+
+    Raises:
+      ValueError: As `names_of`.
+      UnsupportedError: None of the requested backends supports the call.
+    """
+    selection = select(implementation, spec)
+    if selection.name is None:
+        raise UnsupportedError(_refusal(selection, spec, None))
+    if implementation is None and selection.name == "xla" and spec.platform == "gpu":
         warnings.warn(
-            f"{caller} runs on the slower implementation 'xla' on this GPU. {told}. Pass "
+            f"{caller} runs on the slower implementation 'xla' on this GPU. {_text(selection)}. Pass "
             "implementation='xla' to accept that.",
             stacklevel=_level_of_user(),
         )
-    return name
+    return selection.name
 
 
-def gradients_by(implementation: Implementation, name: str, get: Callable[[str], Any], problem: Any) -> tuple[str, str]:
-    """Which backend computes gradients of what `name` has run, and why, if it is another: one that is faster at them.
+class Passes(NamedTuple):
+    """Which backends run the two passes, and why they differ where they do."""
 
-    Where a backend was asked for, or the faster one cannot, it is itself.
+    forward: str
+    backward: str
+    reason: str = ""
+
+
+def select_passes(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest) -> Passes:
+    """The backends of a call that is differentiated.
+
+    A later backend in the order runs the backward pass alone where it is known to be faster at it, and none was named.
+
+    Raises:
+      UnsupportedError: None of the requested backends supports the call with these gradients.
     """
-    faster = get(name).faster_gradients(problem) if implementation is None else None
-    return (name, "") if faster is None or get(faster[0]).unsupported(problem) is not None else faster
+    selection = select(implementation, spec, requested)
+    if selection.name is None:
+        raise UnsupportedError(_refusal(selection, spec, requested))
+    name = selection.name
+    reason = backends.get(name).not_preferred(spec, requested) if implementation is None else None
+    if reason is not None:
+        for later in backends.ORDER[backends.ORDER.index(name) + 1 :]:
+            if not isinstance(backends.get(later).plan(spec, requested), Refusal):
+                return Passes(name, later, reason)
+    return Passes(name, name)
+
+
+def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientRequest | None) -> str:
+    others = [name for name in backends.KNOWN if name not in selection.rejections]
+    able = [name for name in others if not isinstance(backends.get(name).plan(spec, requested), Refusal)]
+    what = "this call" if requested is None else "this call with its gradients"
+    return (
+        f"None of the requested implementations supports {what}. {_text(selection)}. These do: "
+        f"{', '.join(map(repr, able))}; pass implementation=None to let jflex choose."
+    )
+
+
+def _text(selection: Selection) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in selection.rejections.items())
 
 
 def _level_of_user() -> int:

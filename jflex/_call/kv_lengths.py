@@ -1,6 +1,6 @@
 """Lengths of the keys of each batch entry: their checks, and attention with lengths as attention without.
 
-A backend that knows nothing of lengths is given another problem: the mask compares with the lengths, which are one of
+A backend that knows nothing of lengths is given another spec: the mask compares with the lengths, which are one of
 the arrays that it captures; lists leave out the blocks that lie beyond a length; keys and values beyond are cleared.
 """
 
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Int8, Int32
 
-from jflex._call.problem import Blocks, Problem, describe_array
+from jflex._call.checks import describe_array
 from jflex.backends.base import Gradients, Inputs
 from jflex.block_mask.lists import (
     EMPTY,
@@ -31,6 +31,7 @@ from jflex.block_mask.lists import (
 )
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
+from pallas_kernels.spec import AttentionSpec, Blocks
 
 
 def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") -> Any:
@@ -79,41 +80,41 @@ def last_key(kv_lengths: Any) -> int | None:
 
 
 @functools.lru_cache(maxsize=256)
-def bounded_problem(problem: Problem, size: tuple[int, int] | None) -> Problem:
-    """The problem in which the mask, and lists, hide what lies beyond the lengths.
+def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
+    """The spec in which the mask, and lists, hide what lies beyond the lengths.
 
     Args:
-      problem: With lengths.
-      size: Queries and keys in a block of lists that are made where the problem has none; None for no lists.
+      spec: With lengths.
+      size: Queries and keys in a block of lists that are made where the spec has none; None for no lists.
     """
-    blocks = problem.blocks
+    blocks = spec.blocks
     if blocks is not None:
-        blocks = Blocks(blocks.size, problem.B, blocks.heads)
+        blocks = Blocks(blocks.size, spec.B, blocks.heads)
     elif size is not None:
-        blocks = Blocks(size, problem.B, 1)
-    return dataclasses.replace(problem, mask=_bounded_mask(problem), blocks=blocks, kv_lengths=False)
+        blocks = Blocks(size, spec.B, 1)
+    return dataclasses.replace(spec, mask_mod=_bounded_mask(spec), blocks=blocks, kv_lengths=False)
 
 
-def bounded_inputs(problem: Problem, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
-    """The inputs of `bounded_problem`, but for keys and values: see `cleared`."""
+def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
+    """The inputs of `with_lengths_as_mask`, but for keys and values: see `cleared`."""
     lengths, lists = _lengths(inputs), inputs.lists
-    size = size if problem.blocks is None else problem.blocks.size
+    size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
-        lists = bounded_lists(problem, lists, lengths, size)
+        lists = bounded_lists(spec, lists, lengths, size)
     return inputs._replace(lists=lists, mask_operands=(*inputs.mask_operands, lengths), kv_lengths=None)
 
 
 def bounded_lists(
-    problem: Problem, lists: BlockLists | None, lengths: Int32[Array, " B"], size: tuple[int, int]
+    spec: AttentionSpec, lists: BlockLists | None, lengths: Int32[Array, " B"], size: tuple[int, int]
 ) -> BlockLists:
     """Lists of the blocks that begin before the length of their batch entry; those which it cuts become partial.
 
     Without lists, of all blocks. Nothing is evaluated by element.
     """
     if lists is None:
-        shape = (problem.T, problem.S)
+        shape = (spec.T, spec.S)
         matrix = tuple(block_count(n, block) for n, block in zip(shape, size, strict=True))
-        kinds = jnp.full((1, 1, *matrix), FULL if problem.mask is None else PARTIAL, jnp.int8)
+        kinds = jnp.full((1, 1, *matrix), FULL if spec.mask_mod is None else PARTIAL, jnp.int8)
         kinds = demote_tails(kinds, shape, size)
     else:
         kinds = kinds_from_lists(lists)
@@ -133,54 +134,54 @@ def bounded_kinds(kinds: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], bl
     return jnp.minimum(jnp.broadcast_to(kinds, shape), jnp.broadcast_to(most, shape))
 
 
-def cleared(problem: Problem, inputs: Inputs, lengths: Int32[Array, " B"]) -> tuple[Problem, Inputs]:
+def cleared(spec: AttentionSpec, inputs: Inputs, lengths: Int32[Array, " B"]) -> tuple[AttentionSpec, Inputs]:
     """Sets keys and values beyond the lengths to 0: NaN there would survive a weight of 0.
 
     What is shared by all of the batch is repeated: what one batch entry sees, another may not.
     """
-    axis = 1 if problem.layout == "BTNH" else 2
-    shape = [problem.B, 1, 1, 1]
-    shape[axis] = problem.S
+    axis = 1 if spec.layout == "BTNH" else 2
+    shape = [spec.B, 1, 1, 1]
+    shape[axis] = spec.S
     inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
 
     def clear(x: jax.Array) -> jax.Array:
-        x = jnp.broadcast_to(x, (problem.B, *x.shape[1:]))
+        x = jnp.broadcast_to(x, (spec.B, *x.shape[1:]))
         return jnp.where(jnp.broadcast_to(inside, x.shape), x, jnp.zeros_like(x))
 
     return (
-        dataclasses.replace(problem, Bkv=problem.B),
+        dataclasses.replace(spec, Bkv=spec.B),
         inputs._replace(key=clear(inputs.key), value=clear(inputs.value)),
     )
 
 
-def without_lengths(problem: Problem, inputs: Inputs, size: tuple[int, int] | None) -> tuple[Problem, Inputs]:
-    """A problem without lengths that gives the same, for a backend that knows nothing of them.
+def without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> tuple[AttentionSpec, Inputs]:
+    """A spec without lengths that gives the same, for a backend that knows nothing of them.
 
-    Its gradients of key and value are those of `shared_again`.
+    Its gradients of key and value are those of `sum_shared_batch`.
     """
-    bounded = bounded_inputs(problem, inputs, size)
-    return cleared(bounded_problem(problem, size), bounded, _lengths(inputs))
+    bounded = bounded_inputs(spec, inputs, size)
+    return cleared(with_lengths_as_mask(spec, size), bounded, _lengths(inputs))
 
 
-def shared_again(problem: Problem, gradients: Gradients) -> Gradients:
-    """Gradients for `problem` from those that `without_lengths` leads to: of shared keys and values, the sum."""
-    if problem.Bkv == problem.B:
+def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:
+    """Gradients for `spec` from those that `without_lengths` leads to: of shared keys and values, the sum."""
+    if spec.Bkv == spec.B:
         return gradients
 
     def sums(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else x.astype(problem.exact).sum(axis=0, keepdims=True).astype(x.dtype)
+        return None if x is None else x.astype(spec.exact).sum(axis=0, keepdims=True).astype(x.dtype)
 
     return gradients._replace(key=sums(gradients.key), value=sums(gradients.value))
 
 
 def _lengths(inputs: Inputs) -> jax.Array:
-    assert inputs.kv_lengths is not None  # of a problem with lengths
+    assert inputs.kv_lengths is not None  # of a spec with lengths
     return inputs.kv_lengths
 
 
-def _bounded_mask(problem: Problem) -> TracedMod:
-    """The mask of a problem, and ``kv_idx < kv_lengths[b]``; the lengths are the last that it captures."""
-    mask = problem.mask
+def _bounded_mask(spec: AttentionSpec) -> TracedMod:
+    """The mask of a spec, and ``kv_idx < kv_lengths[b]``; the lengths are the last that it captures."""
+    mask = spec.mask_mod
     captured = () if mask is None else mask.operands
 
     def bounded(b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -189,7 +190,7 @@ def _bounded_mask(problem: Problem) -> TracedMod:
             return visible
         return visible & jaxpr_as_fun(mask.jaxpr)(b, h, q_idx, kv_idx, *operands[:-1])[0]
 
-    operands = (*captured, ((problem.B,), "int32"))
+    operands = (*captured, ((spec.B,), "int32"))
     scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):

@@ -13,25 +13,27 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jflex._call.problem import Problem
-from jflex._jax.manual_axes import unify_varying
-from jflex._jax.ops import BackwardPass, ForwardPass
-from jflex._jax.primitive import ONLY_REVERSE, opaque_call
-from jflex.backends.base import Inputs, Saved, SavedCotangents, Wanted
+from jflex._call.dispatch import select_passes
+from jflex._jax.manual_axes import match_manual_axes
+from jflex._jax.ops import BackwardOp, ForwardOp
+from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
+from jflex.backends.base import Inputs, Saved, SavedCotangents
+from pallas_kernels.plan import GradientRequest
+from pallas_kernels.spec import AttentionSpec
 
 
 class Static(NamedTuple):
     """What does not depend on the values of arrays.
 
     Attributes:
-      backend: Who runs the forward pass.
-      gradients: Who runs the backward pass.
-      problem: The problem.
+      backend: Runs the forward pass where no gradient is requested.
+      implementation: As in the call; the backends of a differentiated call are selected with its request.
+      spec: The call.
     """
 
     backend: str
-    gradients: str
-    problem: Problem
+    implementation: str | tuple[str, ...] | None
+    spec: AttentionSpec
 
 
 def attend(static: Static, inputs: Inputs) -> Saved:
@@ -53,39 +55,42 @@ def attend(static: Static, inputs: Inputs) -> Saved:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, inputs: Inputs) -> Saved:
-    return _forward(static, inputs)
+    return _forward(static.backend, static.spec, inputs)
 
 
-def _forward(static: Static, inputs: Inputs) -> Saved:
-    saved = opaque_call(ForwardPass(static.backend, static.problem), inputs)
+def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
+    saved = call_as_primitive(ForwardOp(backend, spec), inputs)
     return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """`Wanted` as a static part of the residuals."""
+class _Backward:
+    """Who computes which gradients: a static part of the residuals."""
 
-    wanted: Wanted
+    backend: str
+    requested: GradientRequest
 
 
-def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Asked]]:
+def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[Inputs, Saved, _Backward]]:
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     inputs = jax.tree.map(lambda x: x.value, perturbed_inputs, is_leaf=is_primal)
     asked = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, inputs.score_operands, strict=True))
-    saved = _forward(static, inputs)
-    return saved, (inputs, saved, _Asked(Wanted(asked.query, asked.key, asked.value, captured)))
+    requested = GradientRequest(asked.query, asked.key, asked.value, captured)
+    passes = select_passes(static.implementation, static.spec, requested)
+    saved = _forward(passes.forward, static.spec, inputs)
+    return saved, (inputs, saved, _Backward(passes.backward, requested))
 
 
-def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Asked], cotangents: Saved) -> tuple[Inputs]:
-    inputs, saved, asked = residuals
+def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cotangents: Saved) -> tuple[Inputs]:
+    inputs, saved, backward = residuals
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
     d_lse = None if zero(cotangents.lse) else cotangents.lse
-    arrays = unify_varying((inputs, saved, SavedCotangents(d_out, d_lse)))
-    gradients = opaque_call(BackwardPass(static.gradients, static.problem, asked.wanted), arrays)
+    arrays = match_manual_axes((inputs, saved, SavedCotangents(d_out, d_lse)))
+    gradients = call_as_primitive(BackwardOp(backward.backend, static.spec, backward.requested), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))
     nothing = jax.tree.map(lambda _: None, inputs)

@@ -18,7 +18,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def unify_varying(tree: Any) -> Any:
+def match_manual_axes(tree: Any) -> Any:
     """Types all arrays of a pytree as varying over the same axes.
 
     So that the cotangents of shared ones are summed over the shards: that is the transpose of this typing.

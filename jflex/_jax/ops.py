@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,53 +11,55 @@ import jax
 import jax.numpy as jnp
 
 from jflex import backends
-from jflex._call.problem import Problem
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
-from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.plan import GradientRequest
+from pallas_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPass:
+class ForwardOp:
     """``Inputs -> Saved``."""
 
     backend: str
-    problem: Problem
+    spec: AttentionSpec
 
     def __call__(self, inputs: Inputs) -> Saved:
         """Runs the backend."""
-        return backends.get(self.backend).forward(self.problem, inputs)
+        return backends.get(self.backend).forward(self.spec, inputs)
 
     def axes(self, inputs: Inputs, saved: Saved) -> tuple[list[Axes], list[Axes]]:
         """Of the flat inputs and outputs."""
-        return partitioning.input_axes(self.problem, inputs), partitioning.saved_axes(self.problem, saved)
+        return partitioning.input_axes(self.spec, inputs), partitioning.saved_axes(self.spec, saved)
 
     def partitioned(self, inputs: Inputs, saved: Saved, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """See `jflex._jax.primitive.Pass`."""
+        """See `jflex._jax.primitive.Op`."""
         tree = jax.tree.structure(inputs)
 
         def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            shard = partitioning.shard_of(self.problem, jax.tree.unflatten(tree, flat), mesh, split)
-            return tuple(ForwardPass(self.backend, shard.problem)(shard.inputs))
+            shard = partitioning.shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split)
+            return tuple(ForwardOp(self.backend, shard.spec)(shard.inputs))
 
-        return partitioning.partitioned(self.problem, whole, local, *self.axes(inputs, saved))
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, saved))
 
-    def out_specs(self, inputs: Inputs, saved: Saved, spec: Any) -> list[Any]:
-        """See `jflex._jax.primitive.Pass`."""
-        return _out_specs(*self.axes(inputs, saved), jax.tree.leaves(saved), spec)
+    def out_specs(self, inputs: Inputs, saved: Saved, pspec: Any) -> list[Any]:
+        """See `jflex._jax.primitive.Op`."""
+        return _out_specs(*self.axes(inputs, saved), jax.tree.leaves(saved), pspec)
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardPass:
+class BackwardOp:
     """``(Inputs, Saved, cotangent of Saved) -> Gradients``."""
 
     backend: str
-    problem: Problem
-    wanted: Wanted
+    spec: AttentionSpec
+    requested: GradientRequest
 
     def __call__(self, arrays: tuple[Inputs, Saved, SavedCotangents]) -> Gradients:
         """Runs the backend."""
-        return backends.get(self.backend).backward(self.problem, *arrays, self.wanted)
+        return backends.get(self.backend).backward(self.spec, *arrays, self.requested)
 
     def axes(
         self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
@@ -64,50 +67,102 @@ class BackwardPass:
         """Of the flat inputs and outputs."""
         inputs, saved, d_saved = arrays
         ins = [
-            *partitioning.input_axes(self.problem, inputs),
-            *partitioning.saved_axes(self.problem, saved),
-            *partitioning.saved_axes(self.problem, d_saved),
+            *partitioning.input_axes(self.spec, inputs),
+            *partitioning.saved_axes(self.spec, saved),
+            *partitioning.saved_axes(self.spec, d_saved),
         ]
-        return ins, partitioning.gradient_axes(self.problem, gradients)
+        return ins, partitioning.gradient_axes(self.spec, gradients)
 
     def partitioned(
         self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """See `jflex._jax.primitive.Pass`."""
+        """See `jflex._jax.primitive.Op`."""
         tree = jax.tree.structure(arrays)
 
         def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
-            shard = partitioning.shard_of(self.problem, inputs, mesh, split)
+            shard = partitioning.shard_of(self.spec, inputs, mesh, split)
             asked = [False] * len(shard.inputs.score_operands)
-            for number, want in zip(shard.operands, self.wanted.score_operands, strict=True):
+            for number, want in zip(shard.operands, self.requested.score_operands, strict=True):
                 if number is not None:
                     asked[number] = want
-            own = BackwardPass(self.backend, shard.problem, self.wanted._replace(score_operands=tuple(asked)))
+            own = BackwardOp(self.backend, shard.spec, self.requested._replace(score_operands=tuple(asked)))
             found = own((shard.inputs, saved, d_saved))
             captured = []
             for number, x in zip(shard.operands, gradients.score_operands, strict=True):
                 if x is not None:
                     part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
-                    assert part is not None  # what is wanted of the whole was asked of the shard
+                    assert part is not None  # what is requested of the whole was requested of the shard
                     captured.append(_sum(part, (*split.batch, *split.heads)))
-            shared = split.batch if self.problem.Bkv < self.problem.B else ()
+            shared = split.batch if self.spec.Bkv < self.spec.B else ()
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
             return (*([] if found.query is None else [found.query]), *keys, *captured)
 
-        return partitioning.partitioned(self.problem, whole, local, *self.axes(arrays, gradients))
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
 
-    def out_specs(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, spec: Any) -> list[Any]:
-        """See `jflex._jax.primitive.Pass`."""
-        return _out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), spec)
+    def out_specs(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, pspec: Any) -> list[Any]:
+        """See `jflex._jax.primitive.Op`."""
+        return _out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), pspec)
 
 
 def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, names) if names else x
 
 
-def _out_specs(in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[Any], spec: Any) -> list[Any]:
+def _out_specs(in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[Any], pspec: Any) -> list[Any]:
     """Shardings of the outputs in a mesh with explicit axes, where types tell them."""
-    named = lambda axis: () if spec[axis] is None else spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    split = Split(named(in_axes[0].batch), named(in_axes[0].heads))
-    return [split.spec(axes, len(x.shape)) for axes, x in zip(out_axes, outputs, strict=True)]
+    names = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    split = Split(names(pspec[in_axes[0].batch]), names(pspec[in_axes[0].heads]))
+    return [split.pspec(axes, len(x.shape)) for axes, x in zip(out_axes, outputs, strict=True)]
+
+
+_ROWS, _PAGES = Axes(None, 1), Axes(None, 2, per_key=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedOp:
+    """``PagedInputs -> Saved``."""
+
+    backend: str
+    spec: AttentionSpec
+
+    def __call__(self, inputs: PagedInputs) -> Saved:
+        """Runs the backend."""
+        return backends.get(self.backend).forward(self.spec, inputs)
+
+    def axes(self, inputs: PagedInputs) -> tuple[list[Axes], list[Axes]]:
+        """Of the flat inputs and outputs: heads are independent, and requests share pages."""
+        others = len(jax.tree.leaves(inputs)) - 3
+        return [_ROWS, _PAGES, _PAGES, *[Axes()] * others], [_ROWS, _ROWS]
+
+    def partitioned(self, inputs: PagedInputs, outputs: Any, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """See `jflex._jax.primitive.Op`."""
+        del outputs
+        tree = jax.tree.structure(inputs)
+
+        def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+            spec, own = _shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
+            return tuple(PagedOp(self.backend, spec)(own))
+
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
+
+    def out_specs(self, inputs: PagedInputs, outputs: Any, pspec: Any) -> list[Any]:
+        """See `jflex._jax.primitive.Op`."""
+        names = () if pspec[1] is None else pspec[1] if isinstance(pspec[1], tuple) else (pspec[1],)
+        split = Split((), names)
+        return [split.pspec(_ROWS, len(x.shape)) for x in jax.tree.leaves(outputs)]
+
+
+def _shard_of(
+    spec: AttentionSpec, inputs: PagedInputs, mesh: Any, names: tuple[str, ...]
+) -> tuple[AttentionSpec, PagedInputs]:
+    """The spec of some heads, inside of the program of one shard; mods still see the numbers of the whole."""
+    pieces = math.prod(mesh.shape[name] for name in names)
+    if pieces == 1:
+        return spec, inputs
+    first = (None, jax.lax.axis_index(names) * (spec.Hq // pieces))
+    score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
+    sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv // pieces}
+    local = dataclasses.replace(spec, **sizes, score=score, mask=mask)
+    return local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands)

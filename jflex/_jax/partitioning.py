@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jflex._call.problem import Blocks, Problem
-from jflex._jax.primitive import in_one_step
+from jflex._jax.primitive import lower_separately
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
-from jflex.paged.problem import PagedProblem
+from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
 
 class Axes(NamedTuple):
@@ -32,52 +31,52 @@ class Axes(NamedTuple):
     per_key: bool = False
 
 
-def row_axes(problem: Problem) -> Axes:
+def row_axes(spec: AttentionSpec) -> Axes:
     """Of query and output."""
-    return Axes(0, 2 if problem.layout == "BTNH" else 1)
+    return Axes(0, 2 if spec.layout == "BTNH" else 1)
 
 
-def key_axes(problem: Problem) -> Axes:
+def key_axes(spec: AttentionSpec) -> Axes:
     """Of key and value."""
-    return Axes(0 if problem.Bkv == problem.B else None, row_axes(problem).heads, per_key=True)
+    return Axes(0 if spec.Bkv == spec.B else None, row_axes(spec).heads, per_key=True)
 
 
-def input_axes(problem: Problem, inputs: Inputs) -> list[Axes]:
+def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
     """Of all inputs, flat."""
-    blocks, lists = problem.blocks, []
-    if blocks is not None:
-        axes = Axes(0 if blocks.batch == problem.B else None, 1 if blocks.heads == problem.Hq else None)
+    blocks, lists = spec.blocks, []
+    if blocks is not None and inputs.lists is not None:
+        axes = Axes(0 if blocks.batch == spec.B else None, 1 if blocks.heads == spec.Hq else None)
         lists = [axes for _ in inputs.lists]
-    keys = key_axes(problem)
+    keys = key_axes(spec)
     captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
     lengths = [] if inputs.kv_lengths is None else [Axes(0)]
-    return [row_axes(problem), keys, keys, *lists, *captured, *lengths]
+    return [row_axes(spec), keys, keys, *lists, *captured, *lengths]
 
 
-def saved_axes(problem: Problem, saved: Saved | SavedCotangents) -> list[Axes]:
+def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
     """Of output and lse, or of their cotangents, flat."""
-    return [row_axes(problem), *([] if saved.lse is None else [Axes(0, 1)])]
+    return [row_axes(spec), *([] if saved.lse is None else [Axes(0, 1)])]
 
 
-def gradient_axes(problem: Problem, gradients: Gradients) -> list[Axes]:
+def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
     """Of the gradients that are wanted, flat."""
-    keys = key_axes(problem)
-    axes = (row_axes(problem), keys, keys, *(Axes() for _ in gradients.score_operands))
+    keys = key_axes(spec)
+    axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands))
     arrays = (gradients.query, gradients.key, gradients.value, *gradients.score_operands)
     return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
 
 
 class Shard(NamedTuple):
-    """One shard of a problem.
+    """One shard of a spec.
 
     Attributes:
-      problem: Of the local sizes.
+      spec: Of the local sizes.
       inputs: The local arrays, and where the shard starts among what the mods capture.
-      operands: For each array that the score mod captured in the whole problem, its number here; None if it is not
+      operands: For each array that the score mod captured in the whole spec, its number here; None if it is not
         read.
     """
 
-    problem: Problem
+    spec: AttentionSpec
     inputs: Inputs
     operands: tuple[int | None, ...]
 
@@ -88,7 +87,7 @@ class Split(NamedTuple):
     batch: tuple[str, ...]
     heads: tuple[str, ...]
 
-    def spec(self, axes: Axes, ndim: int) -> PartitionSpec:
+    def pspec(self, axes: Axes, ndim: int) -> PartitionSpec:
         """The sharding of an array."""
         names: list[Any] = [None] * ndim
         for axis, split in ((axes.batch, self.batch), (axes.heads, self.heads)):
@@ -97,26 +96,26 @@ class Split(NamedTuple):
         return PartitionSpec(*names)
 
 
-def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard:
-    """The local problem, inside of the program of one shard."""
+def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: Any, split: Split) -> Shard:
+    """The local spec, inside of the program of one shard."""
     batch_pieces, head_pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
     first = [
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
-        for names, size, n in zip(split, (problem.B, problem.Hq), (batch_pieces, head_pieces), strict=True)
+        for names, size, n in zip(split, (spec.B, spec.Hq), (batch_pieces, head_pieces), strict=True)
     ]
-    score, score_operands = shifted(problem.score, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = shifted(problem.mask, inputs.mask_operands, first, trace_mask_mod)
-    blocks = problem.blocks
-    if blocks is not None:
+    score, score_operands = shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
+    blocks = spec.blocks
+    if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
     local = dataclasses.replace(
-        problem,
-        B=problem.B // batch_pieces,
-        Hq=problem.Hq // head_pieces,
-        Hkv=problem.Hkv // head_pieces,
+        spec,
+        B=spec.B // batch_pieces,
+        Hq=spec.Hq // head_pieces,
+        Hkv=spec.Hkv // head_pieces,
         Bkv=inputs.key.shape[0],
-        score=score,
-        mask=mask,
+        score_mod=score,
+        mask_mod=mask,
         blocks=blocks,
     )
     numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
@@ -124,8 +123,8 @@ def shard_of(problem: Problem, inputs: Inputs, mesh: Any, split: Split) -> Shard
 
 
 def shifted(
-    mod: TracedMod | None, operands: tuple[jax.Array, ...], first: Sequence[Any], trace: Callable[..., Any]
-) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
+    mod: Mod | None, operands: tuple[jax.Array, ...], first: Sequence[Any], trace: Callable[..., Any]
+) -> tuple[Mod | None, tuple[jax.Array, ...]]:
     """A mod that is called with local indices of batch and head."""
     if mod is None or all(x is None for x in first):
         return mod, operands
@@ -142,7 +141,7 @@ def shifted(
 
 
 def partitioned(
-    problem: Problem | PagedProblem,
+    spec: AttentionSpec,
     function: Callable[..., Any],
     local: Callable[..., Any],
     in_axes: Sequence[Axes],
@@ -151,7 +150,7 @@ def partitioned(
     """Lets XLA's partitioner run `local` on each shard.
 
     Args:
-      problem: The whole problem.
+      spec: The whole spec.
       function: Of flat arrays, for the whole.
       local: ``local(mesh, split, *flat arrays)``, for one shard, inside of its program.
       in_axes: Of each input; the first is the query.
@@ -160,8 +159,8 @@ def partitioned(
     call = custom_partitioning(function)
 
     def partition(mesh, in_shapes, out_shapes):
-        split = _split(problem, mesh, in_shapes[0].sharding, in_axes[0])
-        sharding = lambda x, axes: NamedSharding(mesh, split.spec(axes, len(x.shape)))
+        split = _split(spec, mesh, in_shapes[0].sharding, in_axes[0])
+        sharding = lambda x, axes: NamedSharding(mesh, split.pspec(axes, len(x.shape)))
         outs, _ = jax.tree.flatten(out_shapes)
         out_shardings = tuple(map(sharding, outs, out_axes))
 
@@ -169,33 +168,33 @@ def partitioned(
             *xs: jax.Array,
         ) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-                return in_one_step(functools.partial(local, mesh, split), *xs)
+                return lower_separately(functools.partial(local, mesh, split), *xs)
 
         return mesh, without_mesh, out_shardings, tuple(map(sharding, in_shapes, in_axes))
 
     def rule(mesh, in_types, out_types):
         del mesh
         return _shardy_rule(
-            problem, in_axes, out_axes, [len(t.shape) for t in in_types], [len(t.shape) for t in out_types]
+            spec, in_axes, out_axes, [len(t.shape) for t in in_types], [len(t.shape) for t in out_types]
         )
 
     call.def_partition(partition, sharding_rule=rule)
     return call
 
 
-def _split(problem: Problem | PagedProblem, mesh: Any, sharding: Any, axes: Axes) -> Split:
+def _split(spec: AttentionSpec, mesh: Any, sharding: Any, axes: Axes) -> Split:
     """How the query is sharded, as far as batch and key heads divide evenly."""
-    spec = getattr(sharding, "spec", ())
+    pspec = getattr(sharding, "spec", ())
     names = []
-    for axis, size in ((axes.batch, problem.B), (axes.heads, problem.Hkv)):
-        entry = spec[axis] if axis is not None and axis < len(spec) else None
+    for axis, size in ((axes.batch, spec.B), (axes.heads, spec.Hkv)):
+        entry = pspec[axis] if axis is not None and axis < len(pspec) else None
         entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         names.append(entry if size % math.prod(mesh.shape[name] for name in entry) == 0 else ())
     return Split(*names)
 
 
 def _shardy_rule(
-    problem: Problem | PagedProblem,
+    spec: AttentionSpec,
     in_axes: Sequence[Axes],
     out_axes: Sequence[Axes],
     in_ranks: Sequence[int],
@@ -203,7 +202,7 @@ def _shardy_rule(
 ) -> Any:
     """In Shardy's notation: batch and key heads are shared factors, all other axes must be whole."""
     others: list[str] = []
-    grouped = "(g r)" if problem.group > 1 else "g"
+    grouped = "(g r)" if spec.group > 1 else "g"
 
     def describe(axes: Axes, rank: int) -> str:
         factors = []
@@ -219,4 +218,4 @@ def _shardy_rule(
 
     arrays = lambda axes, ranks: ", ".join(map(describe, axes, ranks))
     text = f"{arrays(in_axes, in_ranks)} -> {arrays(out_axes, out_ranks)}"
-    return text, ({"r": problem.group} if problem.group > 1 else {}) | {"need_replication_factors": tuple(others)}
+    return text, ({"r": spec.group} if spec.group > 1 else {}) | {"need_replication_factors": tuple(others)}

@@ -1,6 +1,6 @@
 """A function of arrays as one step of JAX's programs.
 
-A backend's forward or backward pass is traced once for each problem and kept; eager calls compile once, and a
+A backend's forward or backward pass is traced once for each spec and kept; eager calls compile once, and a
 transformation sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry
 starts from a constant would not pass that one's checks. The primitive has no derivative, because it only stands inside
 of a custom_vjp.
@@ -26,7 +26,7 @@ ONLY_REVERSE = (
 )
 
 
-class Pass(Protocol):
+class Op(Protocol):
     """A pass of a backend: hashable, equal when it computes the same."""
 
     def __call__(self, arrays: Any, /) -> Any:
@@ -42,7 +42,7 @@ class Pass(Protocol):
         ...
 
 
-def opaque_call(function: Pass, arrays: Any) -> Any:
+def call_as_primitive(function: Op, arrays: Any) -> Any:
     """Computes ``function(arrays)``.
 
     Args:
@@ -56,7 +56,7 @@ def opaque_call(function: Pass, arrays: Any) -> Any:
     return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
 
 
-def in_one_step(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Computes ``function(*arrays)``, a flat sequence of arrays, as a step that is lowered by itself.
 
     What XLA's partitioner asks for is lowered by a part of JAX that knows no arrays which a program writes to, as some
@@ -83,7 +83,7 @@ class _Traced:
 
 
 @functools.lru_cache(maxsize=1024)
-def _trace(function: Pass, tree: Any, avals: Sequence[Any], x64: bool, several_devices: bool) -> _Traced:
+def _trace(function: Op, tree: Any, avals: Sequence[Any], x64: bool, several_devices: bool) -> _Traced:
     del x64  # what it traces to depends on it
     call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
     inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]

@@ -1,23 +1,26 @@
-"""What a backend is."""
+"""What a backend is: one interface for dense and paged calls."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from jflex._call.problem import Problem
+from jflex.block_mask.lists import BlockLists
+from pallas_kernels.plan import GradientRequest, Refusal
+from pallas_kernels.spec import AttentionSpec
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call.
+    """The arrays of one dense call.
 
     Attributes:
-      query: In the layout of the problem.
+      query: In the layout of the spec.
       key: Likewise.
       value: Likewise.
-      lists: The index lists of the BlockMask (`jflex.block_mask.Lists`), or None.
+      lists: The index lists of the BlockMask, or None.
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
       kv_lengths: How many keys each batch entry has, int32 [B]; None where all have S.
@@ -26,14 +29,40 @@ class Inputs(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    lists: Any
+    lists: BlockLists | None
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
     kv_lengths: jax.Array | None = None
 
 
+class PagedInputs(NamedTuple):
+    """The arrays of one paged call, of N packed queries and R requests.
+
+    Attributes:
+      query: [N, Hq, D].
+      key: [pages of all layers, page_size, Hkv, D].
+      value: [pages of all layers, page_size, Hkv, Dv].
+      indptr: int32 [R + 1], where the queries of each request begin.
+      lengths: int32 [R], keys of each request.
+      table: int32 [R, max_pages], its pages.
+      first_page: int32 [1], the first page of the layer.
+      score_operands: The arrays that the score mod captures.
+      mask_operands: The arrays that the mask captures.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    indptr: jax.Array
+    lengths: jax.Array
+    table: jax.Array
+    first_page: jax.Array
+    score_operands: tuple[jax.Array, ...]
+    mask_operands: tuple[jax.Array, ...]
+
+
 class Gradients(NamedTuple):
-    """Cotangents; None where none was wanted. Those of captured arrays are float32 or of their array's dtype."""
+    """Cotangents; None where none was requested. Those of captured arrays are float32 or of their array's dtype."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -41,21 +70,12 @@ class Gradients(NamedTuple):
     score_operands: tuple[jax.Array | None, ...]
 
 
-class Wanted(NamedTuple):
-    """Which gradients are asked for: a backend computes no others."""
-
-    query: bool
-    key: bool
-    value: bool
-    score_operands: tuple[bool, ...]
-
-
 class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass.
 
     Attributes:
-      out: In the layout of the problem.
-      lse: float32 [B, Hq, T], natural log.
+      out: In the layout of the spec; [N, Hq, Dv] of a paged call.
+      lse: float32 [B, Hq, T], natural log; [N, Hq] of a paged call.
     """
 
     out: jax.Array
@@ -69,6 +89,19 @@ class SavedCotangents(NamedTuple):
     lse: jax.Array | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a backend runs a call.
+
+    Attributes:
+      description: Kernels and tiles, for `jflex.explain`.
+      kernels: What the backend keeps for itself: the plans of its kernels.
+    """
+
+    description: str
+    kernels: Any = None
+
+
 class Backend(abc.ABC):
     """One way of computing attention.
 
@@ -76,37 +109,39 @@ class Backend(abc.ABC):
 
     Attributes:
       name: What `implementation=` calls it.
-      own_derivatives: True if JAX differentiates `forward` as it stands; then `backward` is never called.
+      differentiable: True if JAX differentiates `forward` as it stands; then `backward` is never called.
     """
 
     name: ClassVar[str]
-    own_derivatives: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why this backend cannot run `problem`, as one sentence without a full stop, or None if it can."""
+    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+        """How this backend runs a call, or why it cannot. Dispatch, `jflex.explain` and both passes read it.
+
+        Args:
+          spec: The call.
+          requested: Which gradients; None for forward only.
+        """
 
     @abc.abstractmethod
-    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+    def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Computes out and lse."""
 
     @abc.abstractmethod
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+        self,
+        spec: AttentionSpec,
+        inputs: Inputs,
+        saved: Saved,
+        d_saved: SavedCotangents,
+        requested: GradientRequest,
     ) -> Gradients:
-        """Pulls the cotangents of out and lse back to the inputs."""
+        """Pulls the cotangents of out and lse of a dense call back to the inputs."""
 
-    def slower(self, problem: Problem) -> str | None:
-        """Why another backend is faster at `problem`, as `unsupported` says it; asked where none was named."""
-        del problem
-        return None
+    @abc.abstractmethod
+    def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
+        """Why a later backend in the order is faster at a call that this one can run, or None.
 
-    def faster_gradients(self, problem: Problem) -> tuple[str, str] | None:
-        """Which backend is faster at `backward` alone, and why, as `slower` says it; asked where none was named."""
-        del problem
-        return None
-
-    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
-        """Says with which tiles it would run `problem`, or its forward pass alone, for `explain`."""
-        del problem, forward_alone
-        return "no tiles"
+        Asked where no backend was named; of the backward pass alone if `requested` is given.
+        """

@@ -3,61 +3,48 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jflex.backends.paged_base import PagedBackend
-from jflex.mods.trace import TracedMod
-from jflex.paged.problem import PagedInputs, PagedProblem
+from jflex.backends.base import PagedInputs, Saved
+from pallas_kernels.spec import AttentionSpec, Mod
 
 
-class PagedReference(PagedBackend):
-    """Dense, differentiable to any order, and large: N x S scores and as many copies of keys."""
+def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
+    """Softmax over all logical keys of a query's request: N x S scores, and as many copies of keys."""
+    p, exact = spec, jnp.dtype(spec.exact)
+    n, j = jnp.arange(p.T, dtype=jnp.int32), jnp.arange(p.S, dtype=jnp.int32)
+    request = jnp.searchsorted(inputs.indptr[1:], n, side="right").astype(jnp.int32)
+    real, request = request < p.B, jnp.minimum(request, p.B - 1)
+    exists = real[:, None] & (j[None] < inputs.lengths[request][:, None])  # [N, S]
 
-    name: ClassVar[str] = "reference"
-    own_derivatives: ClassVar[bool] = True
+    visible = jnp.broadcast_to(exists[:, None], (p.T, p.Hq, p.S))
+    if p.mask_mod is not None:
+        visible &= _seen(p.mask_mod, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
 
-    def unsupported(self, problem: PagedProblem) -> str | None:
-        """Runs everything."""
-        del problem
-        return None
+    def keys(pages: jax.Array) -> jax.Array:
+        """Of each query's request, [N, S, Hq, D]; zeros where they are hidden, for 0 times NaN is NaN."""
+        pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
+        rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
+        own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
+        return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
 
-    def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-        """Softmax over all logical keys of a query's request."""
-        p, exact = problem, jnp.dtype(problem.exact)
-        n, j = jnp.arange(p.T, dtype=jnp.int32), jnp.arange(p.S, dtype=jnp.int32)
-        request = jnp.searchsorted(inputs.indptr[1:], n, side="right").astype(jnp.int32)
-        real, request = request < p.B, jnp.minimum(request, p.B - 1)
-        exists = real[:, None] & (j[None] < inputs.lengths[request][:, None])  # [N, S]
-
-        visible = jnp.broadcast_to(exists[:, None], (p.T, p.Hq, p.S))
-        if p.mask is not None:
-            visible &= _seen(p.mask, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
-
-        def keys(pages: jax.Array) -> jax.Array:
-            """Of each query's request, [N, S, Hq, D]; zeros where they are hidden, for 0 times NaN is NaN."""
-            pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
-            rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
-            own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
-            return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
-
-        s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
-        if p.score is not None:
-            s = _modified(p.score, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
-        s = jnp.where(visible, s, -jnp.inf)
-        top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
-        weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)
-        total = weights.sum(axis=2, keepdims=True)
-        empty = total == 0
-        safe = jnp.where(empty, 1, total)
-        out = jnp.einsum("nhs,nshd->nhd", weights / safe, keys(inputs.value), precision="highest")
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
-        return out.astype(p.out_dtype), lse.astype(jnp.float32)
+    s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
+    if p.score_mod is not None:
+        s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
+    s = jnp.where(visible, s, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
+    weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)
+    total = weights.sum(axis=2, keepdims=True)
+    empty = total == 0
+    safe = jnp.where(empty, 1, total)
+    out = jnp.einsum("nhs,nshd->nhd", weights / safe, keys(inputs.value), precision="highest")
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
+    return Saved(out.astype(p.out_dtype), lse.astype(jnp.float32))
 
 
-def _seen(mask: TracedMod, operands, request, h, n, j) -> jax.Array:
+def _seen(mask: Mod, operands, request, h, n, j) -> jax.Array:
     """A mask on [N, Hq, S]."""
     at = functools.partial(mask, operands)
     at = jax.vmap(at, in_axes=(None, None, None, 0))
@@ -65,7 +52,7 @@ def _seen(mask: TracedMod, operands, request, h, n, j) -> jax.Array:
     return jax.vmap(at, in_axes=(0, None, 0, None))(request, h, n, j)
 
 
-def _modified(mod: TracedMod, operands, s: jax.Array, visible: jax.Array, request: jax.Array) -> jax.Array:
+def _modified(mod: Mod, operands, s: jax.Array, visible: jax.Array, request: jax.Array) -> jax.Array:
     """The score mod on [N, Hq, S]; what is hidden takes the place of something that its head sees.
 
     There a mod may be NaN (``sqrt(q_idx - kv_idx)``), and 0 times its derivative would reach all that it depends on.

@@ -10,74 +10,87 @@ import jax
 import jax.numpy as jnp
 
 from jflex._call.kv_lengths import without_lengths
-from jflex._call.problem import Blocks, Problem
-from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends import paged_reference
+from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla.containment import all_finite, cleared
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, kinds_from_lists
-from jflex.mods.trace import TracedMod
+from pallas_kernels.plan import GradientRequest
+from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
 
 class Reference(Backend):
-    """Holds all T x S scores of every head; never chosen by itself.
+    """Holds all T x S scores of every head; never selected automatically.
 
     NaN that a mask hides stays hidden, with one exception: a cotangent that is NaN, of finite inputs, reaches the
     gradients of values that its query does not attend to.
     """
 
     name: ClassVar[str] = "reference"
-    own_derivatives: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = True
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan:
         """Runs everything."""
-        del problem
-        return None
+        del spec, requested
+        return Plan("no tiles")
 
-    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+    def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Follows the definition line by line."""
-        if problem.kv_lengths:
-            problem, inputs = without_lengths(problem, inputs, None)
-        exact = jnp.dtype(problem.exact)
-        by_heads = lambda x: (x if problem.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
+        if isinstance(inputs, PagedInputs):
+            return paged_reference.attend(spec, inputs)
+        if spec.kv_lengths:
+            spec, inputs = without_lengths(spec, inputs, None)
+        exact = jnp.dtype(spec.exact)
+        by_heads = lambda x: (x if spec.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
         query, key, value = (by_heads(x) for x in (inputs.query, inputs.key, inputs.value))
-        key, value = (self._per_query_head(problem, x) for x in (key, value))
-        visible = jnp.ones((problem.B, problem.Hq, problem.T, problem.S), bool)
-        if problem.mask is not None:
-            visible = over_indices(problem.mask, inputs.mask_operands, visible.shape)
-        if problem.blocks is not None:
-            kinds = _kinds_of_elements(problem, problem.blocks, inputs.lists)
+        key, value = (self._per_query_head(spec, x) for x in (key, value))
+        visible = jnp.ones((spec.B, spec.Hq, spec.T, spec.S), bool)
+        if spec.mask_mod is not None:
+            visible = over_indices(spec.mask_mod, inputs.mask_operands, visible.shape)
+        if spec.blocks is not None and inputs.lists is not None:
+            kinds = _kinds_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((kinds == FULL) | ((kinds == PARTIAL) & visible), visible.shape)
 
         def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
-            score = scores(query, key) * jnp.asarray(problem.scale, exact)
-            if problem.score is not None:
-                score = _modified(problem.score, operands, score.astype(jnp.float32), visible).astype(exact)
+            score = scores(query, key) * jnp.asarray(spec.scale, exact)
+            if spec.score_mod is not None:
+                score = _modified(spec.score_mod, operands, score.astype(jnp.float32), visible).astype(exact)
             weights, lse = _softmax(score, visible)
             return outputs(weights, value), lse
 
         dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
-        if problem.mask is None and problem.blocks is None:
+        if spec.mask_mod is None and spec.blocks is None:
             out, lse = dense(query, key, value, inputs.score_operands)
         else:  # what is hidden may be NaN
             contained = jax.checkpoint(functools.partial(attend, _contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
             out, lse = jax.lax.cond(finite, dense, contained, query, key, value, inputs.score_operands)
-        out = out if problem.layout == "BNTH" else out.swapaxes(1, 2)
-        return Saved(out.astype(problem.dtype), lse.astype(jnp.float32))
+        out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
+        return Saved(out.astype(spec.dtype), lse.astype(jnp.float32))
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+        self,
+        spec: AttentionSpec,
+        inputs: Inputs,
+        saved: Saved,
+        d_saved: SavedCotangents,
+        requested: GradientRequest,
     ) -> Gradients:
         """Differentiates `forward`; here for completeness of the interface."""
         floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
         _, pull = jax.vjp(
-            lambda q, k, v, s: self.forward(problem, inputs._replace(query=q, key=k, value=v, score_operands=s)),
+            lambda q, k, v, s: self.forward(spec, inputs._replace(query=q, key=k, value=v, score_operands=s)),
             *floats,
         )
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
         return Gradients(*pull(Saved(d_saved.out, lse)))
 
-    def _per_query_head(self, problem: Problem, x: jax.Array) -> jax.Array:
-        return jnp.repeat(jnp.broadcast_to(x, (problem.B, *x.shape[1:])), problem.group, axis=1)
+    def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
+        """It is never selected automatically."""
+        del spec, requested
+        return None
+
+    def _per_query_head(self, spec: AttentionSpec, x: jax.Array) -> jax.Array:
+        return jnp.repeat(jnp.broadcast_to(x, (spec.B, *x.shape[1:])), spec.group, axis=1)
 
 
 _Scores = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, D], [B, H, S, D] -> [B, H, T, S]
@@ -132,7 +145,7 @@ def _contained_outputs(visible: jax.Array) -> _Outputs:
     return outputs
 
 
-def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
+def over_indices(mod: Mod, operands: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
     """Evaluates a mask mod for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
     call = lambda *args: mod(operands, *args)
     for axis in reversed(range(4)):
@@ -140,7 +153,7 @@ def over_indices(mod: TracedMod, operands: tuple[jax.Array, ...], shape: tuple[i
     return call(*(jnp.arange(n, dtype=jnp.int32) for n in shape))
 
 
-def _modified(mod: TracedMod, operands: tuple[jax.Array, ...], score: jax.Array, visible: jax.Array) -> jax.Array:
+def _modified(mod: Mod, operands: tuple[jax.Array, ...], score: jax.Array, visible: jax.Array) -> jax.Array:
     """The score mod on all scores.
 
     Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be
@@ -159,11 +172,11 @@ def _modified(mod: TracedMod, operands: tuple[jax.Array, ...], score: jax.Array,
     return call(instead(score), b, h, instead(q_idx), instead(kv_idx))
 
 
-def _kinds_of_elements(problem: Problem, blocks: Blocks, lists: BlockLists) -> jax.Array:
+def _kinds_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) -> jax.Array:
     """The kind of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
     kinds = kinds_from_lists(lists)
     Bq, Bk = blocks.size
-    return jnp.repeat(jnp.repeat(kinds, Bq, axis=2), Bk, axis=3)[:, :, : problem.T, : problem.S]
+    return jnp.repeat(jnp.repeat(kinds, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
 
 
 def _softmax(score: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int8, Int32
 
+from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
-from jflex._call.problem import describe_array
-from jflex._jax.manual_axes import unify_varying
+from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_kinds
 from jflex.block_mask.mask import BlockMask, BlockSize
@@ -253,7 +253,7 @@ def _evaluated_kinds(
         return start + width, found.at[:, some].set(values, mode="drop")
 
     count = jnp.sum(seen, dtype=jnp.int32)
-    state = unify_varying((jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8), count, operands))[:2]
+    state = match_manual_axes((jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8), count, operands))[:2]
     _, found = lax.while_loop(lambda state: state[0] < count, step, state)
     return found.reshape(heads, *kinds.shape)
 

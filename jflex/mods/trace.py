@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from jflex._jax.manual_axes import unify_varying, varying_axes
+from jflex._jax.manual_axes import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import Requirement, program_requirements
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
@@ -67,7 +67,7 @@ class TracedMod:
         args, program = (*scalars, *operands), batchable_program(self)
         if not varying_axes(*args):
             return core.jaxpr_as_fun(program)(*args)[0]
-        return _evaluate_varying(open_jaxpr(program), unify_varying(args))[0]
+        return _evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -281,7 +281,7 @@ def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
     values = [x.value for x in ins]
     concrete = not any(isinstance(x, Tracer) for x in values)
     with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
-        outs = bind(eqn, values if concrete else unify_varying(values))
+        outs = bind(eqn, values if concrete else match_manual_axes(values))
     captured = any(x.captured for x in ins) or not concrete
     if not captured and all(np.ndim(x) == 0 for x in outs):
         outs = [np.asarray(x) for x in outs]
@@ -296,7 +296,7 @@ def _evaluate_varying(opened: Open, args: Sequence[jax.Array]) -> list[jax.Array
     env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *args), strict=True))
     read = lambda v: jnp.asarray(v.val) if isinstance(v, core.Literal) else env[v]
     for eqn in opened.jaxpr.eqns:
-        values = unify_varying([read(v) for v in eqn.invars])
+        values = match_manual_axes([read(v) for v in eqn.invars])
         inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
         outs = bind(eqn, values) if inner is None else _evaluate_varying(inner, values)
         env.update(zip(eqn.outvars, outs, strict=True))

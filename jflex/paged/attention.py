@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
-from jflex._call.problem import describe_array
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.paged.batch import PagedBatch, check_batch

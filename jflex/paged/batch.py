@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Int32
 
-from jflex._call.problem import describe_array
+from jflex._call.checks import describe_array
 from jflex.block_mask.lengths import checked_size
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known

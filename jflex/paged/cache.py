@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.problem import DTYPES, current_device, describe_array
+from jflex._call.checks import DTYPES, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.sizes import checked_pages, checked_positive
 

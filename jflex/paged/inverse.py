@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jflex._call.problem import describe_array
+from jflex._call.checks import describe_array
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
 from jflex.paged.cache import check_int32, is_known
 from jflex.paged.sizes import checked_pages

@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflex._call.dispatch import Implementation, choose
-from jflex._call.problem import check_config, check_scale, current_device, current_precision
-from jflex._jax.manual_axes import unify_varying
-from jflex._jax.primitive import opaque_call
-from jflex.backends import paged_backends as backends
+from jflex import backends
+from jflex._call.checks import check_config, check_scale, current_device, current_precision
+from jflex._call.dispatch import Implementation, select_forward
+from jflex._jax.manual_axes import match_manual_axes
+from jflex._jax.ops import PagedOp
+from jflex._jax.primitive import call_as_primitive
+from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
-from jflex.paged.passes import PagedPass
-from jflex.paged.problem import PagedInputs, PagedProblem
 from jflex.state import AttentionState
+from pallas_kernels.spec import AttentionSpec, Paging
 
 
 class Pages(NamedTuple):
@@ -75,26 +76,26 @@ def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionSt
       pages: The keys and values.
       how: How.
     """
-    problem, inputs = _prepare(query, pages, how)
-    name = choose(how.implementation, backends.get, problem, caller)
-    if 0 in (problem.T, problem.B, problem.S):
-        lse = jnp.full((problem.T, problem.Hq), -jnp.inf, jnp.float32)
-        return AttentionState(jnp.zeros((problem.T, problem.Hq, problem.Dv), problem.out_dtype), lse)
+    spec, inputs = _prepare(query, pages, how)
+    name = select_forward(how.implementation, spec, caller)
+    if spec.is_empty:
+        lse = jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32)
+        return AttentionState(jnp.zeros(spec.out_shape(), spec.out_dtype), lse)
     backend = backends.get(name)
-    if not backend.own_derivatives:
+    if not backend.differentiable:
         guard = lambda x: _without_gradient(x, caller, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
-        return AttentionState(*opaque_call(PagedPass(name, problem), unify_varying(inputs)))
-    return AttentionState(*backend.attend(problem, unify_varying(inputs)))
+        return AttentionState(*call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs)))
+    return AttentionState(*backend.forward(spec, match_manual_axes(inputs)))
 
 
-def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, PagedInputs]:
+def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[AttentionSpec, PagedInputs]:
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
     page_size, Hkv, D = pages.key.shape[1:]
     platform, device_kind = current_device(query, pages.key, pages.value)
-    problem = PagedProblem(
+    spec = AttentionSpec(
         B=R,
         T=query.shape[0],
         S=max_pages * page_size,
@@ -102,20 +103,20 @@ def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[PagedProblem, Pa
         Hkv=Hkv,
         D=D,
         Dv=pages.value.shape[3],
-        page_size=page_size,
-        num_pages=pages.num_pages,
+        paging=Paging(page_size, pages.num_pages),
+        Bkv=R,
         dtype=str(query.dtype),
         out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),
         scale=check_scale(how.scale, D),
-        score=score,
-        mask=mask,
+        score_mod=score,
+        mask_mod=mask,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),
         config=check_config(how.config, None),
     )
     arrays = (pages.key, pages.value, pages.indptr, pages.lengths, pages.table, pages.first_page)
-    return problem, PagedInputs(query, *arrays, score_operands, mask_operands)
+    return spec, PagedInputs(query, *arrays, score_operands, mask_operands)
 
 
 def _without_gradient(x: jax.Array, caller: str, name: str) -> jax.Array:

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem as memory
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile import evaluation
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
-from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.spec import AttentionSpec
 
 WIDEST = 192  # head size up to which shared memory may hold tiles of them too
 MOST = 4  # bytes of them for each score
@@ -50,16 +51,16 @@ class Plane(NamedTuple):
         return at
 
 
-def planes_of(setting: Setting, *, transposed: bool = False) -> tuple[Plane, ...]:
+def planes_of(spec: AttentionSpec, *, transposed: bool = False) -> tuple[Plane, ...]:
     """The loads of the score mod that the copy engine can bring, as many as there is room for.
 
     Tiles of (keys, queries) read them transposed, which Mosaic GPU does with 16 bits alone.
     """
-    if setting.score is None or not setting.score_shapes or max(setting.D, setting.Dv) > WIDEST:
+    if spec.programs.score is None or not spec.score_shapes or max(spec.D, spec.Dv) > WIDEST:
         return ()
-    here, found, room = (setting.score.argument("q"), setting.score.argument("k")), [], MOST
-    for load in setting.score.loads:
-        shape, size = setting.score_shapes[load.value], load.dtype.itemsize
+    here, found, room = (spec.programs.score.argument("q"), spec.programs.score.argument("k")), [], MOST
+    for load in spec.programs.score.loads:
+        shape, size = spec.score_shapes[load.value], load.dtype.itemsize
         is_plane = load.inputs[-2:] == here and not any(index.kind for index in load.inputs[:-2])
         fits = size == 2 or (size == 4 and not transposed)
         if is_plane and fits and size <= room and _is_tiled(shape, size):
@@ -73,16 +74,16 @@ def _is_tiled(shape: tuple[int, ...], itemsize: int) -> bool:
     return shape[-2] % 8 == 0 and shape[-1] * itemsize % _SWIZZLE == 0
 
 
-def declare(setting: Setting, tiles: Tiles, stages: int, *, transposed: bool = False) -> tuple[Any, ...]:
+def declare(spec: AttentionSpec, tiles: Tiles, stages: int, *, transposed: bool = False) -> tuple[Any, ...]:
     """Shared memory for tiles of them, [stages, queries, keys]."""
     shape = (stages, tiles.block_q, tiles.block_kv)
-    return tuple(memory.tiled(shape, plane.load.dtype) for plane in planes_of(setting, transposed=transposed))
+    return tuple(memory.tiled(shape, plane.load.dtype) for plane in planes_of(spec, transposed=transposed))
 
 
-def beside(make: Callable[[Ring | None], Any], setting: Setting, tiles: Tiles, *, transposed: bool = False) -> Any:
+def beside(make: Callable[[Ring | None], Any], spec: AttentionSpec, tiles: Tiles, *, transposed: bool = False) -> Any:
     """What a kernel declares with a ring of them that has as many stages as fit, or with None."""
     for stages in range(tiles.num_stages, 0, -1):
-        declared = declare(setting, tiles, stages, transposed=transposed)
+        declared = declare(spec, tiles, stages, transposed=transposed)
         if not declared:
             break
         found = make(Ring.of(declared, tiles.num_warps // 4))
@@ -95,14 +96,14 @@ class Brought(NamedTuple):
     """The arrays in global memory, for a kernel.
 
     Attributes:
-      setting: The setting.
+      spec: The spec.
       tiles: Of the kernel.
       operands: What the score mod captures, each as one dimension.
       planes: Which loads.
       refs: Their arrays.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tiles: Tiles
     operands: Sequence[Any]
     planes: Sequence[Plane]
@@ -112,9 +113,9 @@ class Brought(NamedTuple):
         """Their tiles by first query and first key; what lies past the end comes as zeros."""
         if not self.planes:
             return lambda q_first, k_first: []
-        assert self.setting.score is not None  # whose loads they are
+        assert self.spec.programs.score is not None  # whose loads they are
         tile, indices = (self.tiles.block_q, self.tiles.block_kv), {"b": b, "h": h}
-        mod, sizes = self.setting.score, self.setting.score_shapes
+        mod, sizes = self.spec.programs.score, self.spec.score_shapes
         known = evaluation(mod, self.operands, sizes, tile, indices, transposed=False, may_end=False)
         leading = [plane.leading(known, sizes[plane.load.value]) for plane in self.planes]
         return lambda q_first, k_first: [

@@ -12,30 +12,30 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.spec import Arrays, Setting
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 ROWS = 8
 
 
-def padded(setting: Setting, arrays: Arrays) -> tuple[Setting, Arrays]:
-    """The setting with padded head sizes, and the arrays; lengths in the setting stay the true ones."""
-    D, Dv = head_sizes(setting, arrays.query.dtype)
+def padded(spec: AttentionSpec, arrays: Arrays) -> tuple[AttentionSpec, Arrays]:
+    """The spec with padded head sizes, and the arrays; lengths in the spec stay the true ones."""
+    D, Dv = head_sizes(spec, arrays.query.dtype)
     wide = arrays._replace(
-        query=pad_rows(setting, arrays.query, D),
-        key=pad_rows(setting, arrays.key, D),
-        value=pad_rows(setting, arrays.value, Dv),
+        query=pad_rows(spec, arrays.query, D),
+        key=pad_rows(spec, arrays.key, D),
+        value=pad_rows(spec, arrays.value, Dv),
     )
-    return dataclasses.replace(setting, D=D, Dv=Dv), wide
+    return dataclasses.replace(spec, D=D, Dv=Dv), wide
 
 
-def head_sizes(setting: Setting, dtype: Any) -> tuple[int, ...]:
+def head_sizes(spec: AttentionSpec, dtype: Any) -> tuple[int, ...]:
     """Head sizes of query and key, and of value, padded to what a swizzle divides."""
-    return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (setting.D, setting.Dv))
+    return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (spec.D, spec.Dv))
 
 
-def pad_rows(setting: Setting, x: jax.Array, size: int) -> jax.Array:
-    """An array in the layout of the setting, with rows of `size` and a number of them that is a multiple of 8."""
-    axis = _axis(setting)
+def pad_rows(spec: AttentionSpec, x: jax.Array, size: int) -> jax.Array:
+    """An array in the layout of the spec, with rows of `size` and a number of them that is a multiple of 8."""
+    axis = _axis(spec)
     widths = [(0, 0)] * 4
     widths[axis], widths[3] = (0, -x.shape[axis] % ROWS), (0, size - x.shape[3])
     return x if widths == [(0, 0)] * 4 else jnp.pad(x, widths)
@@ -46,10 +46,10 @@ def like_rows(x: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype)
 
 
-def cut_rows(setting: Setting, x: jax.Array, length: int, size: int) -> jax.Array:
+def cut_rows(spec: AttentionSpec, x: jax.Array, length: int, size: int) -> jax.Array:
     """What `pad_rows` padded."""
-    return jax.lax.slice_in_dim(x, 0, length, axis=_axis(setting))[..., :size]
+    return jax.lax.slice_in_dim(x, 0, length, axis=_axis(spec))[..., :size]
 
 
-def _axis(setting: Setting) -> int:
-    return 1 if setting.layout == "BTNH" else 2
+def _axis(spec: AttentionSpec) -> int:
+    return 1 if spec.layout == "BTNH" else 2

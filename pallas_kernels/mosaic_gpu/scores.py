@@ -17,7 +17,7 @@ from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, number
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, Setting
+from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
 
 
 class Captured(NamedTuple):
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     """How a warp group computes scores: statics, and what is known of the mods ahead of the loop.
 
     Attributes:
-      setting: The setting.
+      spec: The spec.
       tile: Queries and keys.
       transposed: Whether tiles are (keys, queries), and the loop goes over queries.
       score: The score mod, evaluated so far.
@@ -48,7 +48,7 @@ class Scores(NamedTuple):
       fixed: The first index along the axis that the loop does not go along.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tile: tuple[int, int]
     transposed: bool
     score: Evaluation | None
@@ -59,8 +59,8 @@ class Scores(NamedTuple):
     def walk(self) -> Walk:
         """The axis that the loop goes along."""
         if self.transposed:
-            return Walk("q", self.tile[0], self.setting.T, self.setting.walk_passes_end("q", self.tile[0]))
-        return Walk("k", self.tile[1], self.setting.S, self.setting.walk_passes_end("k", self.tile[1]))
+            return Walk("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
+        return Walk("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
 
     @property
     def unit(self) -> float:
@@ -69,14 +69,14 @@ class Scores(NamedTuple):
         Without a mod they are the products themselves, up to the sign of the scale; with one that adds something to
         the score they are the products and that much over the scale; with one that multiplies last, what it multiplies.
         """
-        if self.score is None or patterns.addend(self.setting.score, self.setting.scale) is not None:
-            return LOG2_E * abs(self.setting.scale)
-        multiple = patterns.multiple(self.setting.score)
+        if self.score is None or patterns.addend(self.spec.programs.score, self.spec.scale) is not None:
+            return LOG2_E * abs(self.spec.scale)
+        multiple = patterns.multiple(self.spec.programs.score)
         return LOG2_E * (1.0 if multiple is None else multiple.factor)
 
 
 def prepare(
-    setting: Setting,
+    spec: AttentionSpec,
     arrays: Arrays,
     captured: Captured,
     tile: tuple[int, int],
@@ -91,7 +91,7 @@ def prepare(
     """Evaluates what of the mods does not depend on the axis of the loop.
 
     Args:
-      setting: The setting.
+      spec: The spec.
       arrays: The refs.
       captured: Shapes of what the mods capture.
       tile: Queries and keys of a warp group.
@@ -105,22 +105,22 @@ def prepare(
     transposed = k_first is not None
     fixed = {"b": b, "h": h}
     if transposed:
-        fixed["k"] = numbers(k_first, tile[1], setting.S, ROW, may_end=may_end)
+        fixed["k"] = numbers(k_first, tile[1], spec.S, ROW, may_end=may_end)
     else:
-        fixed["q"] = numbers(q_first, tile[0], setting.T, ROW, may_end=may_end)
+        fixed["q"] = numbers(q_first, tile[0], spec.T, ROW, may_end=may_end)
     kinds = ("", "k" if transposed else "q")
 
     def prepared(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
         if program is None:
             return None
-        passes_end = setting.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
+        passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
         known = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
         known.prepare(wanted or program.nodes, kinds)
         return known
 
-    score = prepared(setting.score, arrays.score_operands, captured.score, nodes)
-    mask = prepared(setting.mask, arrays.mask_operands, captured.mask, None)
-    return Scores(setting, tile, transposed, score, mask, k_first if transposed else q_first)
+    score = prepared(spec.programs.score, arrays.score_operands, captured.score, nodes)
+    mask = prepared(spec.programs.mask, arrays.mask_operands, captured.mask, None)
+    return Scores(spec, tile, transposed, score, mask, k_first if transposed else q_first)
 
 
 class Begun(NamedTuple):
@@ -143,7 +143,7 @@ def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
 
     Not where they load elements of the tile too: those take the registers.
     """
-    setting, axis = scores.setting, scores.walk.axis
+    spec, axis = scores.spec, scores.walk.axis
 
     def begun(known: Evaluation | None, program: Any) -> Evaluation | None:
         kinds = {load.kind for load in program.loads} if known is not None else set()
@@ -153,7 +153,9 @@ def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
         ahead.prepare(program.loads, (axis,))
         return ahead
 
-    return Begun(begun(scores.score, setting.score), begun(scores.mask, setting.mask) if is_partial else None)
+    return Begun(
+        begun(scores.score, spec.programs.score), begun(scores.mask, spec.programs.mask) if is_partial else None
+    )
 
 
 def _at(scores: Scores, known: Any, program: Any, first: Any) -> Evaluation:
@@ -184,22 +186,22 @@ def modify(
       by_clause: Whether to hide clause by clause of the mask, which is faster where registers are left: beside the sums
         of the backward kernels it stores up to 184 bytes more of them away.
     """
-    setting, score = scores.setting, None
+    spec, score = scores.spec, None
     if scores.score is None:
-        s = raw if setting.scale > 0 else -raw
+        s = raw if spec.scale > 0 else -raw
     else:
-        assert setting.score is not None  # what `prepare` began to evaluate
-        scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
-        score = begun.score or _at(scores, scores.score, setting.score, first)
-        elements = zip(planes.planes_of(setting, transposed=scores.transposed) if brought else (), brought, strict=True)
+        assert spec.programs.score is not None  # what `prepare` began to evaluate
+        scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
+        score = begun.score or _at(scores, scores.score, spec.programs.score, first)
+        elements = zip(planes.planes_of(spec, transposed=scores.transposed) if brought else (), brought, strict=True)
         load: Any = plg.load  # jax < 0.11: wants an index
         given = {plane.load: load(ref, layout=TILE) for plane, ref in elements}
-        score = score.child(given, {setting.score.argument("score"): scaled})
-        added, multiple = patterns.addend(setting.score, setting.scale), patterns.multiple(setting.score)
+        score = score.child(given, {spec.programs.score.argument("score"): scaled})
+        added, multiple = patterns.addend(spec.programs.score, spec.scale), patterns.multiple(spec.programs.score)
         if added is not None:
-            s = _added(setting, score, raw, added)
+            s = _added(spec, score, raw, added)
         else:
-            s = score.tile(setting.score.output if multiple is None else multiple.term)
+            s = score.tile(spec.programs.score.output if multiple is None else multiple.term)
     if not is_partial:
         return ScoreTile(s, None, score)
     mask = Mask.at(scores, first, begun)
@@ -209,9 +211,9 @@ def modify(
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
-def _added(setting: Setting, score: Evaluation, raw: jax.Array, added: patterns.Addend) -> jax.Array:
+def _added(spec: AttentionSpec, score: Evaluation, raw: jax.Array, added: patterns.Addend) -> jax.Array:
     """The scores over the scale: one multiply-add for each element, and what the term itself takes."""
-    factor = jnp.float32(added.sign / setting.scale)
+    factor = jnp.float32(added.sign / spec.scale)
     if added.factor is not None:
         factor = factor * score(added.factor)
     return raw + score.tile(added.term) * factor
@@ -268,8 +270,8 @@ class Mask(NamedTuple):
         """At a tile, of which the mask may have been begun."""
         if scores.mask is None:
             return cls(scores, first, None)
-        assert scores.setting.mask is not None  # what `prepare` began to evaluate
-        return cls(scores, first, begun.mask or _at(scores, scores.mask, scores.setting.mask, first))
+        assert scores.spec.programs.mask is not None  # what `prepare` began to evaluate
+        return cls(scores, first, begun.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
 
     def hide(self, s: jax.Array) -> jax.Array:
         """Scores, with -inf where nothing is seen.
@@ -279,7 +281,7 @@ class Mask(NamedTuple):
         instead of 0.604 at head size 64 (B 4), 0.418 instead of 0.443 at 128 (B 2); with code for all clauses beside
         code for all but these 0.681 and 0.460.
         """
-        ordered, others = patterns.clauses(self.scores.setting.mask)
+        ordered, others = patterns.clauses(self.scores.spec.programs.mask)
         shown = self._shown_by(others)
         s = inline_ptx.hidden(TILE, s, shown) if shown else s
         for clause in ordered:
@@ -289,7 +291,7 @@ class Mask(NamedTuple):
 
     def visible(self) -> jax.Array | None:
         """What is seen; None if that is everything."""
-        ordered, others = patterns.clauses(self.scores.setting.mask)
+        ordered, others = patterns.clauses(self.scores.spec.programs.mask)
         found = self._shown_by([*ordered, *others])
         return functools.reduce(jnp.logical_and, found) if found else None
 

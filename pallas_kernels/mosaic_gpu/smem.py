@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 LIMIT = 232448  # bytes that a block of threads may have on Hopper: 227 KiB
 BARRIER = 8  # bytes
@@ -63,7 +63,7 @@ def bytes_of(declared: Iterable[Any]) -> int:
     return total
 
 
-def rows_at(setting: Setting, b: Any, h: Any, first: Any, count: int) -> tuple[Any, ...]:
-    """The index of rows of a head, in the layout of the setting."""
+def rows_at(spec: AttentionSpec, b: Any, h: Any, first: Any, count: int) -> tuple[Any, ...]:
+    """The index of rows of a head, in the layout of the spec."""
     rows = pl.ds(first, count)
-    return (b, rows, h) if setting.layout == "BTNH" else (b, h, rows)
+    return (b, rows, h) if spec.layout == "BTNH" else (b, h, rows)

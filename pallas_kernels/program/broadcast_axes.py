@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.program.ir import Node, is_exact_in_float, reachable
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 
 class Invariance(NamedTuple):
@@ -27,7 +27,7 @@ class Invariance(NamedTuple):
 NO_AXES = Invariance(False, False, False)
 
 
-def invariance(setting: Setting, load: Node) -> Invariance:
+def invariance(spec: AttentionSpec, load: Node) -> Invariance:
     """What is known of a load of kind ``"qk"``; an axis of length 1 is none."""
     nodes = reachable([load])
     used = {n.value for n in nodes if n.op == "input"}
@@ -40,8 +40,8 @@ def invariance(setting: Setting, load: Node) -> Invariance:
         by_inputs = bool(node.inputs) and all(of_difference[n] for n in node.inputs)
         of_difference[node] = slopes[node] == 0 or by_inputs
     return Invariance(
-        "b" not in used and setting.B > 1,
-        "h" not in used and setting.Hq > 1,
+        "b" not in used and spec.B > 1,
+        "h" not in used and spec.Hq > 1,
         all(of_difference[index] for index in load.inputs),
     )
 

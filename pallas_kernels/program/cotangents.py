@@ -18,7 +18,7 @@ from pallas_kernels.program.broadcast_axes import NO_AXES, Invariance, invarianc
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.ir import Node, reachable
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 
 class LoadGroups(NamedTuple):
@@ -39,16 +39,16 @@ class LoadGroups(NamedTuple):
     atomics: tuple[Node, ...]
 
 
-def group_loads(setting: Setting, derivative: Derivative | None) -> LoadGroups:
+def group_loads(spec: AttentionSpec, derivative: Derivative | None) -> LoadGroups:
     """Sorts the wanted loads."""
     loads = [] if derivative is None else list(derivative.d_loads)
     repeated: dict[Invariance, list[Node]] = {}
     single = []
     for load in (n for n in loads if n.kind == "qk"):
-        axes = invariance(setting, load)
+        axes = invariance(spec, load)
         (repeated.setdefault(axes, []) if any(axes) else single).append(load)
     alone = lambda n: sum(other.value == n.value for other in single) == 1
-    stores = [n for n in single if alone(n) and reads_once(setting, n)]
+    stores = [n for n in single if alone(n) and reads_once(spec, n)]
     return LoadGroups(
         tuple(n for n in loads if n.kind in ("", "q")),
         tuple(n for n in loads if n.kind == "k"),
@@ -58,19 +58,19 @@ def group_loads(setting: Setting, derivative: Derivative | None) -> LoadGroups:
     )
 
 
-def reads_once(setting: Setting, load: Node, axes: Invariance = NO_AXES) -> bool:
+def reads_once(spec: AttentionSpec, load: Node, axes: Invariance = NO_AXES) -> bool:
     """Whether different (b, h, q, k) surely read different elements: each has its own dimension, up to an offset.
 
     `axes` are those that do not count, because the load is the same along them.
     """
-    sizes = {"b": 1 if axes.batch else setting.B, "h": 1 if axes.heads else setting.Hq, "q": setting.T, "k": setting.S}
+    sizes = {"b": 1 if axes.batch else spec.B, "h": 1 if axes.heads else spec.Hq, "q": spec.T, "k": spec.S}
     own = {_argument_with_offset(index) for index in load.inputs}
     return not axes.diagonal and all(size == 1 or name in own for name, size in sizes.items())
 
 
-def covers(setting: Setting, load: Node, shape: tuple[int, ...]) -> bool:
+def covers(spec: AttentionSpec, load: Node, shape: tuple[int, ...]) -> bool:
     """Whether a load surely reads all of its array, whose dimensions are arguments as they are."""
-    sizes = {"b": setting.B, "h": setting.Hq, "q": setting.T, "k": setting.S}
+    sizes = {"b": spec.B, "h": spec.Hq, "q": spec.T, "k": spec.S}
     named = [index.value if index.op == "input" else None for index in load.inputs]
     return all(size == 1 or sizes.get(name or "") == size for name, size in zip(named, shape, strict=True))
 
@@ -86,9 +86,9 @@ def _argument_with_offset(node: Node) -> str | None:
 class _DenseSpace(Space):
     """All values of a kind at once, as [B, Hq, T or 1, S or 1]."""
 
-    def __init__(self, setting: Setting, operands: Sequence[jax.Array]) -> None:
+    def __init__(self, spec: AttentionSpec, operands: Sequence[jax.Array]) -> None:
         self.operands = operands
-        B, H, T, S = setting.B, setting.Hq, setting.T, setting.S
+        B, H, T, S = spec.B, spec.Hq, spec.T, spec.S
         self.shapes = {"": (B, H, 1, 1), "q": (B, H, T, 1), "k": (B, H, 1, S)}
 
     def literal(self, node: Node) -> jax.Array:
@@ -104,12 +104,12 @@ class _DenseSpace(Space):
 
 
 def scatter(
-    setting: Setting, derivative: Derivative, operands: Sequence[jax.Array], load: Node, cotangent: jax.Array
+    spec: AttentionSpec, derivative: Derivative, operands: Sequence[jax.Array], load: Node, cotangent: jax.Array
 ) -> jax.Array:
     """Gradient of the array from which a load reads.
 
     Args:
-      setting: The setting.
+      spec: The spec.
       derivative: Of the score program.
       operands: What it captures.
       load: Of kind ``""``, ``"q"`` or ``"k"``.
@@ -125,7 +125,7 @@ def scatter(
     cotangent = jnp.sum(cotangent, axis=summed, keepdims=True)
     if operand.ndim == 0:
         return cotangent.reshape(())
-    space, program = _DenseSpace(setting, operands), derivative.program
+    space, program = _DenseSpace(spec, operands), derivative.program
     numbers = {"b": 0, "h": 1, "q": 2, "k": 3}
     kinds = {"b": "", "h": "", "q": "q", "k": "k"}
     known = {

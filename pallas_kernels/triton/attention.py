@@ -53,7 +53,7 @@ class Attention(NamedTuple):
             return self._fold(state, *self.tile_at(*place))
 
         out, lse = softmax.finish(self.walk(self._start, step), self.known.unit)
-        return out, lse + mark(*out) if may_hide(self.known.setting) else lse
+        return out, lse + mark(*out) if may_hide(self.known.spec) else lse
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
         """The same from values that are cleared, lse as it is, and which rows must keep what `attend` gave."""
@@ -67,15 +67,15 @@ class Attention(NamedTuple):
 
     @property
     def _start(self) -> softmax.SoftmaxState:
-        return softmax.start(self.rows, zero_rows(self.rows, self.known.setting.Dv))
+        return softmax.start(self.rows, zero_rows(self.rows, self.known.spec.Dv))
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
-        setting, unit = self.known.setting, self.known.unit
+        spec, unit = self.known.spec, self.known.unit
         return softmax.update(
             state,
             tile.s,
             unit=unit,
-            weigh=lambda s, shift: weights(setting, s, unit, shift),
-            times_values=lambda p: times(setting, p, values),
+            weigh=lambda s, shift: weights(spec, s, unit, shift),
+            times_values=lambda p: times(spec, p, values),
             may_hide=self.may_be_empty,
         )

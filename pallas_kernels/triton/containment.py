@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.marks import mark
-from pallas_kernels.spec import Tiles
 from pallas_kernels.triton.head_chunks import Columns
 
 LARGEST_TILE = 64  # of a repair, in queries and keys

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import reachable
-from pallas_kernels.spec import Tiles
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.tuning import triton_rules
 
@@ -95,7 +96,7 @@ def stages_that_fit(
     2
     """
     stages, memory = tiles.num_stages, _memory_of(device_kind)
-    taken = lambda n: shared_memory(kernel, tiles._replace(num_stages=n), *head_sizes, itemsize, by_element)
+    taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, by_element)
     while stages > 1 and taken(stages) > memory:
         stages -= 1
     return stages

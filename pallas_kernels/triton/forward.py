@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk as blocks
+from pallas_kernels.config import Tiles
 from pallas_kernels.marks import may_hide
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import Marked, repair_tiles
@@ -32,83 +33,85 @@ from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_row
 from pallas_kernels.triton.launch import launch
 
 
-def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
-    order = blocks.row_order(setting, tiles, arrays)
+    order = blocks.row_order(spec, tiles, arrays)
     outputs = [
-        jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
-        jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
+        jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
+        jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
     ]
     found = launch(
-        functools.partial(_kernel, setting, tiles),
+        functools.partial(_kernel, spec, tiles),
         (arrays, order),
         outputs,
         name="jflex_forward",
-        grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B),
+        grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
     )
-    out, lse = repair(setting, tiles, arrays, found) if may_hide(setting) else found
+    out, lse = repair(spec, tiles, arrays, found) if may_hide(spec) else found
     return out, lse
 
 
-def repair(setting: Setting, tiles: Tiles, arrays: Arrays, found: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def repair(
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, found: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Computes the tiles again that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(setting.Hq, setting.B, setting.T, tiles.block_q)
+    marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))
     out, lse = launch(
-        functools.partial(_repair_kernel, setting, tiles, marked),
+        functools.partial(_repair_kernel, spec, tiles, marked),
         (arrays, tuple(found)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_forward_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
         aliases={count: 0, count + 1: 1},
     )
     return out, lse
 
 
-def _kernel(setting: Setting, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
+def _kernel(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
     nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = blocks.row_at(setting, order, b, h, nth, pl.num_programs(0))
-    rows, row_lse = _attention(setting, tiles, arrays, b, h, tile).attend()
-    first, rows_end = tile * tiles.block_q, setting.T % tiles.block_q != 0
-    store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
-    store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)
+    tile = blocks.row_at(spec, order, b, h, nth, pl.num_programs(0))
+    rows, row_lse = _attention(spec, tiles, arrays, b, h, tile).attend()
+    first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
+    store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
+    store_vector(lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
 
 
 def _repair_kernel(
-    setting: Setting, tiles: Tiles, marked: Marked, arrays: Arrays, before: Any, out: Any, lse: Any
+    spec: AttentionSpec, tiles: Tiles, marked: Marked, arrays: Arrays, before: Any, out: Any, lse: Any
 ) -> None:
-    rows_end = setting.T % tiles.block_q != 0
+    rows_end = spec.T % tiles.block_q != 0
 
     def fix(b: Any, h: Any, first: Any) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        clean, row_lse, attended = _attention(setting, tiles, arrays, b, h, tile).repair()
-        rows = load_queries(setting, before[0], b, h, first, tiles.block_q, may_end=rows_end)
+        clean, row_lse, attended = _attention(spec, tiles, arrays, b, h, tile).repair()
+        rows = load_queries(spec, before[0], b, h, first, tiles.block_q, may_end=rows_end)
         rows = attended.keep(rows, clean)
-        store_rows(setting, out, b, h, first, rows, setting.T, may_end=rows_end)
-        store_vector(lse, (b, h), first, row_lse, setting.T, may_end=rows_end)
+        store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
+        store_vector(lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
 
     marked.repair(before[1], fix)
 
 
-def _attention(setting: Setting, tiles: Tiles, arrays: Arrays, b: Any, h: Any, tile: Any) -> Attention:
+def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, b: Any, h: Any, tile: Any) -> Attention:
     """Of a tile of queries of a head."""
-    rows_end, keys_end = setting.T % tiles.block_q != 0, setting.walk_passes_end("k", tiles.block_kv)
+    rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
-    q = load_queries(setting, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
-    known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first)
+    q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
+    known = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
 
     def tile_at(key: Any, is_partial: bool) -> Tile:
         load = functools.partial(
-            load_keys, setting, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
+            load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
         found = scores.compute(known, q, load(arrays.key), key, is_partial)
         return Tile(found, load(arrays.value))
 
-    walk = functools.partial(blocks.over_keys, setting, tiles, arrays, (b, h, tile))
-    may_be_empty = setting.mask is not None or setting.score is not None
+    walk = functools.partial(blocks.over_keys, spec, tiles, arrays, (b, h, tile))
+    may_be_empty = spec.programs.mask is not None or spec.programs.score is not None
     return Attention(known, tiles.block_q, walk, tile_at, may_be_empty)

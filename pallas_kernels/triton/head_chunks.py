@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 SMALLEST_DOT = 16  # rows, columns and depth of a product
 
@@ -38,12 +38,12 @@ def _power_of_two(size: int) -> int:
 
 
 def load_rows(
-    setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
+    spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
 ) -> Columns:
-    """Loads rows of an array in the layout of the setting; zeros outside of it.
+    """Loads rows of an array in the layout of the spec; zeros outside of it.
 
     Args:
-      setting: The setting.
+      spec: The spec.
       ref: [B, length, heads, size] or [B, heads, length, size].
       b: Batch.
       h: Head.
@@ -54,34 +54,34 @@ def load_rows(
     """
 
     def load(start: int, width: int) -> jax.Array:
-        at, mask = _place(setting, ref, (b, h), (first, rows, length, may_end), (start, width))
+        at, mask = _place(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
         return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 
 
-def load_queries(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+def load_queries(spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
     """Rows of the query, or of what has its shape, of a query head."""
-    return load_rows(setting, ref, b, h, first, rows, setting.T, may_end=may_end)
+    return load_rows(spec, ref, b, h, first, rows, spec.T, may_end=may_end)
 
 
-def load_keys(setting: Setting, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+def load_keys(spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
     """Rows of key or value for a query head: of the key head that its group shares; their batch may be shared too."""
-    b, h = (b if setting.Bkv > 1 else 0), lax.div(h, setting.group)
-    return load_rows(setting, ref, b, h, first, rows, setting.S, may_end=may_end)
+    b, h = (b if spec.Bkv > 1 else 0), lax.div(h, spec.group)
+    return load_rows(spec, ref, b, h, first, rows, spec.S, may_end=may_end)
 
 
 def store_rows(
-    setting: Setting, ref: Any, b: Any, h: Any, first: Any, x: Columns, length: int, *, may_end: bool
+    spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, x: Columns, length: int, *, may_end: bool
 ) -> None:
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
-        at, mask = _place(setting, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
+        at, mask = _place(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
         plgpu.store(ref.at[at], columns.astype(ref.dtype), mask=mask)
 
 
 def _place(
-    setting: Setting, ref: Any, head: tuple[Any, Any], rows: tuple[Any, int, int, bool], chunk: tuple[int, int]
+    spec: AttentionSpec, ref: Any, head: tuple[Any, Any], rows: tuple[Any, int, int, bool], chunk: tuple[int, int]
 ) -> tuple[Any, Any]:
     """The index of a chunk of rows, and the mask of what exists of it, or None if all does."""
     (first, count, length, may_end), (start, width), size = rows, chunk, ref.shape[3]
@@ -94,7 +94,7 @@ def _place(
         if may_end:
             mask &= row < length
     b, h = (jnp.full((), x, jnp.int32) if isinstance(x, int) else x for x in head)  # the interpreter takes no plain int
-    return ((b, row, h, column) if setting.layout == "BTNH" else (b, h, row, column)), mask
+    return ((b, row, h, column) if spec.layout == "BTNH" else (b, h, row, column)), mask
 
 
 def load_vector(
@@ -121,16 +121,16 @@ def zero_rows(rows: int, size: int) -> Columns:
     return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
 
 
-def inner(setting: Setting, a: Columns, b: Columns) -> jax.Array:
+def inner(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:
     """Products of the rows of `a` with the rows of `b`, float32 [rows of a, rows of b]."""
-    return sum((_product(setting, x, y, over=(1, 1)) for x, y in zip(a[1:], b[1:], strict=True)),
-               start=_product(setting, a[0], b[0], over=(1, 1)))  # fmt: skip
+    return sum((_product(spec, x, y, over=(1, 1)) for x, y in zip(a[1:], b[1:], strict=True)),
+               start=_product(spec, a[0], b[0], over=(1, 1)))  # fmt: skip
 
 
-def times(setting: Setting, weights: jax.Array, rows: Columns) -> Columns:
+def times(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
     """Float32 sums of rows: ``weights @ rows``, the weights rounded to the dtype of the rows."""
     weights = weights.astype(rows[0].dtype)
-    return tuple(_product(setting, weights, x, over=(1, 0)) for x in rows)
+    return tuple(_product(spec, weights, x, over=(1, 0)) for x in rows)
 
 
 def plus(a: Columns, b: Columns) -> Columns:
@@ -138,7 +138,7 @@ def plus(a: Columns, b: Columns) -> Columns:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _product(setting: Setting, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+def _product(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
     """Sums over axis ``over[0]`` of `a` and ``over[1]`` of `b`, in float32."""
     dimensions = (((over[0],), (over[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=setting.precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dimensions, precision=spec.precision, preferred_element_type=jnp.float32)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from pallas_kernels.spec import Tiles
+from pallas_kernels.config import Tiles
 
 
 def launch(

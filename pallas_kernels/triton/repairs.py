@@ -6,10 +6,11 @@ import functools
 
 import jax
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import row_statistics
 from pallas_kernels.marks import Repairs
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton import forward as forward_kernel
 from pallas_kernels.triton.backward import dkv, dq
 from pallas_kernels.triton.containment import LARGEST_TILE
@@ -17,21 +18,21 @@ from pallas_kernels.triton.containment import LARGEST_TILE
 TILES = Tiles(LARGEST_TILE, LARGEST_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
 
 
-def forward(setting: Setting, arrays: Arrays, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, arrays: Arrays, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Out and lse, of which the lse is NaN where the output is to be computed again."""
-    return forward_kernel.repair(setting, TILES, arrays, found)
+    return forward_kernel.repair(spec, TILES, arrays, found)
 
 
 def backward(
-    setting: Setting,
+    spec: AttentionSpec,
     arrays: Arrays,
     derivative: Derivative | None,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
 ) -> Repairs:
     """How gradients are computed again, from output and lse of the forward pass and their cotangents."""
-    rows = row_statistics(setting, saved, d_saved)
+    rows = row_statistics(spec, saved, d_saved)
     return Repairs(
-        functools.partial(dq.repair, setting, TILES, arrays, rows, derivative),
-        functools.partial(dkv.repair, setting, TILES, arrays, rows, derivative),
+        functools.partial(dq.repair, spec, TILES, arrays, rows, derivative),
+        functools.partial(dkv.repair, spec, TILES, arrays, rows, derivative),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, Setting
+from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
 from pallas_kernels.triton.head_chunks import Columns, inner
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
 
@@ -19,7 +19,7 @@ class Scores(NamedTuple):
     """How a program computes scores: statics, and what is known of the mods ahead of the loop.
 
     Attributes:
-      setting: The setting.
+      spec: The spec.
       tile: Queries and keys.
       transposed: Whether tiles are (keys, queries).
       score: The score mod, evaluated so far.
@@ -28,7 +28,7 @@ class Scores(NamedTuple):
       end: Where the axis of the loop ends, a number known at run time; None for where its array ends.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tile: tuple[int, int]
     transposed: bool
     score: Evaluation | None
@@ -42,11 +42,11 @@ class Scores(NamedTuple):
 
         Without a mod they are the products themselves, up to the sign of the scale.
         """
-        return LOG2_E * (abs(self.setting.scale) if self.score is None else 1.0)
+        return LOG2_E * (abs(self.spec.scale) if self.score is None else 1.0)
 
 
 def prepare(
-    setting: Setting,
+    spec: AttentionSpec,
     arrays: Arrays,
     tile: tuple[int, int],
     b: Any,
@@ -61,7 +61,7 @@ def prepare(
     """Evaluates what of the mods does not depend on the axis of the loop.
 
     Args:
-      setting: The setting.
+      spec: The spec.
       arrays: The refs.
       tile: Queries and keys.
       b: Batch.
@@ -78,24 +78,26 @@ def prepare(
     if q is not None:
         fixed["q"] = q
     elif transposed:
-        fixed["k"] = k_indices(k_first, tile, setting.S, transposed=True, may_end=setting.S % tile[1] != 0)
+        fixed["k"] = k_indices(k_first, tile, spec.S, transposed=True, may_end=spec.S % tile[1] != 0)
     else:
-        fixed["q"] = q_indices(q_first, tile, setting.T, may_end=setting.T % tile[0] != 0)
+        fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
     kinds = ("", "k" if transposed else "q")
-    approximate = arrays.query.dtype.itemsize == 2 and not setting.interpret  # the interpreter has no such functions
+    approximate = (
+        arrays.query.dtype.itemsize == 2 and not spec.config.interpret
+    )  # the interpreter has no such functions
 
     def begin(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
         if program is None:
             return None
         begun = evaluation(
-            program, refs, tile, fixed, transposed=transposed, approximate=approximate, interpret=setting.interpret
+            program, refs, tile, fixed, transposed=transposed, approximate=approximate, interpret=spec.config.interpret
         )
         begun.prepare(nodes or program.nodes, kinds)
         return begun
 
-    score = begin(setting.score, arrays.score_operands, (programs or {}).get("score"))
-    mask = begin(setting.mask, arrays.mask_operands, None)
-    return Scores(setting, tile, transposed, score, mask, "q" if transposed else "k", end)
+    score = begin(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
+    mask = begin(spec.programs.mask, arrays.mask_operands, None)
+    return Scores(spec, tile, transposed, score, mask, "q" if transposed else "k", end)
 
 
 def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> ScoreTile:
@@ -108,18 +110,18 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
       first: First index along the axis of the loop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
     """
-    setting = scores.setting
-    raw = inner(setting, k, q) if scores.transposed else inner(setting, q, k)
+    spec = scores.spec
+    raw = inner(spec, k, q) if scores.transposed else inner(spec, q, k)
     score = None
     if scores.score is None:
-        s = raw if setting.scale > 0 else -raw
+        s = raw if spec.scale > 0 else -raw
     else:
-        assert setting.score is not None  # what `prepare` began to evaluate
-        scaled = Product(raw, jnp.full((), setting.scale, jnp.float32))
+        assert spec.programs.score is not None  # what `prepare` began to evaluate
+        scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = scores.score.child(
-            walked_index(scores, setting.score, first), {setting.score.argument("score"): scaled}
+            walked_index(scores, spec.programs.score, first), {spec.programs.score.argument("score"): scaled}
         )
-        s = score.tile(setting.score.output)
+        s = score.tile(spec.programs.score.output)
     if is_partial is False:
         return ScoreTile(s, None, score)
     visible = _visible(scores, first, is_partial)
@@ -128,12 +130,12 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
 
 def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
     """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
-    setting = scores.setting
+    spec = scores.spec
     if scores.walked == "q":
-        may_end = setting.walk_passes_end("q", scores.tile[0])
-        return {program.argument("q"): q_indices(first, scores.tile, setting.T, transposed=True, may_end=may_end)}
-    may_end = setting.walk_passes_end("k", scores.tile[1])
-    return {program.argument("k"): k_indices(first, scores.tile, setting.S, may_end=may_end)}
+        may_end = spec.walk_passes_end("q", scores.tile[0])
+        return {program.argument("q"): q_indices(first, scores.tile, spec.T, transposed=True, may_end=may_end)}
+    may_end = spec.walk_passes_end("k", scores.tile[1])
+    return {program.argument("k"): k_indices(first, scores.tile, spec.S, may_end=may_end)}
 
 
 def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
@@ -141,15 +143,15 @@ def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
 
     Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
     """
-    setting, visible = scores.setting, None
+    spec, visible = scores.spec, None
     if scores.mask is not None:
-        assert setting.mask is not None  # what `prepare` began to evaluate
-        mask = scores.mask.child(walked_index(scores, setting.mask, first))
-        visible = mask.tile(setting.mask.output)
+        assert spec.programs.mask is not None  # what `prepare` began to evaluate
+        mask = scores.mask.child(walked_index(scores, spec.programs.mask, first))
+        visible = mask.tile(spec.programs.mask.output)
         if is_partial is not True:
             visible = visible | ~is_partial
-    length, tile = (setting.T, scores.tile[0]) if scores.walked == "q" else (setting.S, scores.tile[1])
-    if scores.end is not None or setting.walk_passes_end(scores.walked, tile):
+    length, tile = (spec.T, scores.tile[0]) if scores.walked == "q" else (spec.S, scores.tile[1])
+    if scores.end is not None or spec.walk_passes_end(scores.walked, tile):
         length = length if scores.end is None else scores.end
         shape = scores.tile[::-1] if scores.transposed else scores.tile
         exists = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1) < length

@@ -14,16 +14,16 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.ir import Node
-from pallas_kernels.spec import Setting
+from pallas_kernels.spec import AttentionSpec
 
 
-def weights(setting: Setting, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
+def weights(spec: AttentionSpec, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
     """``2 ** (unit * s - shift)``, by one multiply-add and one exponential of the hardware (relative error 2 ** -22).
 
     Written in assembly, because XLA's Triton rounds product and difference apart, and its exponential guards numbers
     below 2 ** -126, which here become 0: together seven instructions of the hardware for each score.
     """
-    if setting.interpret:
+    if spec.config.interpret:
         return jnp.exp2(s * unit - shift)
     factor = np.float32(unit).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"

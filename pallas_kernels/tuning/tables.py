@@ -13,9 +13,9 @@ import re
 from importlib import resources
 from typing import Any, NamedTuple
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Node
-from pallas_kernels.spec import Tiles
 from pallas_kernels.tuning import triton_rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton

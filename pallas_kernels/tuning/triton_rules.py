@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
-from pallas_kernels.spec import Tiles
 
 HEAVY = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
 
@@ -49,6 +50,13 @@ def has_large_memory(device_kind: str) -> bool:
     return any(
         name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "GB200", "B300")
     )
+
+
+def tiles_for(kernel: str, need: Need, rows: int) -> Tiles:
+    """Tiles of a kernel: ``"forward"``, ``"decode"`` with so many rows, ``"dkv"`` or ``"dq"``."""
+    if kernel == "decode":
+        return decode_tiles(need, rows)
+    return {"forward": forward_tiles, "dkv": dkv_tiles, "dq": dq_tiles}[kernel](need)
 
 
 def forward_tiles(need: Need) -> Tiles:
@@ -164,7 +172,7 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
     if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
         block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
         return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
-    return tiles._replace(num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
+    return dataclasses.replace(tiles, num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
 
 
 def paged_prefill_tiles(need: Need) -> Tiles:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jflex._call.problem import Problem
-from jflex.backends.base import Backend, Gradients, Inputs, Saved, SavedCotangents, Wanted
+from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.xla import paged
 from jflex.backends.xla.blockwise import (
     INDEX_OF_AXIS,
     KEYS_FIRST,
@@ -27,6 +27,8 @@ from jflex.backends.xla.containment import cleared, masked_product
 from jflex.backends.xla.loads import Load, LoadedMod, split_loads
 from jflex.block_mask.lists import block_count
 from jflex.mods.batchable import Factored, batchable, factored
+from pallas_kernels.plan import GradientRequest
+from pallas_kernels.spec import AttentionSpec
 
 
 class Xla(Backend):
@@ -34,22 +36,26 @@ class Xla(Backend):
 
     name: ClassVar[str] = "xla"
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Runs everything."""
-        del problem
+    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan:
+        """The blocks of the mask, or fixed ones, in both passes."""
+        del requested
+        if spec.paging is not None:
+            return Plan("pages, one request after the other")
+        if spec.blocks is not None:
+            return Plan(f"{spec.blocks.size[0]} x {spec.blocks.size[1]}, the blocks of the mask")
+        return Plan("dense blocks, no mask lists")
+
+    def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
+        """It is the last in the order."""
+        del spec, requested
         return None
 
-    def describe(self, problem: Problem, *, forward_alone: bool = False) -> str:
-        """The blocks of the mask, or fixed ones, in both passes."""
-        del forward_alone
-        if problem.blocks is not None:
-            return f"{problem.blocks.size[0]} x {problem.blocks.size[1]}, the blocks of the mask"
-        return "dense blocks, no mask lists"
-
-    def forward(self, problem: Problem, inputs: Inputs) -> Saved:
+    def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
-        walk = Walk.of(problem, inputs, QUERIES_FIRST)
-        problem, query = walk.problem, _padded_query(walk, inputs.query)
+        if isinstance(inputs, PagedInputs):
+            return paged.attend(spec, inputs)
+        walk = Walk.of(spec, inputs, QUERIES_FIRST)
+        spec, query = walk.spec, _padded_query(walk, inputs.query)
 
         def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
             unit = walk.unit(number)
@@ -57,26 +63,31 @@ class Xla(Backend):
 
             def step(state, column, is_partial):
                 keys = lambda x: walk.keys(x, unit, column, is_partial=is_partial)
-                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), problem), problem)
+                s = _scaled(_einsum("bkgqd,bksd->bkgqs", q, keys(inputs.key), spec), spec)
                 s = _modified(walk, inputs, s, unit, column.number)
                 visible = walk.visible(unit, column.number) if is_partial else None
                 s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-                return _accumulate(state, s, keys(inputs.value), visible, problem)
+                return _accumulate(state, s, keys(inputs.value), visible, spec)
 
-            shape, exact = q.shape[:-1], _exact(problem)
-            start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, problem.Dv), exact))
+            shape, exact = q.shape[:-1], _exact(spec)
+            start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, spec.Dv), exact))
             top, total, out = walk.over_columns(unit, start, step)
             return _finish(top, total, out)
 
         out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
-        lse = lse.reshape(problem.B, problem.Hq, problem.T).astype(jnp.float32)
-        return Saved(_join_heads(out, problem).astype(problem.dtype), lse)
+        lse = lse.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
+        return Saved(_join_heads(out, spec).astype(spec.dtype), lse)
 
     def backward(
-        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+        self,
+        spec: AttentionSpec,
+        inputs: Inputs,
+        saved: Saved,
+        d_saved: SavedCotangents,
+        requested: GradientRequest,
     ) -> Gradients:
         """One pass over the rows: dQ is a row's own, dK, dV and the gradients of captures are added up in place."""
-        return _Backward(problem, inputs, saved, d_saved, wanted).run()
+        return _Backward(spec, inputs, saved, d_saved, requested).run()
 
 
 class _Rows(NamedTuple):
@@ -102,13 +113,13 @@ class _Backward:
     """The arrays of one backward pass."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, wanted: Wanted
+        self, spec: AttentionSpec, inputs: Inputs, saved: Saved, d_saved: SavedCotangents, requested: GradientRequest
     ) -> None:
-        self.walk, self.inputs, self.wanted = Walk.of(problem, inputs, KEYS_FIRST), inputs, wanted
-        self.problem = self.walk.problem
+        self.walk, self.inputs, self.requested = Walk.of(spec, inputs, KEYS_FIRST), inputs, requested
+        self.spec = self.walk.spec
         self.query = _padded_query(self.walk, inputs.query)
-        exact = _exact(problem)
-        out, d_out = (_split_heads(x, problem) for x in (saved.out, d_saved.out))
+        exact = _exact(spec)
+        out, d_out = (_split_heads(x, spec) for x in (saved.out, d_saved.out))
         delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
         lse = saved.lse.reshape(delta.shape).astype(exact)
         if d_saved.lse is not None:
@@ -116,19 +127,19 @@ class _Backward:
         lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: exp(s - inf) is 0
         rows = self.walk.rows * self.walk.size[0]
         pad = lambda x, fill=0.0: jnp.pad(
-            x, [(0, 0)] * 3 + [(0, rows - problem.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
+            x, [(0, 0)] * 3 + [(0, rows - spec.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
         )
         self.d_out, self.delta, self.lse = pad(d_out), pad(delta), pad(lse, jnp.inf)
-        self.loaded = split_loads(problem.score) if problem.score is not None else None
+        self.loaded = split_loads(spec.score_mod) if spec.score_mod is not None else None
 
     def run(self) -> Gradients:
         """All wanted gradients."""
-        problem, walk, wanted = self.problem, self.walk, self.wanted
-        exact = _exact(problem)
-        keys = (problem.B, problem.Hkv, block_count(problem.S, walk.size[1]) * walk.size[1])
+        spec, walk, wanted = self.spec, self.walk, self.requested
+        exact = _exact(spec)
+        keys = (spec.B, spec.Hkv, block_count(spec.S, walk.size[1]) * walk.size[1])
         grads = {
-            "key": jnp.zeros((*keys, problem.D), exact) if wanted.key else None,
-            "value": jnp.zeros((*keys, problem.Dv), exact) if wanted.value else None,
+            "key": jnp.zeros((*keys, spec.D), exact) if wanted.key else None,
+            "value": jnp.zeros((*keys, spec.Dv), exact) if wanted.value else None,
             "operands": [
                 jnp.zeros(x.size, jnp.float32) if want else None
                 for x, want in zip(self.inputs.score_operands, wanted.score_operands, strict=True)
@@ -143,8 +154,8 @@ class _Backward:
             return grads, jnp.einsum("bkdgq->bkgqd", d_q)
 
         grads, d_query = lax.scan(row, grads, jnp.arange(walk.units, dtype=jnp.int32))
-        d_query = _join_heads(walk.assemble(d_query), problem) if wanted.query else None
-        joined = lambda x: None if x is None else _join_key_heads(x, problem)
+        d_query = _join_heads(walk.assemble(d_query), spec) if wanted.query else None
+        joined = lambda x: None if x is None else _join_key_heads(x, spec)
         operands = tuple(
             None if g is None else g.reshape(x.shape)
             for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
@@ -152,30 +163,30 @@ class _Backward:
         return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
 
     def _block(self, rows: _Rows, carry: Any, at: Column, is_partial: bool) -> Any:
-        problem, walk, unit, column = self.problem, self.walk, rows.unit, at.number
+        spec, walk, unit, column = self.spec, self.walk, rows.unit, at.number
         d_q, grads = carry
         k, v = (walk.keys(x, unit, at, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
         visible = walk.visible(unit, column) if is_partial else None
         clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
-        raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, problem), problem)
+        raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, spec), spec)
         s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
         p = clear(jnp.exp(s - rows.lse))
-        d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, problem)
+        d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec)
         d_s = clear(p * (d_p - rows.delta))
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
         d_s = clear(d_s)
-        d_s = (d_s * problem.scale).astype(problem.dtype)
-        p = p.astype(problem.dtype)
+        d_s = (d_s * spec.scale).astype(spec.dtype)
+        p = p.astype(spec.dtype)
         d_key, d_value = grads["key"], grads["value"]
         # What is hidden has a dS of 0, and may be NaN itself; what is visible and NaN has made dS NaN.
         contained = cleared if is_partial else lambda x: x
-        over_queries = lambda a, b: _einsum("bksgq,bkgqd->bksd", a, b, problem)
+        over_queries = lambda a, b: _einsum("bksgq,bkgqd->bksd", a, b, spec)
         if d_key is not None:
             d_key = walk.add_keys(d_key, over_queries(d_s, contained(rows.q)), unit, column)
         if d_value is not None:
             d_value = walk.add_keys(d_value, masked_product(over_queries, p, rows.d_out, visible), unit, column)
-        if self.wanted.query:
-            d_q = d_q + _einsum("bksd,bksgq->bkdgq", contained(k), d_s, problem)
+        if self.requested.query:
+            d_q = d_q + _einsum("bksd,bksgq->bkdgq", contained(k), d_s, spec)
         return d_q, {"key": d_key, "value": d_value, "operands": operands}
 
     def _through_mod(self, unit, column, raw, d_s, visible, grads) -> tuple[jax.Array, list[jax.Array | None]]:
@@ -295,33 +306,33 @@ def _scatter(
     return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
 
 
-def _exact(problem: Problem) -> Any:
+def _exact(spec: AttentionSpec) -> Any:
     """The dtype of scores and sums."""
-    return jnp.dtype(problem.exact)
+    return jnp.dtype(spec.exact)
 
 
-def _einsum(axes: str, a: jax.Array, b: jax.Array, problem: Problem) -> jax.Array:
-    exact = _exact(problem)
-    if problem.platform == "cpu":  # XLA's CPU lacks some products of 16-bit numbers into float32 ("UNIMPLEMENTED")
+def _einsum(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
+    exact = _exact(spec)
+    if spec.platform == "cpu":  # XLA's CPU lacks some products of 16-bit numbers into float32 ("UNIMPLEMENTED")
         a, b = a.astype(exact), b.astype(exact)
-    return jnp.einsum(axes, a, b, precision=problem.precision, preferred_element_type=exact)
+    return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=exact)
 
 
-def _scaled(products: jax.Array, problem: Problem) -> jax.Array:
-    return products * jnp.asarray(problem.scale, products.dtype)
+def _scaled(products: jax.Array, spec: AttentionSpec) -> jax.Array:
+    return products * jnp.asarray(spec.scale, products.dtype)
 
 
 def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
-    if walk.problem.score is None:
+    if walk.spec.score_mod is None:
         return raw
     indices = walk.indices(unit, column)
-    return evaluate(walk.problem.score, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
+    return evaluate(walk.spec.score_mod, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
         raw.dtype
     )
 
 
 def _accumulate(
-    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, problem: Problem
+    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, spec: AttentionSpec
 ) -> tuple[jax.Array, ...]:
     """One step of the online softmax."""
     top, total, out = state
@@ -329,8 +340,8 @@ def _accumulate(
     shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
     p = jnp.exp(s - shift[..., None])
     keep = jnp.exp(top - shift)
-    product = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, problem)
-    out = out * keep[..., None] + masked_product(product, p.astype(problem.dtype), v, visible)
+    product = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
+    out = out * keep[..., None] + masked_product(product, p.astype(spec.dtype), v, visible)
     return new_top, total * keep + jnp.sum(p, axis=-1), out
 
 
@@ -343,23 +354,23 @@ def _finish(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array
 
 def _padded_query(walk: Walk, query: jax.Array) -> jax.Array:
     """[B, Hkv, group, T, D], padded to whole blocks with zeros."""
-    rows = walk.rows * walk.size[0] - walk.problem.T
-    return jnp.pad(_split_heads(query, walk.problem), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
+    rows = walk.rows * walk.size[0] - walk.spec.T
+    return jnp.pad(_split_heads(query, walk.spec), ((0, 0), (0, 0), (0, 0), (0, rows), (0, 0)))
 
 
-def _split_heads(x: jax.Array, p: Problem) -> jax.Array:
+def _split_heads(x: jax.Array, p: AttentionSpec) -> jax.Array:
     """[B, T, Hq, D] or [B, Hq, T, D] as [B, Hkv, group, T, D]."""
     x = x if p.layout == "BNTH" else x.swapaxes(1, 2)
     return x.reshape(p.B, p.Hkv, p.group, p.T, x.shape[-1])
 
 
-def _join_heads(x: jax.Array, p: Problem) -> jax.Array:
+def _join_heads(x: jax.Array, p: AttentionSpec) -> jax.Array:
     """The reverse of `_split_heads`."""
     x = x.reshape(p.B, p.Hq, p.T, x.shape[-1])
     return x if p.layout == "BNTH" else x.swapaxes(1, 2)
 
 
-def _join_key_heads(x: jax.Array, p: Problem) -> jax.Array:
+def _join_key_heads(x: jax.Array, p: AttentionSpec) -> jax.Array:
     """[B, Hkv, S (padded), D] in the layout of the call, summed over a shared batch."""
     x = x[:, :, : p.S]
     x = x.sum(axis=0, keepdims=True) if p.Bkv < p.B else x

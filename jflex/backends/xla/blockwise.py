@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.kv_lengths import bounded_inputs, bounded_problem
-from jflex._call.problem import Problem
+from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
 from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
-from jflex.mods.trace import TracedMod
+from pallas_kernels.spec import AttentionSpec, Mod
 
 # Tiles where no mask says otherwise: the smallest that lose nothing. Milliseconds of processor time on 2 cores,
 # float32, S 2048, H 4, D 64, forward and (in brackets) forward with backward: 128 x 1024 64 (171), 256 x 512
@@ -55,10 +54,10 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The blocks of one problem, and in which pieces they are visited.
+    """The blocks of one spec, and in which pieces they are visited.
 
     Attributes:
-      problem: The problem; lengths of keys have become a part of its mask and lists.
+      spec: The spec; lengths of keys have become a part of its mask and lists.
       lists: Of the BlockMask, or of a dense mask.
       mask_operands: The arrays that the mask captures.
       size: Queries and keys in a block.
@@ -66,7 +65,7 @@ class Walk:
       kv_lengths: How many keys each batch entry has, or None.
     """
 
-    problem: Problem
+    spec: AttentionSpec
     lists: BlockLists
     mask_operands: tuple[jax.Array, ...]
     size: tuple[int, int]
@@ -74,21 +73,21 @@ class Walk:
     kv_lengths: jax.Array | None
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, axes: str) -> Walk:
+    def of(cls, spec: AttentionSpec, inputs: Inputs, axes: str) -> Walk:
         """Takes the lists of the mask, or makes those of a dense one."""
-        size, kv_lengths = _dense_size(problem), inputs.kv_lengths
-        if problem.kv_lengths:
-            problem, inputs = bounded_problem(problem, size), bounded_inputs(problem, inputs, size)
+        size, kv_lengths = _dense_size(spec), inputs.kv_lengths
+        if spec.kv_lengths:
+            spec, inputs = with_lengths_as_mask(spec, size), bounded_inputs(spec, inputs, size)
         lists = inputs.lists
-        if problem.blocks is not None:
-            size = min(problem.blocks.size[0], problem.T), problem.blocks.size[1]  # of few queries, only these
-            return cls(problem, lists, inputs.mask_operands, size, axes, kv_lengths)
-        lengths = (problem.T, problem.S)
-        kind = FULL if problem.mask is None else PARTIAL
+        if spec.blocks is not None and lists is not None:
+            size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # of few queries, only these
+            return cls(spec, lists, inputs.mask_operands, size, axes, kv_lengths)
+        lengths = (spec.T, spec.S)
+        kind = FULL if spec.mask_mod is None else PARTIAL
         matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
         kinds = jnp.full((1, 1, *matrix), kind, jnp.int8)
         lists = lists_from_kinds(demote_tails(kinds, lengths, size))
-        return cls(problem, lists, inputs.mask_operands, size, axes, None)
+        return cls(spec, lists, inputs.mask_operands, size, axes, None)
 
     @property
     def list_batch(self) -> int:
@@ -108,7 +107,7 @@ class Walk:
     @property
     def together(self) -> tuple[int, int, int]:
         """Batch entries, key heads and query heads of a key head that one unit computes."""
-        p = self.problem
+        p = self.spec
         key_heads, group = (p.Hkv, p.group) if self.list_heads == 1 else (1, 1)
         return p.B if self.list_batch == 1 else 1, key_heads, group
 
@@ -121,7 +120,7 @@ class Walk:
         """The unit of this number."""
         row, rest = number % self.rows, number // self.rows
         head, batch = rest % self.list_heads, rest // self.list_heads
-        group = self.problem.group
+        group = self.spec.group
         zero = jnp.zeros_like(row)
         heads = (zero, zero) if self.list_heads == 1 else (head // group, head % group)
         return Unit((batch, *heads), row, (batch, head))
@@ -132,34 +131,34 @@ class Walk:
         b = unit.start[0] + jnp.arange(batch, dtype=jnp.int32)
         key_head = unit.start[1] + jnp.arange(key_heads, dtype=jnp.int32)
         member = unit.start[2] + jnp.arange(group, dtype=jnp.int32)
-        h = key_head[:, None] * self.problem.group + member[None, :]
+        h = key_head[:, None] * self.spec.group + member[None, :]
         q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
-        return b, h, jnp.minimum(q_idx, self.problem.T - 1), jnp.minimum(kv_idx, self.problem.S - 1)
+        return b, h, jnp.minimum(q_idx, self.spec.T - 1), jnp.minimum(kv_idx, self.spec.S - 1)
 
     def visible(self, unit: Unit, column: jax.Array) -> jax.Array:
         """Which elements of a partial block count, with the axes of a block of scores or broadcast to them."""
         q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
         along = lambda x, axis: jnp.expand_dims(x, tuple(n for n, a in enumerate(self.axes) if a != axis))
-        inside = along(q_idx < self.problem.T, "q") & along(kv_idx < self.problem.S, "s")
-        if self.problem.mask is None:
+        inside = along(q_idx < self.spec.T, "q") & along(kv_idx < self.spec.S, "s")
+        if self.spec.mask_mod is None:
             return inside
-        mask = functools.partial(self.problem.mask, self.mask_operands)
+        mask = functools.partial(self.spec.mask_mod, self.mask_operands)
         return inside & over_block(mask, (), self.indices(unit, column), self.axes)
 
     def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
         """The rows of one unit, of an array [B, Hkv, group, T, ...]."""
         start = (*unit.start, unit.row * self.size[0], *[jnp.zeros_like(unit.row)] * (x.ndim - 4))
         part = lambda: lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
-        return read(part, unit.row < self.rows, self.problem.platform)
+        return read(part, unit.row < self.rows, self.spec.platform)
 
     def keys(self, x: jax.Array, unit: Unit, column: Column, *, is_partial: bool) -> jax.Array:
         """A block of key or value as [B, Hkv, S, ...], zeros past the end and, in a partial one, past the lengths.
 
         It is taken from the array as it came, so that what no query visits costs nothing.
         """
-        p, size = self.problem, min(self.size[1], self.problem.S)
+        p, size = self.spec, min(self.size[1], self.spec.S)
         batch, heads, _ = self.together
         first = column.number * self.size[1]
         start = jnp.minimum(first, p.S - size)
@@ -189,7 +188,7 @@ class Walk:
 
     def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, Column, bool], Any]) -> Any:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
-        lists, last = self.lists, block_count(self.problem.S, self.size[1]) - 1
+        lists, last = self.lists, block_count(self.spec.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
         for counts, indices, is_partial in (
             (lists.kv_num_blocks, lists.kv_indices, True),
@@ -204,18 +203,18 @@ class Walk:
 
     def assemble(self, x: jax.Array) -> jax.Array:
         """Joins what the units gave, [units, batch, key head, group, queries, ...], to [B, Hkv, group, T, ...]."""
-        p, rest = self.problem, x.shape[5:]
+        p, rest = self.spec, x.shape[5:]
         heads = (1, 1) if self.list_heads == 1 else (p.Hkv, p.group)
         x = x.reshape(self.list_batch, *heads, self.rows, *self.together, self.size[0], *rest)
         order = (0, 4, 1, 5, 2, 6, 3, 7, *range(8, x.ndim))
         return x.transpose(order).reshape(p.B, p.Hkv, p.group, self.rows * self.size[0], *rest)[:, :, :, : p.T]
 
 
-def _dense_size(problem: Problem) -> tuple[int, int]:
+def _dense_size(spec: AttentionSpec) -> tuple[int, int]:
     """Queries and keys in a block where no BlockMask says so."""
-    tiles = problem.config.forward
+    tiles = spec.config.forward
     size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
-    return min(size[0], problem.T), min(size[1], problem.S)
+    return min(size[0], spec.T), min(size[1], spec.S)
 
 
 def over_block(
@@ -229,7 +228,7 @@ def over_block(
 
 
 def evaluate(
-    mod: TracedMod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array], axes: str
+    mod: Mod, operands: Sequence[jax.Array], score: jax.Array, indices: Sequence[jax.Array], axes: str
 ) -> jax.Array:
     """A score mod on a block of scores."""
     return over_block(lambda s, *scalars: mod(operands, s, *scalars), (score,), indices, axes)

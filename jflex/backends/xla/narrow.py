@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex._call.problem import current_device
+from jflex._call.checks import current_device
 
 _NATIVE = (0, 11, 2)  # the first version of JAX that was seen to leave bfloat16 as it is
 

@@ -7,18 +7,18 @@ to read. What a mask hides whole is skipped too, where intervals can tell.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jflex.backends.paged_base import PagedBackend
+from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
-from jflex.paged.problem import PagedInputs, PagedProblem
+from pallas_kernels.spec import AttentionSpec
 
 # 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
 # 256, 512 and 1024: what is smaller wastes less on short requests.
@@ -35,33 +35,23 @@ class _Work(NamedTuple):
     queries: int
 
 
-class PagedXla(PagedBackend):
-    """Runs everywhere, with any mod that `jax.vmap` can run."""
-
-    name: ClassVar[str] = "xla"
-
-    def unsupported(self, problem: PagedProblem) -> str | None:
-        """Runs everything."""
-        del problem
-        return None
-
-    def attend(self, problem: PagedProblem, inputs: PagedInputs) -> tuple[jax.Array, jax.Array]:
-        """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the pages of each request."""
-        p, spare = problem, 64
-        mean = -(-p.T // p.B)
-        works = [_Work(1, FEW, min(mean, FEW) if mean <= FEW else 1)]
-        if p.T > FEW:
-            works.append(_Work(FEW + 1, p.T, spare))
-        padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
-        out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
-        lse = jnp.full((p.T + spare, p.Hq), -jnp.inf, jnp.float32)
-        for work in works:
-            out, lse = _run(problem, inputs._replace(query=padded), work, out, lse)
-        return out[: p.T], lse[: p.T]
+def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
+    """Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the pages of each request."""
+    p, spare = spec, 64
+    mean = -(-p.T // p.B)
+    works = [_Work(1, FEW, min(mean, FEW) if mean <= FEW else 1)]
+    if p.T > FEW:
+        works.append(_Work(FEW + 1, p.T, spare))
+    padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
+    out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
+    lse = jnp.full((p.T + spare, p.Hq), -jnp.inf, jnp.float32)
+    for work in works:
+        out, lse = _run(spec, inputs._replace(query=padded), work, out, lse)
+    return Saved(out[: p.T], lse[: p.T])
 
 
 def _run(
-    problem: PagedProblem, inputs: PagedInputs, work: _Work, out: jax.Array, lse: jax.Array
+    spec: AttentionSpec, inputs: PagedInputs, work: _Work, out: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the rows of the requests of one kind."""
     start, end = inputs.indptr[:-1], inputs.indptr[1:]
@@ -73,7 +63,7 @@ def _run(
         request = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         nth = number - (ends[request] - tiles[request])
         first = start[request] + nth * work.queries
-        found = _tile(problem, inputs, work.queries, request, first)
+        found = _tile(spec, inputs, work.queries, request, first)
         exists = first + jnp.arange(work.queries, dtype=jnp.int32) < end[request]
         return tuple(_write(x, first, new, exists) for x, new in zip(written, found, strict=True))  # pyright: ignore
 
@@ -88,7 +78,7 @@ def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -
 
 
 def _tile(
-    p: PagedProblem, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array
+    p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of some queries of a request, [count, Hq, Dv] and [count, Hq]."""
     exact, last = jnp.dtype(p.exact), inputs.indptr[request + 1] - 1
@@ -104,12 +94,12 @@ def _tile(
         k, v = (_rows(p, inputs, pages, request, j, exists) for pages in (inputs.key, inputs.value))
         s = jnp.einsum("kgqd,skd->kgqs", q, k, precision=p.precision, preferred_element_type=exact) * p.scale
         at = (request, h.reshape(p.Hkv, p.group), n, j)
-        if p.score is not None:
-            score = functools.partial(p.score, inputs.score_operands)
+        if p.score_mod is not None:
+            score = functools.partial(p.score_mod, inputs.score_operands)
             s = over_block(score, (s.astype(jnp.float32),), at, _AXES).astype(exact)
         visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
-        if p.mask is not None:
-            visible = visible & over_block(functools.partial(p.mask, inputs.mask_operands), (), at, _AXES)
+        if p.mask_mod is not None:
+            visible = visible & over_block(functools.partial(p.mask_mod, inputs.mask_operands), (), at, _AXES)
         return _accumulate(state, jnp.where(visible, s, -jnp.inf), v, visible, p)
 
     shape = (p.Hkv, p.group, count)
@@ -124,7 +114,7 @@ def _tile(
 
 
 def _rows(
-    p: PagedProblem, inputs: PagedInputs, pages: jax.Array, request: jax.Array, j: jax.Array, exists: jax.Array
+    p: AttentionSpec, inputs: PagedInputs, pages: jax.Array, request: jax.Array, j: jax.Array, exists: jax.Array
 ) -> jax.Array:
     """Keys or values of a request, [KEYS, Hkv, D], in the dtype of sums; zeros where there are none."""
     page = jnp.clip(inputs.table[request, j // p.page_size], 0, p.num_pages - 1) + inputs.first_page[0]
@@ -132,12 +122,14 @@ def _rows(
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)
 
 
-def _accumulate(state: Any, s: jax.Array, v: jax.Array, visible: jax.Array, p: PagedProblem) -> Any:
+def _accumulate(state: Any, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> Any:
     """One step of the online softmax."""
     top, total, out = state
     new_top = jnp.maximum(top, jnp.max(s, axis=-1))
     shift = jnp.where(new_top == -jnp.inf, 0, new_top)
     weights, keep = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
     product = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
-    added = masked_product(product, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask is not None else None)
+    added = masked_product(
+        product, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask_mod is not None else None
+    )
     return new_top, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + added

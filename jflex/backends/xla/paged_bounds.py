@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jflex.backends.gpu.programs import programs_of
-from jflex.paged.problem import PagedInputs, PagedProblem
+from jflex.backends.base import PagedInputs
+from jflex.backends.gpu.isolated_trace import isolated_trace
+from pallas_kernels.plan import Refusal
+from pallas_kernels.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from pallas_kernels.program.build import Program
 
 MOST_JUDGED = 1024  # runs of tiles that are judged at once
 
 
 def walk_of(
-    p: PagedProblem, inputs: PagedInputs, request: jax.Array, n: jax.Array, h: jax.Array, length: jax.Array, tile: int
+    p: AttentionSpec, inputs: PagedInputs, request: jax.Array, n: jax.Array, h: jax.Array, length: jax.Array, tile: int
 ) -> tuple[jax.Array, jax.Array]:
     """The first tile, and the one after the last.
 
     Args:
-      p: The problem.
+      p: The spec.
       inputs: Its arrays.
       request: The request.
       n: Packed queries.
@@ -29,13 +35,12 @@ def walk_of(
       tile: Keys in a tile.
     """
     end = (length + tile - 1) // tile
-    programs = programs_of(p, heads_in_rows=True) if p.mask is not None else ""
-    if isinstance(programs, str):  # no mask, or one of which no program can be made
+    program = None if p.mask_mod is None else _mask_program(p)
+    if program is None:  # no mask, or one of which no program can be made
         return jnp.zeros_like(end), end
     from pallas_kernels.program import intervals
     from pallas_kernels.program.evaluate import Evaluation
 
-    program = programs.mask
     rows = jnp.stack([x.reshape(-1) for x in jnp.meshgrid(n, h, indexing="ij")])
     indices = {"b": request, "q": rows[0], "h": rows[1]}
     space = _space(inputs.mask_operands, rows.shape[1])
@@ -47,6 +52,15 @@ def walk_of(
     seen = intervals.visibility(program, known, first, first + (run * tile - 1)).some & (nth * run < end)
     begin = jnp.min(jnp.where(seen, nth, len(nth))) * run
     return jnp.minimum(begin, end), jnp.minimum((jnp.max(jnp.where(seen, nth, -1)) + 1) * run, end)
+
+
+@isolated_trace
+def _mask_program(p: AttentionSpec) -> Program | None:
+    """The program of the mask, with heads in rows; None if it cannot be made."""
+    from pallas_kernels.program.programs import with_programs
+
+    made = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
+    return None if isinstance(made, Refusal) else made.programs.mask
 
 
 def _space(operands: Sequence[jax.Array], count: int) -> Any:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk as blocks
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
 from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.mosaic_gpu import bias_tiles, smem
@@ -29,7 +30,7 @@ from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 BOTH_SUMS = 128  # head size up to which a warp group holds 64 rows of both sums
 
@@ -49,7 +50,7 @@ class FoundByColumns(NamedTuple):
 
 
 def dkv(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     arrays: Arrays,
     rows: Rows,
@@ -62,8 +63,8 @@ def dkv(
 
     With `one_pass` dQ, too, but for the scale of the scores. Head sizes of more than 128 take a launch for each sum.
     """
-    static = Static.of(setting, tiles, arrays, derivative, groups)
-    if max(setting.D, setting.Dv) <= BOTH_SUMS:
+    static = Static.of(spec, tiles, arrays, derivative, groups)
+    if max(spec.D, spec.Dv) <= BOTH_SUMS:
         return _launched(static, arrays, rows, one_pass=one_pass)
     assert not one_pass, "dQ takes registers beside both sums"
     keys, values = (_launched(static.of_sum(name), arrays, rows) for name in (KEY, VALUE))
@@ -72,18 +73,18 @@ def dkv(
 
 
 def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = False) -> FoundByColumns:
-    setting, tiles, groups = static.setting, static.tiles, static.groups
-    columns, row_tiles = pl.cdiv(setting.S, tiles.block_kv), pl.cdiv(setting.T, tiles.block_q)
-    per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, columns * tiles.block_kv), jnp.float32)
-    marks = jax.ShapeDtypeStruct((setting.B, setting.Hkv, columns * tiles.block_kv), jnp.float32)
+    spec, tiles, groups = static.spec, static.tiles, static.groups
+    columns, row_tiles = pl.cdiv(spec.S, tiles.block_kv), pl.cdiv(spec.T, tiles.block_q)
+    per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, columns * tiles.block_kv), jnp.float32)
+    marks = jax.ShapeDtypeStruct((spec.B, spec.Hkv, columns * tiles.block_kv), jnp.float32)
     d_query = None
     if one_pass:
-        d_query = jax.new_ref(jnp.zeros((setting.B, setting.Hq, row_tiles * tiles.block_q, setting.D), jnp.float32))
-    order, given = blocks.column_order(setting, tiles, arrays), give(rows, tiles.block_q, static.unit)
+        d_query = jax.new_ref(jnp.zeros((spec.B, spec.Hq, row_tiles * tiles.block_q, spec.D), jnp.float32))
+    order, given = blocks.column_order(spec, tiles, arrays), give(rows, tiles.block_q, static.unit)
     like = {KEY: arrays.key, VALUE: arrays.value}
-    of_batch = lambda x: jax.ShapeDtypeStruct((setting.B, *x.shape[1:]), x.dtype)
-    declared = declare(setting, tiles, arrays.key.dtype, groups, one_pass=one_pass)
-    brought = () if declared.stream.elements is None else bias_tiles.planes_of(setting, transposed=True)
+    of_batch = lambda x: jax.ShapeDtypeStruct((spec.B, *x.shape[1:]), x.dtype)
+    declared = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
+    brought = () if declared.stream.elements is None else bias_tiles.planes_of(spec, transposed=True)
     elements = [plane.of(arrays.score_operands) for plane in brought]
     found = launch(
         functools.partial(_kernel, static),
@@ -91,28 +92,28 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
         [
             *(of_batch(like[name]) for name in static.sums),
             *(per_column for _ in groups.columns),
-            *([marks] if may_hide(setting) else []),
+            *([marks] if may_hide(spec) else []),
         ],
         declared,
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
         blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
-    query = None if d_query is None else jax.freeze(d_query)[:, :, : setting.T]
+    query = None if d_query is None else jax.freeze(d_query)[:, :, : spec.T]
     sums = dict(zip(static.sums, found, strict=False))
-    by_column = [x[..., : setting.S] for x in found[len(sums) :]]
-    marked = by_column.pop() if may_hide(setting) else None
+    by_column = [x[..., : spec.S] for x in found[len(sums) :]]
+    marked = by_column.pop() if may_hide(spec) else None
     return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query, marked)
 
 
 def _grid(static: Static) -> Grid:
-    return Grid(static.setting.B, static.setting.Hkv, pl.cdiv(static.setting.S, static.tiles.block_kv))
+    return Grid(static.spec.B, static.spec.Hkv, pl.cdiv(static.spec.S, static.tiles.block_kv))
 
 
 def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
     arrays, order, given, d_query, refs = inputs
     b, kv_h, nth = _grid(static).place(number)
-    here = (b, kv_h, blocks.column_at(static.setting, order, b, kv_h, nth))
+    here = (b, kv_h, blocks.column_at(static.spec, order, b, kv_h, nth))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, here, (*outputs, d_query), scratch, group)
     pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, given, refs, here, scratch))
@@ -129,31 +130,31 @@ def _copy(static: Static, arrays: Arrays, given: Given, refs: Any, here: Any, sc
         elements_at = brought.of_head(b, h)
 
         def step(count: Any, first: Any, _: bool) -> Any:
-            scratch.stream.fill(static.setting, count, arrays, given, (b, h, first), elements_at(first, k_first))
+            scratch.stream.fill(static.spec, count, arrays, given, (b, h, first), elements_at(first, k_first))
             return count + 1
 
-        return blocks.over_queries(static.setting, static.tiles, arrays, (b, h, here[2]), count, step)
+        return blocks.over_queries(static.spec, static.tiles, arrays, (b, h, here[2]), count, step)
 
-    _over_heads(static.setting, here[1], jnp.int32(0), one_head)
+    _over_heads(static.spec, here[1], jnp.int32(0), one_head)
 
 
-def _over_heads(setting: Setting, kv_h: Any, state: Any, one_head: Any) -> Any:
+def _over_heads(spec: AttentionSpec, kv_h: Any, state: Any, one_head: Any) -> Any:
     """Folds over the query heads that share a key head."""
-    if setting.group == 1:
+    if spec.group == 1:
         return one_head(kv_h, state)
-    return lax.fori_loop(0, setting.group, lambda i, state: one_head(kv_h * setting.group + i, state), state)
+    return lax.fori_loop(0, spec.group, lambda i, state: one_head(kv_h * spec.group + i, state), state)
 
 
 def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: Scratch, group: Any) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
-    setting, rows = static.setting, static.tiles.block_kv // static.warp_groups
+    spec, rows = static.spec, static.tiles.block_kv // static.warp_groups
     b, kv_h, column = here
     own, columns, d_query = outputs[: len(static.sums)], outputs[len(static.sums) : -1], outputs[-1]
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
     # Of dQ no row is at hand in the epilogue: a key that is not finite is marked itself.
-    marks = mark(_tile(scratch.keys.at[group])) if may_hide(setting) and scratch.d_query is not None else None
+    marks = mark(_tile(scratch.keys.at[group])) if may_hide(spec) and scratch.d_query is not None else None
 
     def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
@@ -162,22 +163,22 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
 
         def one_head(h: Any, state: State) -> State:
             step, sums = walker.step(arrays, h), walker.zero_sums()
-            state, sums = blocks.over_queries(setting, static.tiles, arrays, (b, h, column), (state, sums), step)
+            state, sums = blocks.over_queries(spec, static.tiles, arrays, (b, h, column), (state, sums), step)
             for ref, x in zip(columns, sums, strict=False):
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
             return state
 
-        walker.end(_over_heads(setting, kv_h, state, one_head))
-        return tuple(ref[...] * setting.scale if name == KEY else ref[...] for name, ref in sums.items())
+        walker.end(_over_heads(spec, kv_h, state, one_head))
+        return tuple(ref[...] * spec.scale if name == KEY else ref[...] for name, ref in sums.items())
 
-    sizes = {KEY: setting.D, VALUE: setting.Dv}
+    sizes = {KEY: spec.D, VALUE: spec.Dv}
     found: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
-    if may_hide(setting):
+    if may_hide(spec):
         marks = mark(*found) if marks is None else marks + mark(*found)
         store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}
     places = [staged[name].at[group] for name in static.sums]
-    _store(scratch, found, places, own, smem.rows_at(setting, b, kv_h, first, rows))
+    _store(scratch, found, places, own, smem.rows_at(spec, b, kv_h, first, rows))
 
 
 def _tile(ref: Any) -> jax.Array:
@@ -188,11 +189,11 @@ def _tile(ref: Any) -> jax.Array:
 
 def _load_own(static: Static, arrays: Arrays, here: Any, scratch: Scratch, group: Any) -> None:
     """Loads keys and values: of this group, and for dQ the keys of all."""
-    setting, groups = static.setting, static.warp_groups
+    spec, groups = static.spec, static.warp_groups
     b, kv_h, column = here
     rows = static.tiles.block_kv // groups
     first = column * static.tiles.block_kv + group * rows
-    at = smem.rows_at(setting, b if setting.Bkv > 1 else 0, kv_h, first, rows)
+    at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)
     for source, ref in zip((arrays.key, arrays.value), (scratch.keys, scratch.values), strict=True):
         plg.copy_gmem_to_smem(source.at[at], ref.at[group], scratch.filled.at[group])
     for other in (group,) if scratch.d_query is None else range(groups):

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk as blocks
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, through_mod
 from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.mosaic_gpu import bias_tiles as planes
@@ -39,7 +40,7 @@ from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 
 class FoundByRows(NamedTuple):
@@ -92,58 +93,58 @@ class Own(NamedTuple):
     d_query: Any
 
 
-def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
     make = functools.partial(
         Scratch,
-        smem.tiled((groups, rows, setting.D), dtype),
-        smem.tiled((groups, rows, setting.Dv), dtype),
+        smem.tiled((groups, rows, spec.D), dtype),
+        smem.tiled((groups, rows, spec.Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
         plg.Barrier(num_arrivals=2, num_barriers=groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, (setting.D,), dtype, groups),
-        Ring.declare(tiles.num_stages, tiles.block_kv, (setting.Dv,), dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
+        Ring.declare(tiles.num_stages, tiles.block_kv, (spec.Dv,), dtype, groups),
     )
-    return planes.beside(make, setting, tiles)
+    return planes.beside(make, spec, tiles)
 
 
 def dq(
-    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> FoundByRows:
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
-    static = Static.of(setting, tiles, arrays, derivative, groups)
-    row_tiles = pl.cdiv(setting.T, tiles.block_q)
-    per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, row_tiles * tiles.block_q), jnp.float32)
-    declared = declare(setting, tiles, arrays.query.dtype)
-    found = () if declared.elements is None else planes.planes_of(setting)
+    static = Static.of(spec, tiles, arrays, derivative, groups)
+    row_tiles = pl.cdiv(spec.T, tiles.block_q)
+    per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, row_tiles * tiles.block_q), jnp.float32)
+    declared = declare(spec, tiles, arrays.query.dtype)
+    found = () if declared.elements is None else planes.planes_of(spec)
     elements = [plane.of(arrays.score_operands) for plane in found]
     d_query, *sums = launch(
         functools.partial(_kernel, static),
-        (flat_operands(arrays), blocks.row_order(setting, tiles, arrays), give(rows, tiles.block_q), elements),
+        (flat_operands(arrays), blocks.row_order(spec, tiles, arrays), give(rows, tiles.block_q), elements),
         [
-            padding.like_rows(arrays.query, setting.D),
+            padding.like_rows(arrays.query, spec.D),
             *(per_row for _ in groups.rows),
-            *([per_row] if may_hide(setting) else []),
+            *([per_row] if may_hide(spec) else []),
         ],
         declared,
         name="jflex_backward_dq_sm90",
         blocks=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
-    by_row = [x[..., : setting.T] for x in sums]
-    return FoundByRows(d_query, by_row[: len(groups.rows)], by_row[-1] if may_hide(setting) else None)
+    by_row = [x[..., : spec.T] for x in sums]
+    return FoundByRows(d_query, by_row[: len(groups.rows)], by_row[-1] if may_hide(spec) else None)
 
 
 def _grid(static: Static) -> Grid:
-    return Grid(static.setting.B, static.setting.Hq, pl.cdiv(static.setting.T, static.tiles.block_q))
+    return Grid(static.spec.B, static.spec.Hq, pl.cdiv(static.spec.T, static.tiles.block_q))
 
 
 def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
     arrays, order, given, refs = inputs
     grid = _grid(static)
     b, h, nth = grid.place(number)
-    here = (b, h, blocks.row_at(static.setting, order, b, h, nth, grid.tiles))
+    here = (b, h, blocks.row_at(static.spec, order, b, h, nth, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
     compute = functools.partial(_compute, static, arrays, given, here, outputs, scratch, group)
     pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, refs, here, scratch))
@@ -153,19 +154,19 @@ def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scr
 def _copy(static: Static, arrays: Arrays, refs: Any, here: Any, scratch: Scratch) -> None:
     """The warp group that brings keys and values."""
     plg.set_max_registers(COPYING, action="decrease")
-    setting, q_first = static.setting, here[2] * static.tiles.block_q
+    spec, q_first = static.spec, here[2] * static.tiles.block_q
     elements_at = static.elements(arrays, refs).of_head(*here[:2])
-    b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
+    b, h = (here[0] if spec.Bkv > 1 else 0), lax.div(here[1], jnp.int32(spec.group))
 
     def step(count: Any, first: Any, _: bool) -> Any:
-        at = smem.rows_at(setting, b, h, first, static.tiles.block_kv)
+        at = smem.rows_at(spec, b, h, first, static.tiles.block_kv)
         scratch.keys.fill(count, arrays.key.at[at])
         scratch.values.fill(count, arrays.value.at[at])
         if scratch.elements is not None:
             scratch.elements.fill(count, *elements_at(q_first, first))
         return count + 1
 
-    blocks.over_keys(setting, static.tiles, arrays, here, jnp.int32(0), step)
+    blocks.over_keys(spec, static.tiles, arrays, here, jnp.int32(0), step)
 
 
 def _compute(
@@ -173,24 +174,24 @@ def _compute(
 ) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
-    setting, tiles = static.setting, static.tiles
+    spec, tiles = static.spec, static.tiles
     b, h, row = here
     rows = tiles.block_q // static.warp_groups
     first = row * tiles.block_q + group * rows
     own = (scratch.queries.at[group], scratch.d_out.at[group])
-    at = smem.rows_at(setting, b, h, first, rows)
+    at = smem.rows_at(spec, b, h, first, rows)
     for source, ref in zip((arrays.query, given.d_out), own, strict=True):
         plg.copy_gmem_to_smem(source.at[at], ref, scratch.filled.at[group])
     shift, delta = (-load_vector(given.statistics.at[b, h, which, pl.ds(first, rows)], ROW) for which in (SHIFT, DELTA))
     known = scores.prepare(
-        setting,
+        spec,
         arrays,
         static.captured,
         (rows, tiles.block_kv),
         b,
         h,
         q_first=first,
-        may_end=setting.T % tiles.block_q != 0,
+        may_end=spec.T % tiles.block_q != 0,
         nodes=static.nodes,
     )
     plg.barrier_wait(scratch.filled.at[group])
@@ -199,11 +200,11 @@ def _compute(
         held = Own(*own, pl.ds(group * rows, rows), shift, delta, d_query)
         step = functools.partial(_step, static, known, scratch, held)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
-        _, sums = blocks.over_keys(setting, tiles, arrays, here, (jnp.int32(0), sums), step)
-        return d_query[...] * setting.scale, sums
+        _, sums = blocks.over_keys(spec, tiles, arrays, here, (jnp.int32(0), sums), step)
+        return d_query[...] * spec.scale, sums
 
-    found, sums = pl.run_scoped(walk, accumulator(rows, setting.D))
-    if may_hide(setting):
+    found, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
+    if may_hide(spec):
         sums = (*sums, mark(found))
     for ref, x in zip(outputs[1:], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)

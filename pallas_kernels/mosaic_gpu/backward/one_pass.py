@@ -18,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.backward.stream import accumulator
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS
 from pallas_kernels.mosaic_gpu.tile import TILE
-from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.spec import AttentionSpec
 
 SLOTS = 2  # tiles of dS: one is read while the next is written
 
@@ -51,13 +52,13 @@ class QueryGradient(NamedTuple):
     read: Any
 
     @classmethod
-    def declare(cls, setting: Setting, tiles: Tiles, dtype: Any) -> QueryGradient:
+    def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: Any) -> QueryGradient:
         """What to allocate for it."""
-        groups, columns = tiles.num_warps // 4, _columns(setting, tiles)
-        width = columns if groups * columns in (setting.D, groups * setting.D) else _swizzle(setting) // 2
-        staged_swizzle = min(smem.swizzle_of(size, 4) for size in (width, setting.D))
+        groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
+        width = columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
+        staged_swizzle = min(smem.swizzle_of(size, 4) for size in (width, spec.D))
         return cls(
-            smem.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(setting)),
+            smem.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
             smem.tiled((groups, columns // width, WARP_GROUP_ROWS, width), jnp.float32, staged_swizzle),
             plg.Barrier(num_arrivals=groups),
             plg.Barrier(num_arrivals=groups),
@@ -133,17 +134,17 @@ def _slot(nth: Any) -> Any:
     return lax.rem(nth + SLOTS, jnp.int32(SLOTS))
 
 
-def _swizzle(setting: Setting) -> int:
+def _swizzle(spec: AttentionSpec) -> int:
     """Of dS: that of the keys, for a product of two tiles in shared memory wants both alike."""
-    return smem.swizzle_of(setting.D, 2)
+    return smem.swizzle_of(spec.D, 2)
 
 
-def _columns(setting: Setting, tiles: Tiles) -> int:
+def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
     """How many columns of dQ a group computes: whole swizzled tiles, so that some may be computed twice."""
-    groups, tile = tiles.num_warps // 4, _swizzle(setting) // 2
-    return setting.D if _by_queries(tiles) else -(-setting.D // (groups * tile)) * tile
+    groups, tile = tiles.num_warps // 4, _swizzle(spec) // 2
+    return spec.D if _by_queries(tiles) else -(-spec.D // (groups * tile)) * tile
 
 
-def fits(setting: Setting, tiles: Tiles) -> bool:
+def fits(spec: AttentionSpec, tiles: Tiles) -> bool:
     """Whether a block of threads can share dQ so: by 64 queries, or by columns, of which no group has all."""
-    return _by_queries(tiles) or (tiles.block_q == WARP_GROUP_ROWS and _columns(setting, tiles) < setting.D)
+    return _by_queries(tiles) or (tiles.block_q == WARP_GROUP_ROWS and _columns(spec, tiles) < spec.D)

@@ -10,13 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, shift_of
 from pallas_kernels.mosaic_gpu import bias_tiles as planes
 from pallas_kernels.mosaic_gpu import scores, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import LOG2_E, Arrays, Setting, Tiles
+from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
 
 SHIFT, DELTA = 0, 1  # places in the array of statistics
 KEY, VALUE = "key", "value"  # the sums that a kernel holds
@@ -26,7 +27,7 @@ class Static(NamedTuple):
     """What is known ahead of a launch.
 
     Attributes:
-      setting: The setting.
+      spec: The spec.
       tiles: Of the kernel.
       derivative: Of the score mod; None without one.
       groups: The wanted loads.
@@ -34,7 +35,7 @@ class Static(NamedTuple):
       sums: Which of `KEY` and `VALUE` the kernel that owns keys computes.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tiles: Tiles
     derivative: Derivative | None
     groups: LoadGroups
@@ -43,11 +44,11 @@ class Static(NamedTuple):
 
     @classmethod
     def of(
-        cls, setting: Setting, tiles: Tiles, arrays: Arrays, derivative: Derivative | None, groups: LoadGroups
+        cls, spec: AttentionSpec, tiles: Tiles, arrays: Arrays, derivative: Derivative | None, groups: LoadGroups
     ) -> Static:
         """From the arrays of the call, for both sums."""
         captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
-        return cls(setting, tiles, derivative, groups, captured)
+        return cls(spec, tiles, derivative, groups, captured)
 
     def of_sum(self, name: str) -> Static:
         """For one of the sums; cotangents of loads belong to that for dK."""
@@ -57,8 +58,8 @@ class Static(NamedTuple):
 
     def elements(self, arrays: Arrays, refs: Any, *, transposed: bool = False) -> planes.Brought:
         """What the copy engine brings of what the score mod captures; `refs` are empty if that does not fit."""
-        found = planes.planes_of(self.setting, transposed=transposed) if refs else ()
-        return planes.Brought(self.setting, self.tiles, arrays.score_operands, found, refs)
+        found = planes.planes_of(self.spec, transposed=transposed) if refs else ()
+        return planes.Brought(self.spec, self.tiles, arrays.score_operands, found, refs)
 
     @property
     def warp_groups(self) -> int:
@@ -71,12 +72,12 @@ class Static(NamedTuple):
 
         That takes no registers while weights are computed.
         """
-        return self.setting.score is None and self.setting.scale > 0
+        return self.spec.programs.score is None and self.spec.scale > 0
 
     @property
     def unit(self) -> float:
         """That of the shift which the kernel is given."""
-        return LOG2_E * self.setting.scale if self.folds else 1.0
+        return LOG2_E * self.spec.scale if self.folds else 1.0
 
     @property
     def nodes(self) -> Any:
@@ -101,23 +102,23 @@ class Stream(NamedTuple):
 
     @classmethod
     def declare(
-        cls, setting: Setting, rows: int, stages: int, dtype: Any, readers: int, elements: Ring | None
+        cls, spec: AttentionSpec, rows: int, stages: int, dtype: Any, readers: int, elements: Ring | None
     ) -> Stream:
         """What to allocate for it."""
         return cls(
-            Ring.declare(stages, rows, (setting.D,), dtype, readers),
-            Ring.declare(stages, rows, (setting.Dv,), dtype, readers),
+            Ring.declare(stages, rows, (spec.D,), dtype, readers),
+            Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
             Ring.of((plg.SMEM((stages, 2, rows), jnp.float32),), readers),
             elements,
         )
 
     def fill(
-        self, setting: Setting, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any], elements: Any
+        self, spec: AttentionSpec, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any], elements: Any
     ) -> None:
         """Starts to copy the nth tile: that at batch, query head and first query, with its elements of `planes`."""
         b, h, first = place
         rows = self.queries.tiles[0].shape[1]
-        at = smem.rows_at(setting, b, h, first, rows)
+        at = smem.rows_at(spec, b, h, first, rows)
         self.queries.fill(nth, arrays.query.at[at])
         self.statistics.fill(nth, given.statistics.at[b, h, :, pl.ds(first, rows)])
         self.d_out.fill(nth, given.d_out.at[at])
@@ -126,7 +127,7 @@ class Stream(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Per query: cotangent of the output, in the setting's layout, and float32 [B, Hq, 2, T]: -shift and -delta.
+    """Per query: cotangent of the output, in the spec's layout, and float32 [B, Hq, 2, T]: -shift and -delta.
 
     Past the end the shift is inf, so that weights are 0 there.
     """

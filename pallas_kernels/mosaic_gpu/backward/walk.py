@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import through_mod
 from pallas_kernels.marks import may_hide
 from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, scores
@@ -31,7 +32,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 
 class Scratch(NamedTuple):
@@ -54,22 +55,22 @@ class Scratch(NamedTuple):
     d_query: QueryGradient | None
 
 
-def declare(setting: Setting, tiles: Tiles, dtype: Any, loads: LoadGroups, *, one_pass: bool = False) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, loads: LoadGroups, *, one_pass: bool = False) -> Scratch:
     """What a block of threads needs."""
     groups = tiles.num_warps // 4
     rows = tiles.block_kv // groups
 
     def make(elements: Ring | None) -> Scratch:
         return Scratch(
-            memory.tiled((groups, rows, setting.D), dtype),
-            memory.tiled((groups, rows, setting.Dv), dtype),
-            plg.SMEM((groups, rows), jnp.float32) if loads.columns or may_hide(setting) else None,
+            memory.tiled((groups, rows, spec.D), dtype),
+            memory.tiled((groups, rows, spec.Dv), dtype),
+            plg.SMEM((groups, rows), jnp.float32) if loads.columns or may_hide(spec) else None,
             plg.Barrier(num_arrivals=2, num_barriers=groups),
-            Stream.declare(setting, tiles.block_q, tiles.num_stages, dtype, groups, elements),
-            QueryGradient.declare(setting, tiles, dtype) if one_pass else None,
+            Stream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, elements),
+            QueryGradient.declare(spec, tiles, dtype) if one_pass else None,
         )
 
-    return bias_tiles.beside(make, setting, tiles, transposed=True)
+    return bias_tiles.beside(make, spec, tiles, transposed=True)
 
 
 class State(NamedTuple):
@@ -104,7 +105,7 @@ class Walker(NamedTuple):
         """Before the first tile."""
         if self.scratch.d_query is not None:
             self.scratch.d_query.begin(self.group)
-        return State(jnp.int32(0), Place(kv_h * self.static.setting.group, jnp.int32(0)))
+        return State(jnp.int32(0), Place(kv_h * self.static.spec.group, jnp.int32(0)))
 
     def end(self, state: State) -> None:
         """After the last tile."""
@@ -126,16 +127,16 @@ class Walker(NamedTuple):
 
     def step(self, arrays: Arrays, h: Any) -> Any:
         """The step over a tile of queries of a head: `(state, cotangents of loads by key), first query, is partial`."""
-        static, setting = self.static, self.static.setting
+        static, spec = self.static, self.static.spec
         known = scores.prepare(
-            setting,
+            spec,
             arrays,
             static.captured,
             (static.tiles.block_q, self.scratch.keys.shape[1]),
             self.b,
             h,
             k_first=self.first,
-            may_end=setting.S % static.tiles.block_kv != 0,
+            may_end=spec.S % static.tiles.block_kv != 0,
             nodes=static.nodes,
         )
         tile = accumulator(known.tile[1], known.tile[0])
@@ -213,8 +214,8 @@ class Walker(NamedTuple):
 
     def _existing(self, known: scores.Scores, d_s: jax.Array) -> jax.Array:
         """Without keys past the end, whose dS may be anything: dQ sums over keys."""
-        setting = self.static.setting
-        if self.scratch.d_query is None or setting.S % self.static.tiles.block_kv == 0:
+        spec = self.static.spec
+        if self.scratch.d_query is None or spec.S % self.static.tiles.block_kv == 0:
             return d_s
         rows = self.first + plg.broadcasted_iota(jnp.int32, (known.tile[1],), 0, layout=ROW)
-        return jnp.where(lax.broadcast_in_dim(rows < setting.S, d_s.shape, (0,)), d_s, 0.0)
+        return jnp.where(lax.broadcast_in_dim(rows < spec.S, d_s.shape, (0,)), d_s, 0.0)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk as blocks
+from pallas_kernels.config import Tiles
 from pallas_kernels.marks import may_hide
 from pallas_kernels.mosaic_gpu import bias_tiles as planes
 from pallas_kernels.mosaic_gpu import padding, scores
@@ -29,7 +30,7 @@ from pallas_kernels.mosaic_gpu.forward import step as forward_step
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
 from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
 from pallas_kernels.mosaic_gpu.tile_order import Grid
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 
 
 class Scratch(NamedTuple):
@@ -65,21 +66,21 @@ class Scratch(NamedTuple):
         return part, part * groups + group
 
 
-def declare(setting: Setting, tiles: Tiles, dtype: Any) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
     """What a block of threads needs: with tiles of `planes` if they fit, and for many tiles if those fit then."""
-    elements = planes.declare(setting, tiles, tiles.num_stages)
-    most = (True, False) if _grid(setting, tiles).size > schedule.BLOCKS else (False,)
+    elements = planes.declare(spec, tiles, tiles.num_stages)
+    most = (True, False) if _grid(spec, tiles).size > schedule.BLOCKS else (False,)
     for brought, many in itertools.product((elements, ()) if elements else ((),), most):
-        declared = _declare(setting, tiles, dtype, brought, many=many)
+        declared = _declare(spec, tiles, dtype, brought, many=many)
         if memory.bytes_of(jax.tree.leaves(declared)) <= memory.LIMIT:
             return declared
-    return _declare(setting, tiles, dtype, (), many=False)
+    return _declare(spec, tiles, dtype, (), many=False)
 
 
-def _declare(setting: Setting, tiles: Tiles, dtype: Any, elements: tuple[Any, ...], *, many: bool) -> Scratch:
+def _declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, elements: tuple[Any, ...], *, many: bool) -> Scratch:
     groups, ahead = tiles.num_warps // 4, schedule.AHEAD if many else 1
     rows = tiles.block_q // groups
-    D, Dv = padding.head_sizes(setting, dtype)
+    D, Dv = padding.head_sizes(spec, dtype)
     stages = [memory.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
     return Scratch(
         memory.tiled((ahead, groups, rows, D), dtype),
@@ -92,46 +93,52 @@ def _declare(setting: Setting, tiles: Tiles, dtype: Any, elements: tuple[Any, ..
     )
 
 
-def _grid(setting: Setting, tiles: Tiles) -> Grid:
-    return Grid(setting.B, setting.Hq, pl.cdiv(setting.T, tiles.block_q))
+def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
+    return Grid(spec.B, spec.Hq, pl.cdiv(spec.T, tiles.block_q))
 
 
-def forward(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
     """
-    order, (T, Dv) = blocks.row_order(setting, tiles, arrays), (setting.T, setting.Dv)
-    setting, arrays = padding.padded(setting, arrays)
-    grid, scratch = _grid(setting, tiles), declare(setting, tiles, arrays.query.dtype)
+    order, (T, Dv) = blocks.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
+    spec, arrays = padding.padded(spec, arrays)
+    grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.query.dtype)
     many = scratch.numbers is not None
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
-    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(setting)] if scratch.brings else []
+    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(spec)] if scratch.brings else []
     out, lse = launch(
-        functools.partial(_kernel, setting, tiles, captured),
+        functools.partial(_kernel, spec, tiles, captured),
         (flat_operands(arrays), order, schedule.counter() if many else None, brought),
         [
-            padding.like_rows(arrays.query, setting.Dv),
-            jax.ShapeDtypeStruct((setting.B, setting.Hq, grid.tiles * tiles.block_q), jnp.float32),
+            padding.like_rows(arrays.query, spec.Dv),
+            jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32),
         ],
         scratch,
         name="jflex_forward_sm90",
         blocks=schedule.BLOCKS if many else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
-    return padding.cut_rows(setting, out, T, Dv), lse[..., :T]
+    return padding.cut_rows(spec, out, T, Dv), lse[..., :T]
 
 
 def _kernel(
-    setting: Setting, tiles: Tiles, captured: scores.Captured, number: Any, inputs: Any, outputs: Any, scratch: Scratch
+    spec: AttentionSpec,
+    tiles: Tiles,
+    captured: scores.Captured,
+    number: Any,
+    inputs: Any,
+    outputs: Any,
+    scratch: Scratch,
 ) -> None:
     arrays, order, counter, brought = inputs
-    plan = schedule.Schedule(_grid(setting, tiles), number, counter, scratch.numbers)
-    row_at = lambda b, h, nth: (b, h, blocks.row_at(setting, order, b, h, nth, plan.grid.tiles))
+    plan = schedule.Schedule(_grid(spec, tiles), number, counter, scratch.numbers)
+    row_at = lambda b, h, nth: (b, h, blocks.row_at(spec, order, b, h, nth, plan.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    found = planes.planes_of(setting) if brought else ()
-    elements = planes.Brought(setting, tiles, arrays.score_operands, found, brought)
-    static = Static(setting, tiles, captured, arrays, elements, outputs, scratch, row_at)
+    found = planes.planes_of(spec) if brought else ()
+    elements = planes.Brought(spec, tiles, arrays.score_operands, found, brought)
+    static = Static(spec, tiles, captured, arrays, elements, outputs, scratch, row_at)
     pl.when(group == groups)(lambda: _copy(static, plan))
     pl.when(group < groups)(lambda: _compute(static, plan, group))
 
@@ -140,7 +147,7 @@ class Static(NamedTuple):
     """What all warp groups know.
 
     Attributes:
-      setting: The setting.
+      spec: The spec.
       tiles: The tiles.
       captured: Shapes of what the mods capture.
       arrays: The inputs.
@@ -150,7 +157,7 @@ class Static(NamedTuple):
       row_at: Batch, head and tile of queries, of a place in the order of work.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tiles: Tiles
     captured: scores.Captured
     arrays: Arrays
@@ -163,14 +170,14 @@ class Static(NamedTuple):
 def _copy(static: Static, plan: schedule.Schedule) -> None:
     """The warp group that brings queries, keys and values, and takes tiles."""
     plg.set_max_registers(COPYING, action="decrease")
-    scratch, setting, tiles = static.scratch, static.setting, static.tiles
+    scratch, spec, tiles = static.scratch, static.spec, static.tiles
     groups, rows = scratch.queries.shape[1:3]
 
     def tile(i: Any, place: Any, stage: Any) -> Any:
         b, h, row = here = static.row_at(*place)
         for group in range(groups):
             part, barrier = scratch.place(i, group)
-            at = memory.rows_at(setting, b, h, row * tiles.block_q + group * rows, rows)
+            at = memory.rows_at(spec, b, h, row * tiles.block_q + group * rows, rows)
             filled = scratch.queries_filled.at[barrier]
             plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[part, group], filled)
         return _copy_keys(static, here, stage)
@@ -189,9 +196,9 @@ def _copy(static: Static, plan: schedule.Schedule) -> None:
 
 def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
     """Brings the keys and values that a tile of queries visits, and elements; returns the next free stage."""
-    setting, arrays, ring = static.setting, static.arrays, static.scratch.ring
-    b, h = (here[0] if setting.Bkv > 1 else 0), lax.div(here[1], jnp.int32(setting.group))
-    at = lambda first: memory.rows_at(setting, b, h, first, static.tiles.block_kv)
+    spec, arrays, ring = static.spec, static.arrays, static.scratch.ring
+    b, h = (here[0] if spec.Bkv > 1 else 0), lax.div(here[1], jnp.int32(spec.group))
+    at = lambda first: memory.rows_at(spec, b, h, first, static.tiles.block_kv)
     elements_at, q_first = static.brought.of_head(*here[:2]), here[2] * static.tiles.block_q
 
     def step(state: Any, first: Any, _: bool) -> Any:
@@ -200,7 +207,7 @@ def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
         ring.fill(nth, arrays.key.at[at(first)], arrays.value.at[at(before)], *elements_at(q_first, first))
         return nth + 1, first
 
-    end, last = blocks.over_keys(setting, static.tiles, arrays, here, (stage, jnp.int32(0)), step)
+    end, last = blocks.over_keys(spec, static.tiles, arrays, here, (stage, jnp.int32(0)), step)
     pl.when(end > stage)(
         lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.brought.planes))
     )
@@ -216,7 +223,7 @@ def _compute(static: Static, plan: schedule.Schedule, group: Any) -> None:
     """A warp group that computes."""
     plg.set_max_registers(COMPUTING, action="increase")
     scratch = static.scratch
-    has_turns = static.tiles.num_warps == 8 and forward_step.scarce(static.setting) is not forward_step.Scarce.NEITHER
+    has_turns = static.tiles.num_warps == 8 and forward_step.scarce(static.spec) is not forward_step.Scarce.NEITHER
     turns = Turns(group if has_turns else None)
 
     def following(i: Any) -> Any:
@@ -233,33 +240,33 @@ def _compute(static: Static, plan: schedule.Schedule, group: Any) -> None:
 
 def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, stage: Any) -> Any:
     """The rows of a warp group of a tile of queries."""
-    setting, tiles, scratch = static.setting, static.tiles, static.scratch
+    spec, tiles, scratch = static.spec, static.tiles, static.scratch
     (part, barrier), rows = scratch.place(i, group), scratch.queries.shape[2]
     b, h, row = here = static.row_at(*place)
     first, queries = row * tiles.block_q + group * rows, scratch.queries.at[part, group]
     known = scores.prepare(
-        setting,
+        spec,
         static.arrays,
         static.captured,
         (rows, tiles.block_kv),
         b,
         h,
         q_first=first,
-        may_end=setting.T % tiles.block_q != 0,
+        may_end=spec.T % tiles.block_q != 0,
     )
-    visits = blocks.count_keys(setting, tiles, static.arrays, here) > 0
+    visits = blocks.count_keys(spec, tiles, static.arrays, here) > 0
     if scratch.numbers is None:
         plg.barrier_wait(scratch.queries_filled.at[barrier])
     else:
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
-    start = forward_step.start(setting, rows, tiles.block_kv, static.arrays.query.dtype, stage)
+    start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.query.dtype, stage)
     step = forward_step.Step(known, queries, scratch.ring, turns, pl.ds(group * rows, rows))
-    state = blocks.over_keys(setting, tiles, static.arrays, here, start, step)
-    found = forward_step.finish(scratch.ring, state, marks=may_hide(setting))
+    state = blocks.over_keys(spec, tiles, static.arrays, here, start, step)
+    found = forward_step.finish(scratch.ring, state, marks=may_hide(spec))
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
-    _store(setting, staged, found, static.outputs, (b, h, first))
+    _store(spec, staged, found, static.outputs, (b, h, first))
     return _after(stage, state.stage)
 
 
@@ -269,11 +276,11 @@ def _free_last(scratch: Scratch, i: Any, group: Any) -> None:
     plg.barrier_arrive(scratch.queries_emptied.at[scratch.place(i - 1, group)[1]])
 
 
-def _store(setting: Setting, staged: Any, found: Any, outputs: Any, place: Any) -> None:
+def _store(spec: AttentionSpec, staged: Any, found: Any, outputs: Any, place: Any) -> None:
     """Starts to write a group's rows: the copy engine drops what lies past the end."""
     (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, found, place
     for ref, x in zip(staged, (out, lse), strict=True):
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
-    plg.copy_smem_to_gmem(staged[0], out_ref.at[memory.rows_at(setting, b, h, first, lse.shape[0])])
+    plg.copy_smem_to_gmem(staged[0], out_ref.at[memory.rows_at(spec, b, h, first, lse.shape[0])])
     plg.copy_smem_to_gmem(staged[1], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.cost import fits_beside_product, leaves_registers
 from pallas_kernels.mosaic_gpu.pipeline import Ring, Turns
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.program import patterns as forms
-from pallas_kernels.spec import LN_2, LOG2_E, Setting
+from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
 
 
 class State(NamedTuple):
@@ -59,12 +59,12 @@ class Step(NamedTuple):
     @property
     def bounded(self) -> bool:
         """Whether weights need not be made smaller by the largest score."""
-        return is_bounded(self.known.setting, self.queries.dtype)
+        return is_bounded(self.known.spec, self.queries.dtype)
 
     @property
     def by_exponentials(self) -> bool:
         """Whether turns are taken at the exponentials, before which the largest score is known."""
-        return scarce(self.known.setting) is Scarce.EXPONENTIALS and not self.bounded
+        return scarce(self.known.spec) is Scarce.EXPONENTIALS and not self.bounded
 
     def __call__(self, state: State, first: Any, is_partial: bool) -> State:
         """Takes in the tile of keys from `first` on, and the values of the one before.
@@ -89,8 +89,8 @@ class Step(NamedTuple):
 
     def _products(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
         """The output with the values of the tile before; scores of this one, the largest so far, what to subtract."""
-        (keys, values, *brought), setting = self.ring.stage(state.stage), self.known.setting
-        by_products = scarce(setting) is Scarce.PRODUCTS
+        (keys, values, *brought), spec = self.ring.stage(state.stage), self.known.spec
+        by_products = scarce(spec) is Scarce.PRODUCTS
 
         def products(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
             if by_products:
@@ -102,8 +102,8 @@ class Step(NamedTuple):
             begun = scores.begin(self.known, first, is_partial)
             self.ring.wait(state.stage + 1)
             # The product with the values may still run, unless a mod wants the registers of the weights.
-            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(setting.score)))
-            by_clause = leaves_registers(setting.score)
+            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(spec.programs.score)))
+            by_clause = leaves_registers(spec.programs.score)
             elements = [tile.at[self.rows] for tile in brought]
             s = scores.modify(self.known, loaded, first, is_partial, begun, elements, by_clause=by_clause).s
             return self._shifted(s, state.top)
@@ -119,11 +119,11 @@ class Step(NamedTuple):
 
     def _shifted(self, s: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
         """Scores, the largest so far, and what to subtract in the exponent."""
-        setting = self.known.setting
+        spec = self.known.spec
         if self.bounded:
             return s, before, before
         top = jnp.maximum(before, jnp.max(s, axis=1) * self.known.unit)
-        may_hide = setting.mask is not None or setting.score is not None
+        may_hide = spec.programs.mask is not None or spec.programs.score is not None
         shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
         return s, top, self.turns.take_before(ROW, shift) if self.by_exponentials else shift
 
@@ -136,7 +136,7 @@ class Scarce(enum.Enum):
     NEITHER = enum.auto()
 
 
-def scarce(setting: Setting) -> Scarce:
+def scarce(spec: AttentionSpec) -> Scarce:
     """What takes longest in a tile, so that turns are taken at it.
 
     One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
@@ -146,30 +146,30 @@ def scarce(setting: Setting) -> Scarce:
     A mod with functions of that unit keeps it busy by itself: a soft cap under a causal mask gives 380 at head size 64
     without turns, 358 with turns at the products, 359 with turns at both functions; 646, 624 and 622 at 128.
     """
-    if takes_special_functions(setting.score):
+    if takes_special_functions(spec.programs.score):
         return Scarce.NEITHER
-    return Scarce.PRODUCTS if setting.D + setting.Dv > 192 else Scarce.EXPONENTIALS
+    return Scarce.PRODUCTS if spec.D + spec.Dv > 192 else Scarce.EXPONENTIALS
 
 
 MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
 
 
-def is_bounded(setting: Setting, dtype: Any) -> bool:
+def is_bounded(spec: AttentionSpec, dtype: Any) -> bool:
     """Whether scores are so small, whatever the products, that the running maximum is not needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `scarce`). Weights are
     then as large as the exponential of the bound, which float16 does not hold.
     """
-    size = forms.bound(setting.score)
+    size = forms.bound(spec.programs.score)
     return size is not None and size * LOG2_E <= MOST_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def start(setting: Setting, rows: int, keys: int, dtype: Any, stage: Any) -> State:
+def start(spec: AttentionSpec, rows: int, keys: int, dtype: Any, stage: Any) -> State:
     """Before all keys, of which the first lie in the given stage."""
-    least = 0.0 if is_bounded(setting, dtype) else -jnp.inf
+    least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
     top = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
     total, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    return State(_zeros((rows, setting.Dv), TILE), top, total, p, stage)
+    return State(_zeros((rows, spec.Dv), TILE), top, total, p, stage)
 
 
 def finish(ring: Ring, state: State, *, marks: bool) -> tuple[jax.Array, jax.Array]:

@@ -16,11 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
@@ -47,34 +48,34 @@ class FoundByColumns(NamedTuple):
 
 
 def dkv(
-    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> FoundByColumns:
     """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
-    dtype = arrays.key.dtype if setting.Bkv == setting.B else jnp.float32
-    per_column = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.S), jnp.float32)
-    marks = jax.ShapeDtypeStruct((setting.B, setting.Hkv, setting.S), jnp.float32)
+    dtype = arrays.key.dtype if spec.Bkv == spec.B else jnp.float32
+    per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.S), jnp.float32)
+    marks = jax.ShapeDtypeStruct((spec.B, spec.Hkv, spec.S), jnp.float32)
     outputs = [
-        *(jax.ShapeDtypeStruct(setting.keys_shape(size), dtype) for size in (setting.D, setting.Dv)),
+        *(jax.ShapeDtypeStruct(spec.keys_shape(size), dtype) for size in (spec.D, spec.Dv)),
         *(per_column for _ in groups.columns),
-        *([marks] if may_hide(setting) else []),
+        *([marks] if may_hide(spec) else []),
     ]
     d_key, d_value, *columns = launch(
-        functools.partial(_kernel, setting, tiles, derivative, groups),
-        (arrays, block_walk.column_order(setting, tiles, arrays), rows),
+        functools.partial(_kernel, spec, tiles, derivative, groups),
+        (arrays, block_walk.column_order(spec, tiles, arrays), rows),
         outputs,
         name="jflex_backward_dkv",
-        grid=(pl.cdiv(setting.S, tiles.block_kv), setting.Hkv, setting.B),
+        grid=(pl.cdiv(spec.S, tiles.block_kv), spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
     )
-    if may_hide(setting):
+    if may_hide(spec):
         *columns, marks = columns
-        d_key, d_value = repair(setting, tiles, arrays, rows, derivative, (d_key, d_value), marks)
+        d_key, d_value = repair(spec, tiles, arrays, rows, derivative, (d_key, d_value), marks)
     return FoundByColumns(d_key, d_value, columns)
 
 
 def repair(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     arrays: Arrays,
     rows: Rows,
@@ -84,23 +85,23 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes dK and dV again for the keys that are marked, float32 [B, Hkv, S]; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(setting.Hkv, setting.B, setting.S, tiles.block_kv)
+    marked = Marked(spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     d_key, d_value = launch(
-        functools.partial(_repair_kernel, setting, tiles, derivative, marked),
+        functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, found),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
         aliases={count: 0, count + 1: 1},
     )
     return d_key, d_value
 
 
 def _kernel(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
@@ -112,25 +113,25 @@ def _kernel(
     *columns: Any,
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.column_at(setting, order, b, kv_h, tile)
-    keys = _Keys.of(setting, tiles, arrays, (b, kv_h, tile))
+    tile = block_walk.column_at(spec, order, b, kv_h, tile)
+    keys = _Keys.of(spec, tiles, arrays, (b, kv_h, tile))
 
     def one_head(member: Any, state: Any) -> Any:
-        head = _Head(keys, derivative, groups, rows, kv_h * setting.group + member)
+        head = _Head(keys, derivative, groups, rows, kv_h * spec.group + member)
         start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
         *state, sums = head.walk(start, head.step())
         for ref, total in zip(columns, sums, strict=False):
-            store_vector(ref, (b, head.h), keys.first, total, setting.S, may_end=keys.keys_end)
+            store_vector(ref, (b, head.h), keys.first, total, spec.S, may_end=keys.keys_end)
         return tuple(state)
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
     keys.store(d_key, d_value, d_k, d_v)
-    if may_hide(setting):
-        store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), setting.S, may_end=keys.keys_end)
+    if may_hide(spec):
+        store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
 
 
 def _repair_kernel(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
@@ -142,10 +143,10 @@ def _repair_kernel(
     d_value: Any,
 ) -> None:
     def fix(b: Any, kv_h: Any, first: Any) -> None:
-        keys = _Keys.of(setting, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
+        keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 
         def one_head(member: Any, state: Any) -> Any:
-            head = _Head(keys, derivative, None, rows, kv_h * setting.group + member)
+            head = _Head(keys, derivative, None, rows, kv_h * spec.group + member)
             return head.walk(state, head.repair_step())
 
         d_k, d_v, attended = keys.over_heads((*keys.zeros, Attended.none(tiles.block_kv)), one_head)
@@ -161,7 +162,7 @@ class _Keys(NamedTuple):
       at: Batch, key head, and number of the tile.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tiles: Tiles
     arrays: Arrays
     at: tuple[Any, Any, Any]
@@ -169,9 +170,9 @@ class _Keys(NamedTuple):
     v: Columns
 
     @classmethod
-    def of(cls, setting: Setting, tiles: Tiles, arrays: Arrays, at: tuple[Any, Any, Any]) -> _Keys:
+    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Arrays, at: tuple[Any, Any, Any]) -> _Keys:
         """Loads it."""
-        empty, b = cls(setting, tiles, arrays, at, (), ()), at[0] if setting.Bkv > 1 else 0
+        empty, b = cls(spec, tiles, arrays, at, (), ()), at[0] if spec.Bkv > 1 else 0
         return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
 
     @property
@@ -182,27 +183,27 @@ class _Keys(NamedTuple):
     @property
     def keys_end(self) -> bool:
         """Whether a tile may reach past the last key."""
-        return self.setting.S % self.tiles.block_kv != 0
+        return self.spec.S % self.tiles.block_kv != 0
 
     @property
     def zeros(self) -> tuple[Columns, Columns]:
         """Of dK and dV."""
-        return tuple(zero_rows(self.tiles.block_kv, size) for size in (self.setting.D, self.setting.Dv))  # pyright: ignore
+        return tuple(zero_rows(self.tiles.block_kv, size) for size in (self.spec.D, self.spec.Dv))  # pyright: ignore
 
     def load(self, ref: Any, b: Any) -> Columns:
         """The rows of an array over keys."""
-        setting, rows = self.setting, self.tiles.block_kv
-        return load_rows(setting, ref, b, self.at[1], self.first, rows, setting.S, may_end=self.keys_end)
+        spec, rows = self.spec, self.tiles.block_kv
+        return load_rows(spec, ref, b, self.at[1], self.first, rows, spec.S, may_end=self.keys_end)
 
     def over_heads(self, state: Any, one: Any) -> Any:
         """Folds ``one(number in the group, state)`` over the query heads of the key head."""
-        return one(0, state) if self.setting.group == 1 else lax.fori_loop(0, self.setting.group, one, state)
+        return one(0, state) if self.spec.group == 1 else lax.fori_loop(0, self.spec.group, one, state)
 
     def store(self, d_key: Any, d_value: Any, d_k: Columns, d_v: Columns) -> None:
         """Stores dK, which is yet to be scaled, and dV."""
         b, kv_h, _ = self.at
-        for ref, x in ((d_key, tuple(x * self.setting.scale for x in d_k)), (d_value, d_v)):
-            store_rows(self.setting, ref, b, kv_h, self.first, x, self.setting.S, may_end=self.keys_end)
+        for ref, x in ((d_key, tuple(x * self.spec.scale for x in d_k)), (d_value, d_v)):
+            store_rows(self.spec, ref, b, kv_h, self.first, x, self.spec.S, may_end=self.keys_end)
 
 
 class _Head(NamedTuple):
@@ -222,55 +223,55 @@ class _Head(NamedTuple):
         """Folds a step over the tiles of queries that visit the keys."""
         keys = self.keys
         return block_walk.over_queries(
-            keys.setting, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
+            keys.spec, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
         )
 
     def step(self) -> Any:
         """The step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
-        setting, known, groups = self.keys.setting, self._known(), self.groups
+        spec, known, groups = self.keys.spec, self._known(), self.groups
         assert groups is not None  # but for a repair
 
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(known, q, self.keys.k, query, is_partial)
-            p = weights(setting, tile.s, known.unit, shift_of(vector(self.rows.lse, other=-jnp.inf))[None, :])
-            d_v = plus(d_v, times(setting, p, d_out))
-            d_p = inner(setting, self.keys.v, d_out)
+            p = weights(spec, tile.s, known.unit, shift_of(vector(self.rows.lse, other=-jnp.inf))[None, :])
+            d_v = plus(d_v, times(spec, p, d_out))
+            d_p = inner(spec, self.keys.v, d_out)
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = through_mod(self.derivative, tile, d_s)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
-            return plus(d_k, times(setting, d_s, q)), d_v, sums
+            return plus(d_k, times(spec, d_s, q)), d_v, sums
 
         return step
 
     def repair_step(self) -> Any:
         """The same for dK and dV alone, with what is hidden cleared."""
-        setting, known = self.keys.setting, self._known()
+        spec, known = self.keys.spec, self._known()
 
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, attended = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(known, q, self.keys.k, query, is_partial)
             shift = shift_of(vector(self.rows.lse, other=-jnp.inf))
-            p = tile.clear(weights(setting, tile.s, known.unit, shift[None, :]))
-            d_v = plus(d_v, times(setting, p, cleared(d_out)))
-            d_p = inner(setting, self.keys.v, d_out)
+            p = tile.clear(weights(spec, tile.s, known.unit, shift[None, :]))
+            d_v = plus(d_v, times(spec, p, cleared(d_out)))
+            d_p = inner(spec, self.keys.v, d_out)
             d_s = tile.clear(p * (d_p - vector(self.rows.delta, other=0.0)[None, :]))
             d_s, _ = through_mod(self.derivative, tile, d_s)
-            return plus(d_k, times(setting, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
+            return plus(d_k, times(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
 
         return step
 
     def _known(self) -> scores.Scores:
         keys, programs = self.keys, None if self.derivative is None else {"score": self.derivative.nodes}
-        b, tile = keys.at[0], keys.tiles[:2]
-        return scores.prepare(keys.setting, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
+        b, tile = keys.at[0], keys.tiles.shape
+        return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
 
     def _load(self, query: Any, is_partial: bool) -> tuple[Columns, Columns, Any]:
         """Query and cotangent of the output of a tile of queries, and what loads a vector over them."""
-        setting, rows, b = self.keys.setting, self.keys.tiles.block_q, self.keys.at[0]
-        end = {"rows": rows, "length": setting.T, "may_end": is_partial and setting.walk_passes_end("q", rows)}
-        load = functools.partial(load_rows, setting, b=b, h=self.h, first=query, **end)
+        spec, rows, b = self.keys.spec, self.keys.tiles.block_q, self.keys.at[0]
+        end = {"rows": rows, "length": spec.T, "may_end": is_partial and spec.walk_passes_end("q", rows)}
+        load = functools.partial(load_rows, spec, b=b, h=self.h, first=query, **end)
         vector = functools.partial(load_vector, at=(b, self.h), first=query, **end)
         return load(self.keys.arrays.query), load(self.rows.d_out), vector

@@ -17,12 +17,13 @@ from jax.experimental.pallas import triton as plgpu
 from jax.ref import addupdate
 
 from pallas_kernels import block_walk
+from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, shift_of, through_mod
 from pallas_kernels.marks import mark, may_hide
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
@@ -50,40 +51,40 @@ class FoundByRows(NamedTuple):
 
 
 def dq(
-    setting: Setting, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> FoundByRows:
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
     operands = arrays.score_operands
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
-    inputs = (arrays, block_walk.row_order(setting, tiles, arrays), rows, zeros)
-    per_row = jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32)
+    inputs = (arrays, block_walk.row_order(spec, tiles, arrays), rows, zeros)
+    per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32)
     outputs = [
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         *(per_row for _ in groups.rows),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros),
-        *([per_row] if may_hide(setting) else []),
+        *([per_row] if may_hide(spec) else []),
     ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
     found = launch(
-        functools.partial(_kernel, setting, tiles, derivative, groups),
+        functools.partial(_kernel, spec, tiles, derivative, groups),
         inputs,
         outputs,
         name="jflex_backward_dq",
-        grid=(pl.cdiv(setting.T, tiles.block_q), setting.Hq, setting.B),
+        grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
         aliases=aliases,
     )
     d_query, captured = found[0], found[1 : 1 + len(groups.rows) + len(zeros)]
-    if may_hide(setting):
-        d_query = repair(setting, tiles, arrays, rows, derivative, d_query, found[-1])
+    if may_hide(spec):
+        d_query = repair(spec, tiles, arrays, rows, derivative, d_query, found[-1])
     return FoundByRows(d_query, list(captured[: len(groups.rows)]), list(captured[len(groups.rows) :]))
 
 
 def repair(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     arrays: Arrays,
     rows: Rows,
@@ -93,23 +94,23 @@ def repair(
 ) -> jax.Array:
     """Computes dQ again for the rows that are marked, float32 [B, Hq, T]; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(setting.Hq, setting.B, setting.T, tiles.block_q)
+    marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     [d_query] = launch(
-        functools.partial(_repair_kernel, setting, tiles, derivative, marked),
+        functools.partial(_repair_kernel, spec, tiles, derivative, marked),
         (arrays, rows, marks, d_query),
         [jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)],
         name="jflex_backward_dq_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
         aliases={count: 0},
     )
     return d_query
 
 
 def _kernel(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
@@ -121,8 +122,8 @@ def _kernel(
     *captured: Any,
 ) -> None:
     nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.row_at(setting, order, b, h, nth, pl.num_programs(0))
-    here = _Queries.of(setting, tiles, derivative, arrays, rows, (b, h, tile))
+    tile = block_walk.row_at(spec, order, b, h, nth, pl.num_programs(0))
+    here = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
     def step(state: Any, key: Any, is_partial: bool) -> Any:
@@ -130,19 +131,19 @@ def _kernel(
         d_s, of_load = through_mod(derivative, tile, d_s)
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
-            _write(setting, tiles, ref, tile, load, of_load(load), (here.first, key), add=load in groups.atomics)
-        return plus(d_q, times(setting, d_s, k)), sums
+            _write(spec, tiles, ref, tile, load, of_load(load), (here.first, key), add=load in groups.atomics)
+        return plus(d_q, times(spec, d_s, k)), sums
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
-    d_q, sums = here.walk((zero_rows(tiles.block_q, setting.D), sums), step)
+    d_q, sums = here.walk((zero_rows(tiles.block_q, spec.D), sums), step)
     here.store(d_query, d_q)
     vectors = zip(captured, sums, strict=False)
-    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if may_hide(setting) else vectors:
-        store_vector(ref, (b, h), here.first, x, setting.T, may_end=here.rows_end)
+    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if may_hide(spec) else vectors:
+        store_vector(ref, (b, h), here.first, x, spec.T, may_end=here.rows_end)
 
 
 def _repair_kernel(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
@@ -156,14 +157,14 @@ def _repair_kernel(
 
     def fix(b: Any, h: Any, first: Any) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        here = _Queries.of(setting, tiles, derivative, arrays, rows, (b, h, tile))
+        here = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
 
         def step(d_q: Columns, key: Any, is_partial: bool) -> Columns:
             k, tile, d_s = here.d_scores(key, is_partial)
             d_s, _ = through_mod(derivative, tile, tile.clear(d_s))
-            return plus(d_q, times(setting, d_s, cleared(k)))
+            return plus(d_q, times(spec, d_s, cleared(k)))
 
-        here.store(d_query, here.walk(zero_rows(tiles.block_q, setting.D), step))
+        here.store(d_query, here.walk(zero_rows(tiles.block_q, spec.D), step))
 
     marked.repair(marks, fix)
 
@@ -175,7 +176,7 @@ class _Queries(NamedTuple):
       at: Batch, head, and number of the tile.
     """
 
-    setting: Setting
+    spec: AttentionSpec
     tiles: Tiles
     arrays: Arrays
     at: tuple[Any, Any, Any]
@@ -188,7 +189,7 @@ class _Queries(NamedTuple):
     @classmethod
     def of(
         cls,
-        setting: Setting,
+        spec: AttentionSpec,
         tiles: Tiles,
         derivative: Derivative | None,
         arrays: Arrays,
@@ -197,16 +198,16 @@ class _Queries(NamedTuple):
     ) -> _Queries:
         """Loads it."""
         b, h, tile = at
-        first, rows_end = tile * tiles.block_q, setting.T % tiles.block_q != 0
-        load = functools.partial(load_queries, setting, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
+        first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
+        load = functools.partial(load_queries, spec, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
         vector = functools.partial(
-            load_vector, at=(b, h), first=first, rows=tiles.block_q, length=setting.T, may_end=rows_end
+            load_vector, at=(b, h), first=first, rows=tiles.block_q, length=spec.T, may_end=rows_end
         )
         q, d_out = load(arrays.query), load(rows.d_out)
         shift, delta = shift_of(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
         programs = None if derivative is None else {"score": derivative.nodes}
-        known = scores.prepare(setting, arrays, tiles[:2], b, h, q_first=first, programs=programs)
-        return cls(setting, tiles, arrays, at, known, q, d_out, shift, delta)
+        known = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first, programs=programs)
+        return cls(spec, tiles, arrays, at, known, q, d_out, shift, delta)
 
     @property
     def first(self) -> Any:
@@ -216,32 +217,32 @@ class _Queries(NamedTuple):
     @property
     def rows_end(self) -> bool:
         """Whether a tile may reach past the last query."""
-        return self.setting.T % self.tiles.block_q != 0
+        return self.spec.T % self.tiles.block_q != 0
 
     def walk(self, state: Any, step: Any) -> Any:
         """Folds a step over the tiles of keys that the forward kernel visits."""
-        return block_walk.over_keys(self.setting, self.tiles, self.arrays, self.at, state, step)
+        return block_walk.over_keys(self.spec, self.tiles, self.arrays, self.at, state, step)
 
     def d_scores(self, key: Any, is_partial: bool) -> tuple[Columns, ScoreTile, jax.Array]:
         """A tile of keys, its scores, and the cotangents of the modified scores."""
-        setting, tiles, (b, h, _) = self.setting, self.tiles, self.at
-        may_end = is_partial and setting.walk_passes_end("k", tiles.block_kv)
-        load = functools.partial(load_keys, setting, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
+        spec, tiles, (b, h, _) = self.spec, self.tiles, self.at
+        may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
+        load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
         k = load(self.arrays.key)
         tile = scores.compute(self.known, self.q, k, key, is_partial)
-        p = weights(setting, tile.s, self.known.unit, self.shift[:, None])
-        d_p = inner(setting, self.d_out, load(self.arrays.value))
+        p = weights(spec, tile.s, self.known.unit, self.shift[:, None])
+        d_p = inner(spec, self.d_out, load(self.arrays.value))
         return k, tile, p * (d_p - self.delta[:, None])
 
     def store(self, d_query: Any, d_q: Columns) -> None:
         """Stores dQ, which is yet to be scaled."""
         b, h, _ = self.at
-        d_q = tuple(x * self.setting.scale for x in d_q)
-        store_rows(self.setting, d_query, b, h, self.first, d_q, self.setting.T, may_end=self.rows_end)
+        d_q = tuple(x * self.spec.scale for x in d_q)
+        store_rows(self.spec, d_query, b, h, self.first, d_q, self.spec.T, may_end=self.rows_end)
 
 
 def _write(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     ref: Any,
     tile: ScoreTile,
@@ -257,12 +258,12 @@ def _write(
     assert score is not None  # which loads
     at = tuple(score.space.spread(score(i), i.kind, "qk") for i in load.inputs)
     shape = cotangent.shape
-    exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < setting.T) & (
-        k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < setting.S
+    exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < spec.T) & (
+        k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < spec.S
     )
     # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places
     # too, as they were before; so there the one write becomes an addition to the zeros.
-    if add or setting.interpret:
+    if add or spec.config.interpret:
         addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:
         plgpu.store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)

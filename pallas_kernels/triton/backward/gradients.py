@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.gradients import Found, Plan, collect, row_statistics, sum_batch, total
+from pallas_kernels.config import Tiles
+from pallas_kernels.gradients import Found, Requested, collect, row_statistics, sum_batch, total
 from pallas_kernels.program.cotangents import group_loads
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton.backward import captured as backward_captured
 from pallas_kernels.triton.backward import dkv as backward_dkv
 from pallas_kernels.triton.backward import dq as backward_dq
@@ -36,43 +37,43 @@ class BackwardTiles(NamedTuple):
 
 
 def backward(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: BackwardTiles,
     arrays: Arrays,
-    plan: Plan,
+    requested: Requested,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
 ) -> Found:
-    """Computes the gradients that the plan names.
+    """Computes the requested gradients.
 
     Args:
-      setting: The setting.
+      spec: The spec.
       tiles: Of the kernels.
       arrays: The inputs of the forward pass.
-      plan: What is wanted.
+      requested: Which gradients.
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
     """
-    rows = row_statistics(setting, saved, d_saved)
-    groups = group_loads(setting, plan.derivative)
+    rows = row_statistics(spec, saved, d_saved)
+    groups = group_loads(spec, requested.derivative)
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
-    if plan.query or groups.rows or groups.stores or groups.atomics:
-        found = backward_dq.dq(setting, tiles.dq, arrays, rows, plan.derivative, groups)
-        d_query = found.query if plan.query else None
-        collect(setting, plan.derivative, arrays, groups.rows, found.rows, gradients)
+    if requested.query or groups.rows or groups.stores or groups.atomics:
+        found = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
+        d_query = found.query if requested.query else None
+        collect(spec, requested.derivative, arrays, groups.rows, found.rows, gradients)
         for load, x in zip((*groups.stores, *groups.atomics), found.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
-        assert plan.derivative is not None  # what loads
-        found_captured = backward_captured.captured(setting, tiles.dq, arrays, rows, plan.derivative, (axes, loads))
+        assert requested.derivative is not None  # what loads
+        found_captured = backward_captured.captured(spec, tiles.dq, arrays, rows, requested.derivative, (axes, loads))
         for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
-    if plan.key_or_value or groups.columns:
-        found = backward_dkv.dkv(setting, tiles.dkv, arrays, rows, plan.derivative, groups)
+    if requested.key_or_value or groups.columns:
+        found = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups)
         d_key, d_value = (
-            (sum_batch(setting, x) for x in (found.key, found.value)) if plan.key_or_value else (None, None)
+            (sum_batch(spec, x) for x in (found.key, found.value)) if requested.key_or_value else (None, None)
         )
-        collect(setting, plan.derivative, arrays, groups.columns, found.columns, gradients)
+        collect(spec, requested.derivative, arrays, groups.columns, found.columns, gradients)
     captured = tuple(map(total, gradients.values()))
     return Found(d_query, d_key, d_value, captured)

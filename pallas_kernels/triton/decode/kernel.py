@@ -11,6 +11,7 @@ batch). Where lengths or lists make them differ, the programs divide them: the g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import block_walk
+from pallas_kernels.config import Tiles
 from pallas_kernels.marks import may_hide
-from pallas_kernels.spec import Arrays, Setting, Tiles
+from pallas_kernels.spec import Arrays, AttentionSpec
 from pallas_kernels.triton import scores, split_kv
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
@@ -34,152 +36,152 @@ from pallas_kernels.triton.launch import launch
 
 
 def decode(
-    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None = None
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     Args:
-      setting: Its programs are traced with heads in rows.
+      spec: Its programs are traced with heads in rows.
       tiles: `block_q` holds the queries of a key head: ``group * T`` of them.
       arrays: The inputs.
       lengths: Keys of each batch entry, int32 [B]; what lies beyond is not read.
     """
-    by_row = setting.blocks is not None and max(setting.list_batch, setting.list_heads) > 1
+    by_row = spec.block_size is not None and max(spec.list_batch, spec.list_heads) > 1
     if lengths is not None or by_row:
-        found = _decode_uneven(setting, tiles, arrays, lengths)
+        found = _decode_uneven(spec, tiles, arrays, lengths)
     else:
-        found = _decode_even(setting, tiles, arrays)
-    return _repair(setting, tiles, arrays, lengths, found) if may_hide(setting) else found
+        found = _decode_even(spec, tiles, arrays)
+    return _repair(spec, tiles, arrays, lengths, found) if may_hide(spec) else found
 
 
 def _repair(
-    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None, found: tuple[jax.Array, jax.Array]
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the key heads again that have an lse of NaN, without splits; see `containment`."""
     count = len(jax.tree.leaves((arrays, lengths)))
     out, lse = launch(
-        functools.partial(_repair_kernel, setting, tiles),
+        functools.partial(_repair_kernel, spec, tiles),
         (arrays, lengths, found),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
         name="jflex_decode_repair",
-        grid=(setting.Hkv, setting.B),
-        tiles=tiles._replace(num_stages=1),
-        interpret=setting.interpret,
+        grid=(spec.Hkv, spec.B),
+        tiles=dataclasses.replace(tiles, num_stages=1),
+        interpret=spec.config.interpret,
         aliases={count: 0, count + 1: 1},
     )
     return out, lse
 
 
-def _decode_even(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    parts = parts_of(setting, tiles)
+def _decode_even(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    parts = parts_of(spec, tiles)
     if parts == 1:
-        return _decode_whole(setting, tiles, arrays)
-    shape = (setting.B * parts, setting.Hkv, tiles.block_q)
+        return _decode_whole(spec, tiles, arrays)
+    shape = (spec.B * parts, spec.Hkv, tiles.block_q)
     out, lse = launch(
-        functools.partial(_even_kernel, setting, tiles, parts),
+        functools.partial(_even_kernel, spec, tiles, parts),
         (arrays,),
-        [jax.ShapeDtypeStruct((*shape, setting.Dv), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
         name="jflex_decode",
-        grid=(parts, setting.Hkv, setting.B),
+        grid=(parts, spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
     )
-    return merge.merge_even(setting, parts, (out, lse), arrays.query.dtype)
+    return merge.merge_even(spec, parts, (out, lse), arrays.query.dtype)
 
 
-def _decode_whole(setting: Setting, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """No row is divided: there is nothing to merge."""
     out, lse = launch(
-        functools.partial(_even_kernel, setting, tiles, 1),
+        functools.partial(_even_kernel, spec, tiles, 1),
         (arrays,),
         [
-            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
-            jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
+            jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
+            jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
         ],
         name="jflex_decode",
-        grid=(1, setting.Hkv, setting.B),
+        grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
     )
     return out, lse
 
 
 def _decode_uneven(
-    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
-    division, facts = Division(setting, tiles), Facts(lengths, *lists)
+    division, facts = Division(spec, tiles), Facts(lengths, *lists)
     slots = (division.slots, division.heads, tiles.block_q)
     out, lse, *parts = launch(
-        functools.partial(_uneven_kernel, setting, tiles, division),
+        functools.partial(_uneven_kernel, spec, tiles, division),
         (arrays, lengths),
         [
-            jax.ShapeDtypeStruct(setting.rows_shape(setting.Dv), arrays.query.dtype),
-            jax.ShapeDtypeStruct((setting.B, setting.Hq, setting.T), jnp.float32),
-            jax.ShapeDtypeStruct((*slots, setting.Dv), jnp.float32),
+            jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
+            jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
+            jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32),
             jax.ShapeDtypeStruct(slots, jnp.float32),
         ],
         name="jflex_decode",
         grid=(division.heads, division.items),
         tiles=tiles,
-        interpret=setting.interpret,
+        interpret=spec.config.interpret,
     )
     if division.most_parts == 1:
         return out, lse
     return merge.merge_uneven(division, facts, (parts[0], parts[1]), (out, lse))
 
 
-def parts_of(setting: Setting, tiles: Tiles) -> int:
+def parts_of(spec: AttentionSpec, tiles: Tiles) -> int:
     """Among how many programs the keys of a head are divided, where all rows are alike."""
-    wanted = split_kv.even_parts(max(1, setting.B * setting.Hkv))
-    return max(1, min(wanted, ragged.all_tiles(setting, tiles) // split_kv.LEAST_TILES))
+    wanted = split_kv.even_parts(max(1, spec.B * spec.Hkv))
+    return max(1, min(wanted, ragged.all_tiles(spec, tiles) // split_kv.LEAST_TILES))
 
 
-def _even_kernel(setting: Setting, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
+def _even_kernel(spec: AttentionSpec, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
     part, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    walk = functools.partial(_walk_even, setting, tiles, arrays, (b, kv_h), block_walk.Part(part, parts))
-    rows, row_lse = _attention(setting, tiles, arrays, (b, kv_h), None, walk).attend()
+    walk = functools.partial(_walk_even, spec, tiles, arrays, (b, kv_h), block_walk.Part(part, parts))
+    rows, row_lse = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
     if parts == 1:
         row = ragged.whole_row(b, kv_h)
-        return ragged.store_whole(setting, row, rows, row_lse, out, lse)
-    for (first, width), x in zip(chunks(setting.Dv), rows, strict=True):
+        return ragged.store_whole(spec, row, rows, row_lse, out, lse)
+    for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        plgpu.store(out.at[(b * parts + part, kv_h, line, column)], x, mask=column < setting.Dv)
+        plgpu.store(out.at[(b * parts + part, kv_h, line, column)], x, mask=column < spec.Dv)
     plgpu.store(lse.at[(b * parts + part, kv_h, pl.ds(0, tiles.block_q))], row_lse)
 
 
 def _uneven_kernel(
-    setting: Setting, tiles: Tiles, division: Division, arrays: Arrays, lengths: Any, out: Any, lse: Any, *parts: Any
+    spec: AttentionSpec, tiles: Tiles, division: Division, arrays: Arrays, lengths: Any, out: Any, lse: Any, *parts: Any
 ) -> None:
     head, item = pl.program_id(0), pl.program_id(1)
     facts = Facts(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
     row = division.row_of(facts, item, head)
-    walk = functools.partial(ragged.over_keys, setting, tiles, arrays.lists, row)
-    rows, row_lse = _attention(setting, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
+    walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
+    rows, row_lse = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
     ragged.store_part(row, head, rows, row_lse, (parts[0], parts[1]))
-    ragged.store_whole(setting, row, rows, row_lse, out, lse)
+    ragged.store_whole(spec, row, rows, row_lse, out, lse)
 
 
 def _repair_kernel(
-    setting: Setting, tiles: Tiles, arrays: Arrays, lengths: Any, before: Any, out: Any, lse: Any
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: Any, before: Any, out: Any, lse: Any
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
-    row = ragged.whole_row(b, kv_h, Facts(lengths, None, None).end(setting, b))
+    row = ragged.whole_row(b, kv_h, Facts(lengths, None, None).end(spec, b))
 
     def fix() -> None:
         if row.end is None:
-            walk = functools.partial(_walk_even, setting, tiles, arrays, (b, kv_h), row.part)
+            walk = functools.partial(_walk_even, spec, tiles, arrays, (b, kv_h), row.part)
         else:
-            walk = functools.partial(ragged.over_keys, setting, tiles, arrays.lists, row)
-        rows, row_lse, attended = _attention(setting, tiles, arrays, (b, kv_h), row.end, walk).repair()
-        ragged.store_whole(setting, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
+            walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
+        rows, row_lse, attended = _attention(spec, tiles, arrays, (b, kv_h), row.end, walk).repair()
+        ragged.store_whole(spec, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
 
-    pl.when(any_nan(ragged.load_lse(setting, row, tiles.block_q, before[1])))(fix)
+    pl.when(any_nan(ragged.load_lse(spec, row, tiles.block_q, before[1])))(fix)
 
 
 def _attention(
-    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any, walk: Callable[..., Any]
+    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any, walk: Callable[..., Any]
 ) -> Attention:
     """Attention of the queries of a key head, of a batch entry, over the keys of a walk that end at `end`.
 
@@ -188,21 +190,21 @@ def _attention(
     """
     b, kv_h = here
     row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
-    row = jnp.minimum(row, setting.group * setting.T - 1)  # rows beyond repeat the last one, and are dropped
-    h, t = kv_h * setting.group + lax.div(row, setting.T), lax.rem(row, setting.T)
-    q = _load_queries(setting, arrays.query, b, h, t)
-    known = scores.prepare(setting, arrays, tiles[:2], b, h, q=t, end=end)
-    kv_b = b if setting.Bkv > 1 else 0
+    row = jnp.minimum(row, spec.group * spec.T - 1)  # rows beyond repeat the last one, and are dropped
+    h, t = kv_h * spec.group + lax.div(row, spec.T), lax.rem(row, spec.T)
+    q = _load_queries(spec, arrays.query, b, h, t)
+    known = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
+    kv_b = b if spec.Bkv > 1 else 0
 
     def tile_at(key: Any, is_partial: bool, may_end: bool) -> Tile:
         keys = functools.partial(
             load_rows,
-            setting,
+            spec,
             b=kv_b,
             h=kv_h,
             first=key,
             rows=tiles.block_kv,
-            length=setting.S if end is None else end,
+            length=spec.S if end is None else end,
             may_end=may_end,
         )
         seen = known._replace(mask=known.mask if is_partial else None, end=end if may_end else None)
@@ -212,21 +214,21 @@ def _attention(
     return Attention(known, tiles.block_q, walk, tile_at)
 
 
-def _load_queries(setting: Setting, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
+def _load_queries(spec: AttentionSpec, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
     """The query of each row."""
 
     def load(first: int, width: int) -> jax.Array:
         shape = (h.shape[0], width)
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
-        at = (b, t_row, h_row, column) if setting.layout == "BTNH" else (b, h_row, t_row, column)
-        return plgpu.load(ref.at[at], mask=column < setting.D, other=0.0)
+        at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
+        return plgpu.load(ref.at[at], mask=column < spec.D, other=0.0)
 
-    return tuple(load(*chunk) for chunk in chunks(setting.D))
+    return tuple(load(*chunk) for chunk in chunks(spec.D))
 
 
 def _walk_even(
-    setting: Setting,
+    spec: AttentionSpec,
     tiles: Tiles,
     arrays: Arrays,
     here: tuple[Any, Any],
@@ -235,20 +237,26 @@ def _walk_even(
     step: Callable[..., Any],
 ) -> Any:
     """As `_over_keys`; a partial tile may reach past the last key."""
-    keys_end = setting.walk_passes_end("k", tiles.block_kv)
+    keys_end = spec.walk_passes_end("k", tiles.block_kv)
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
-    return _over_keys(setting, tiles, arrays, here, part, state, listed)
+    return _over_keys(spec, tiles, arrays, here, part, state, listed)
 
 
 def _over_keys(
-    setting: Setting, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], part: block_walk.Part, state: Any, step: Any
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Arrays,
+    here: tuple[Any, Any],
+    part: block_walk.Part,
+    state: Any,
+    step: Any,
 ) -> Any:
     """Folds a step over a part of the tiles of keys that the queries visit: those of the one row of blocks there is."""
-    if setting.blocks is None:
-        return block_walk.walk_all(tiles.block_kv, setting.S, setting.mask is not None, state, step, part)
+    if spec.block_size is None:
+        return block_walk.walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step, part)
     counts, indices, full_counts, full_indices = arrays.lists[:4]
     b, h = here
     row = block_walk.BlockRow(
-        (counts, indices), (full_counts, full_indices), (*block_walk.list_position(setting, b, h), 0)
+        (counts, indices), (full_counts, full_indices), (*block_walk.list_position(spec, b, h), 0)
     )
-    return block_walk.walk(row, setting.blocks[1], tiles.block_kv, setting.S, state, step, part)
+    return block_walk.walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step, part)

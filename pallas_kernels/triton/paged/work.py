@@ -11,35 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.spec import Setting, Tiles
+from pallas_kernels.config import Tiles
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
 
 ROWS_FOR_TILE = 8  # of queries, for each of which a part has another tile of keys
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PagedSetting:
-    """Static facts.
-
-    Attributes:
-      attention: What both mods and products need: B requests, T packed queries, S logical keys that a request may have.
-        Mods see the request as ``b``, the packed query as ``q``, the logical key as ``k``.
-      page_size: Keys in a page.
-      num_pages: Pages that a table may name (of one layer).
-      max_pages: Pages that a request may have.
-      out_dtype: Of the output.
-    """
-
-    attention: Setting
-    page_size: int
-    num_pages: int
-    max_pages: int
-    out_dtype: str
-
-    @property
-    def capacity(self) -> int:
-        """Keys that a request may have."""
-        return self.page_size * self.max_pages
 
 
 class Facts(NamedTuple):
@@ -91,44 +67,44 @@ class Work:
     most: int
     splits: bool = True
 
-    def queries(self, setting: PagedSetting) -> int:
+    def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
-        return max(1, self.tiles.block_q // setting.attention.group)
+        return max(1, self.tiles.block_q // spec.group)
 
-    def row_tiles(self, setting: PagedSetting) -> int:
+    def row_tiles(self, spec: AttentionSpec) -> int:
         """The most tiles of queries that there are, those of what belongs to no request among them."""
-        N, R = setting.attention.T, setting.attention.B
+        N, R = spec.T, spec.B
         takers = min(R + 1, N // self.least if self.least else R + 1)
-        by_queries = N // self.queries(setting) + takers
-        return max(1, min(by_queries, takers * pl.cdiv(min(self.most, max(N, 1)), self.queries(setting))))
+        by_queries = N // self.queries(spec) + takers
+        return max(1, min(by_queries, takers * pl.cdiv(min(self.most, max(N, 1)), self.queries(spec))))
 
-    def shares(self, setting: PagedSetting) -> int:
+    def shares(self, spec: AttentionSpec) -> int:
         """Into how many shares the work of a key head is divided."""
-        return split_kv.shares_for(setting.attention.Hkv)
+        return split_kv.shares_for(spec.Hkv)
 
     @property
     def least_tiles(self) -> int:
         """Fewest tiles of keys of a part: what a part of many rows writes for the merge must be little beside them."""
         return max(split_kv.LEAST_TILES, self.tiles.block_q // ROWS_FOR_TILE)
 
-    def most_parts(self, setting: PagedSetting) -> int:
+    def most_parts(self, spec: AttentionSpec) -> int:
         """Into how many parts the keys of a tile of queries may be divided."""
-        most = pl.cdiv(setting.capacity, self.tiles.block_kv) // self.least_tiles if self.splits else 1
-        return max(1, min(most, self.shares(setting) + 1))
+        most = pl.cdiv(spec.S, self.tiles.block_kv) // self.least_tiles if self.splits else 1
+        return max(1, min(most, self.shares(spec) + 1))
 
-    def items(self, setting: PagedSetting) -> int:
+    def items(self, spec: AttentionSpec) -> int:
         """The most parts of tiles of queries that there are."""
-        rows, most = self.row_tiles(setting), self.most_parts(setting)
-        return min(split_kv.most_items(rows, self.shares(setting)), rows * most)
+        rows, most = self.row_tiles(spec), self.most_parts(spec)
+        return min(split_kv.most_items(rows, self.shares(spec)), rows * most)
 
-    def slots(self, setting: PagedSetting) -> int:
+    def slots(self, spec: AttentionSpec) -> int:
         """The most parts of those tiles that have several: 2 of at least 1.2 shares, or more of more."""
-        return min(2 * self.shares(setting), self.items(setting))
+        return min(2 * self.shares(spec), self.items(spec))
 
-    def rows_to_merge(self, setting: PagedSetting) -> int:
+    def rows_to_merge(self, spec: AttentionSpec) -> int:
         """The most pairs of a query and a query head whose keys are divided."""
-        tiles = min(self.row_tiles(setting), self.shares(setting))
-        return setting.attention.Hq * min(setting.attention.T, tiles * self.queries(setting))
+        tiles = min(self.row_tiles(spec), self.shares(spec))
+        return spec.Hq * min(spec.T, tiles * self.queries(spec))
 
 
 class Requests(NamedTuple):
@@ -154,24 +130,24 @@ class Requests(NamedTuple):
         return jnp.where(self.parts > 1, self.tiles * self.parts, 0)
 
 
-def requests(setting: PagedSetting, work: Work, arrays: PagedArrays | Facts) -> Requests:
+def requests(spec: AttentionSpec, work: Work, arrays: PagedArrays | Facts) -> Requests:
     """Reads how much there is to do, and divides it."""
-    R, N = setting.attention.B, setting.attention.T
+    R, N = spec.B, spec.T
     nth = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
     bound = lambda x: jnp.minimum(jnp.maximum(x, 0), N)
     start = bound(plgpu.load(arrays.indptr.at[nth], mask=nth <= R, other=N))
     end = bound(plgpu.load(arrays.indptr.at[nth + 1], mask=nth < R, other=N))
     length = plgpu.load(arrays.lengths.at[nth], mask=nth < R, other=0)
-    length = jnp.minimum(jnp.maximum(length, 0), setting.capacity)
+    length = jnp.minimum(jnp.maximum(length, 0), spec.S)
     queries = jnp.maximum(end - start, 0)
     taken = (queries >= work.least) & (queries <= work.most)
-    per_tile = work.queries(setting)
+    per_tile = work.queries(spec)
     tiles = jnp.where(taken, lax.div(queries + (per_tile - 1), per_tile), 0)
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-    if work.most_parts(setting) == 1:
+    if work.most_parts(spec) == 1:
         parts = (tiles > 0).astype(jnp.int32)
     else:
-        parts = split_kv.parts_of(key_tiles, tiles, work.shares(setting), work.least_tiles)
+        parts = split_kv.parts_of(key_tiles, tiles, work.shares(spec), work.least_tiles)
     return Requests(start, queries, length, tiles, parts)
 
 
@@ -206,26 +182,26 @@ class Place(NamedTuple):
     slot: Any
     page: Any = None
 
-    def rows(self, setting: PagedSetting, work: Work, kv_h: Any) -> QueryRows:
+    def rows(self, spec: AttentionSpec, work: Work, kv_h: Any) -> QueryRows:
         """The rows for a key head: the query heads of the first query, then of the next."""
-        group = setting.attention.group
+        group = spec.group
         row = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
         t = lax.div(row, group)
-        exists = (t < self.queries) & (t < work.queries(setting))
-        t = jnp.minimum(t, jnp.maximum(jnp.minimum(self.queries, work.queries(setting)) - 1, 0))
-        n = jnp.minimum(self.first + t, setting.attention.T - 1)
+        exists = (t < self.queries) & (t < work.queries(spec))
+        t = jnp.minimum(t, jnp.maximum(jnp.minimum(self.queries, work.queries(spec)) - 1, 0))
+        n = jnp.minimum(self.first + t, spec.T - 1)
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def place_of(setting: PagedSetting, work: Work, arrays: PagedArrays, item: Any) -> Place:
+def place_of(spec: AttentionSpec, work: Work, arrays: PagedArrays, item: Any) -> Place:
     """What an item is."""
-    of = requests(setting, work, arrays)
+    of = requests(spec, work, arrays)
     number, within = split_kv.locate(of.tiles * of.parts, item)
     parts = jnp.maximum(split_kv.at(of.parts, number), 1)
     tile, part = lax.div(within, parts), lax.rem(within, parts)
     earlier = lax.broadcasted_iota(jnp.int32, of.parts.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + within
-    return _place(setting, work, of, number, tile)._replace(part=part, parts=parts, slot=slot)
+    return _place(spec, work, of, number, tile)._replace(part=part, parts=parts, slot=slot)
 
 
 class ToMerge(NamedTuple):
@@ -249,17 +225,17 @@ def queries_to_merge(of: Requests) -> jax.Array:
     return jnp.where(of.parts > 1, of.queries, 0)
 
 
-def query_to_merge(setting: PagedSetting, work: Work, of: Requests, nth: Any) -> ToMerge:
+def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, nth: Any) -> ToMerge:
     """The nth of the queries whose keys are divided."""
     number, query = split_kv.locate(queries_to_merge(of), nth)
-    parts, per_tile = split_kv.at(of.parts, number), work.queries(setting)
+    parts, per_tile = split_kv.at(of.parts, number), work.queries(spec)
     earlier = lax.broadcasted_iota(jnp.int32, of.parts.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * parts
     return ToMerge(split_kv.at(of.start, number) + query, slot, parts, lax.rem(query, per_tile))
 
 
-def _place(setting: PagedSetting, work: Work, of: Requests, number: Any, tile: Any) -> Place:
-    done = tile * work.queries(setting)
+def _place(spec: AttentionSpec, work: Work, of: Requests, number: Any, tile: Any) -> Place:
+    done = tile * work.queries(spec)
     queries = jnp.maximum(split_kv.at(of.queries, number) - done, 0)
-    request = jnp.minimum(number, setting.attention.B - 1)
+    request = jnp.minimum(number, spec.B - 1)
     return Place(request, split_kv.at(of.start, number) + done, queries, split_kv.at(of.length, number), 0, 1, 0)

@@ -1,8 +1,7 @@
-"""The static facts of one call, and every check of its arguments."""
+"""Checks of the arguments of a dense call, and what a call depends on beside them: device and precision."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NoReturn
 
@@ -14,68 +13,10 @@ from jax.core import Tracer
 from jflex.block_mask.mask import BlockMask
 from jflex.block_mask.mask_fit import mismatch
 from jflex.config import Config
-from jflex.mods.trace import TracedMod
+from pallas_kernels.spec import Blocks
 
 LAYOUTS = ("BTNH", "BNTH")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """What is static of a BlockMask.
-
-    Attributes:
-      size: Queries and keys in a block.
-      batch: Batch size of the lists: 1 or B.
-      heads: Heads of the lists: 1 or Hq.
-    """
-
-    size: tuple[int, int]
-    batch: int
-    heads: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """All that is static in a call of `flex_attention`: hashable, so that it keys caches.
-
-    Letters as in the documentation: B batch, T queries, S keys, Hq and Hkv heads, D and Dv head sizes; Bkv is
-    the batch of key and value, 1 or B; `kv_lengths` says whether each batch entry has its own number of keys.
-    """
-
-    B: int
-    T: int
-    S: int
-    Hq: int
-    Hkv: int
-    D: int
-    Dv: int
-    Bkv: int
-    dtype: str
-    layout: str
-    scale: float
-    score: TracedMod | None
-    mask: TracedMod | None
-    blocks: Blocks | None
-    platform: str
-    device_kind: str
-    precision: str | None
-    config: Config
-    kv_lengths: bool = False
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.Hq // self.Hkv
-
-    @property
-    def exact(self) -> str:
-        """The dtype of scores and sums."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-    def out_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the output, in the layout of the call."""
-        return (self.B, self.T, self.Hq, self.Dv) if self.layout == "BTNH" else (self.B, self.Hq, self.T, self.Dv)
 
 
 def describe_array(x: Any) -> str:

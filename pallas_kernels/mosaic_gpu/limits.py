@@ -1,0 +1,51 @@
+"""What the Hopper kernels cannot run, whatever the mods: asked before Pallas is imported."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from pallas_kernels.mosaic_gpu.cuda_version import miscompiling_cuda
+from pallas_kernels.spec import AttentionSpec
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # parts of the names of devices with compute capability 9.0
+ROWS = 64  # of a wgmma: what the blocks of a mask must be a multiple of
+MAX_HEAD_SIZE = 256
+MAX_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
+
+
+def limit_of_machine(spec: AttentionSpec) -> str | None:
+    """What of the device or the versions every kernel here refuses."""
+    if spec.paging is not None:
+        return "it has no kernel for pages"
+    if spec.config.interpret:
+        return "its kernels have no interpreter; they run on a Hopper GPU"
+    if spec.platform != "gpu" or not any(name in spec.device_kind for name in HOPPER):
+        where = spec.platform if spec.platform != "gpu" else spec.device_kind
+        return f"it needs a Hopper GPU (H100, H200), and this call runs on {where}"
+    if jax.__version_info__ < (0, 11):
+        return f"it needs JAX 0.11 or later, and this is {jax.__version__}"
+    cuda = miscompiling_cuda()
+    if cuda is not None:
+        return f"the assembler of CUDA {cuda} miscompiles attention through Mosaic GPU (from 12.9.1 on it does not)"
+    return None
+
+
+def limit_of_arrays(spec: AttentionSpec) -> str | None:
+    """What of dtype, sizes and blocks every kernel here refuses."""
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
+    if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
+        return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
+    size = spec.block_size
+    if size is not None and any(x % ROWS for x in size):
+        return (
+            f"its tiles are multiples of {ROWS} rows, and the blocks of the mask are {size[0]} x {size[1]} (create "
+            f"the mask with a `block_size` that is a multiple of {ROWS})"
+        )
+    for mod in (spec.score_mod, spec.mask_mod):
+        for shape, dtype in () if mod is None else mod.operands:
+            if math.prod(shape) >= MAX_ELEMENTS:
+                return f"a mod captures an array of {dtype}{list(shape)}, which has 2 ** 31 elements or more"
+    return None

@@ -1,0 +1,53 @@
+"""Which calls the Hopper kernels can run, but the Triton kernels run faster."""
+
+from __future__ import annotations
+
+import math
+
+from pallas_kernels.mosaic_gpu.cost import is_periodic
+from pallas_kernels.mosaic_gpu.plan import Plan
+from pallas_kernels.mosaic_gpu.tile_order import MULTIPROCESSORS
+from pallas_kernels.spec import AttentionSpec
+
+WARPS_PER_GROUP = 4
+MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
+NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
+VERY_NARROW = 32  # head size up to which that goes for longer ones
+
+
+def slower_forward(plan: Plan) -> str | None:
+    """Cases that underfill a CTA or the GPU, or are not MMA-bound, as a sentence; None where these kernels lead.
+
+    H200, jax 0.11.2, bf16, 16 heads, TFLOP/s beside those of `triton`: causal, 64 texts of 256 tokens, 220 and 202
+    at head size 64, 328 and 235 at 128, and one such text at 128, 49 and 33. No mask, head size 32, 222 and 232 at
+    384 tokens, 267 and 271 at 768; with a pair bias 188 and 171, 222 and 199. A sine of each score, causal, 4 x
+    4096 tokens, head size 64: 6031 us and 2475.
+    """
+    spec = plan.spec
+    length, tiles = min(spec.T, spec.S), spec.B * spec.Hq * math.ceil(spec.T / 128)
+    widest = max(spec.D, spec.Dv)
+    if length < MIN_LENGTH:
+        return f"below {MIN_LENGTH} queries or keys only the kernels of 'triton' were tuned"
+    if length < 4 * MIN_LENGTH and widest <= VERY_NARROW and spec.score_mod is None:
+        return f"below {4 * MIN_LENGTH} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
+    if length < 2 * MIN_LENGTH and tiles < MULTIPROCESSORS and widest <= NARROW:
+        return f"{tiles} tiles of 128 queries leave some of the {MULTIPROCESSORS} SMs without work"
+    if plan.forward.tiles.num_warps == WARPS_PER_GROUP:
+        return "blocks of 64 queries keep one of its two consumer warp groups idle (a `block_size` of 128 does not)"
+    if is_periodic(spec.programs.score):
+        return "sin, cos or tan of each score takes longer beside wgmma (H200, head size 64: 2.4 times)"
+    return None
+
+
+def slower_backward(spec: AttentionSpec) -> str | None:
+    """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
+
+    H200, jax 0.11.2, bf16, TFLOP/s beside those of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
+    and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
+    654 for 1024 tokens, 1178 and 1221 for 2048.
+    """
+    config, length, widest = spec.config, min(spec.T, spec.S), max(spec.D, spec.Dv)
+    if config.dkv is not None or config.dq is not None or config.deterministic or widest > NARROW:
+        return None
+    least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (1024, NARROW)
+    return None if length >= least else f"below {least} queries or keys, at head sizes up to {size}, it is faster"

@@ -1,0 +1,68 @@
+"""What a plan of kernels is made of: the request, tiles with their source, or a refusal.
+
+``plan(spec, requested) -> Plan | Refusal`` stands beside each set of kernels (`pallas_kernels.triton.plan`,
+`pallas_kernels.mosaic_gpu.plan`). It is pure and cached. Dispatch, errors, `jflex.explain` and execution read the same
+plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.spec import AttentionSpec
+
+Kernel = Literal["forward", "decode", "dkv", "dq"]
+
+
+class GradientRequest(NamedTuple):
+    """Which gradients are requested: no others are computed. None in its place means forward only."""
+
+    query: bool
+    key: bool
+    value: bool
+    score_operands: tuple[bool, ...]
+
+
+def all_gradients(spec: AttentionSpec) -> GradientRequest:
+    """The request of every gradient there is."""
+    captured = () if spec.score_mod is None else spec.score_mod.operands
+    return GradientRequest(True, True, True, tuple(jnp.issubdtype(dtype, jnp.floating) for _, dtype in captured))
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a call cannot run.
+
+    Attributes:
+      reason: One sentence without a full stop.
+      mod: The mod that stands in the way, which then begins the sentence. It is named by `sentence` and not here:
+        equal specs share a plan, and their mods may come from different functions.
+    """
+
+    reason: str
+    mod: Literal["score", "mask"] | None = None
+
+    def sentence(self, spec: AttentionSpec) -> str:
+        """The reason, with the user's function."""
+        if self.mod is None:
+            return self.reason
+        mod = spec.score_mod if self.mod == "score" else spec.mask_mod
+        assert mod is not None  # it was refused
+        return f"`{self.mod}_mod` {mod.source} {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TileChoice:
+    """The tiles of one kernel.
+
+    Attributes:
+      tiles: The tiles.
+      source: Who chose them: the user's `Config`, a measured table or a rule.
+    """
+
+    tiles: Tiles
+    source: Literal["config", "table", "rule"]

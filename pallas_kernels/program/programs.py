@@ -1,0 +1,79 @@
+"""The tile programs of a call's mods, or why there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from pallas_kernels.plan import Refusal
+from pallas_kernels.program.build import Derivative, Program, Sizes, differentiate, trace_program
+from pallas_kernels.program.views import NotOnTile
+from pallas_kernels.spec import AttentionSpec, Mod, Programs
+
+_OPERAND_DTYPES = frozenset(
+    {"bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32"}
+)
+
+
+def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
+    """The spec with the tile programs of its mods."""
+    sizes = Sizes(spec.B, spec.Hq, spec.T, spec.S, spec.heads_in_rows)
+    programs: list[Program | None] = []
+    for mod in (spec.score_mod, spec.mask_mod):
+        program = None if mod is None else _program_of(mod, sizes)
+        if isinstance(program, Refusal):
+            return program
+        programs.append(program)
+    return dataclasses.replace(spec, programs=Programs(*programs))
+
+
+def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative | Refusal | None:
+    """The derivative of the score mod with respect to the score and the requested captured arrays; None without one."""
+    if spec.programs.score is None:
+        return None
+    return _derivative_of(spec.programs.score, tuple(requested))
+
+
+@functools.lru_cache(maxsize=256)
+def _program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
+    reason = _operand_reason(mod)
+    if reason is not None:
+        return _refusal(mod.kind, reason)
+    try:
+        program = trace_program(mod.jaxpr, mod.operands, sizes)
+    except NotOnTile as error:
+        return _refusal(mod.kind, str(error))
+    wide = next((node.dtype for node in program.nodes if node.dtype.itemsize > 4), None)
+    if wide is not None:
+        return _refusal(mod.kind, f"it computes in {wide}, where kernels take up to 32 bits (cast it)")
+    return program
+
+
+@functools.lru_cache(maxsize=256)
+def _derivative_of(program: Program, requested: tuple[bool, ...]) -> Derivative | Refusal:
+    try:
+        return differentiate(program, requested)
+    except NotOnTile as error:
+        return _refusal("score", f"{error} (in its derivative: without gradients, it runs)")
+
+
+def _refusal(mod, reason: str) -> Refusal:
+    rest = "implementation='xla' evaluates any mod that `jax.vmap` can"
+    return Refusal(f"cannot run in a kernel: {reason}. {rest}", mod)
+
+
+def _operand_reason(mod: Mod) -> str | None:
+    for shape, dtype in mod.operands:
+        if dtype not in _OPERAND_DTYPES:
+            return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
+        if 0 in shape:
+            return f"it captures an empty array of shape {list(shape)}"
+        # Pallas counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 from there on.
+        if dtype in ("bool", "int8", "uint8") and 1 << 31 < math.prod(shape) <= 1 << 32:
+            return (
+                f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, "
+                "of which Pallas does not reach the last ones"
+            )
+    return None

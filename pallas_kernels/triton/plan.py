@@ -1,0 +1,245 @@
+"""Which Triton kernels run a call, and with which tiles, or why they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
+from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.programs import derivative_of, with_programs
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import cost
+from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, decodes, limit_of_device
+from pallas_kernels.triton.paged.work import Work
+from pallas_kernels.tuning import tables, triton_rules
+
+MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
+MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
+_UNLIMITED = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan:
+    """The backward pass.
+
+    Attributes:
+      spec: The call, with its tile programs.
+      requested: The gradients that it computes.
+      derivative: That of the score mod, None without one.
+      dkv: Tiles of the kernel for dK and dV.
+      dq: Tiles of the kernel for dQ.
+    """
+
+    spec: AttentionSpec
+    requested: GradientRequest
+    derivative: Derivative | None
+    dkv: TileChoice
+    dq: TileChoice
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call runs.
+
+    Attributes:
+      spec: The call, with its tile programs; that of few queries has heads in rows.
+      forward: Tiles of the forward kernel, or of the decoding kernel if `spec.heads_in_rows`.
+      backward: The backward pass; None for forward only.
+      paged: Launches of the paged kernel, for a paged call.
+    """
+
+    spec: AttentionSpec
+    forward: TileChoice | None
+    backward: BackwardPlan | None = None
+    paged: tuple[Work, ...] = ()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the split-KV kernel for few queries runs."""
+        return self.spec.heads_in_rows and self.spec.paging is None
+
+    def describe(self) -> str:
+        """Kernels, tiles and the source of tiles, for `jflex.explain`."""
+        if self.paged:
+            return ", ".join(f"paged {_sizes(work.tiles)}" for work in self.paged)
+        kernels = [("decode" if self.decodes else "forward", self.forward)]
+        if self.backward is not None:
+            kernels += [("dkv", self.backward.dkv), ("dq", self.backward.dq)]
+        return ", ".join(
+            f"{kernel} {_sizes(choice.tiles)[:-1]}, by {choice.source})" for kernel, choice in kernels if choice
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+    """Plans a call.
+
+    Args:
+      spec: The call; only the decoding kernel knows `spec.kv_lengths`.
+      requested: Which gradients; None for forward only.
+    """
+    reason = limit_of_device(spec)
+    if reason is not None:
+        return Refusal(reason)
+    if spec.paging is not None:
+        return _plan_paged(spec)
+    forward = _plan_forward(spec)
+    if isinstance(forward, Refusal) or requested is None:
+        return forward
+    backward = _plan_backward(spec, requested)
+    return backward if isinstance(backward, Refusal) else dataclasses.replace(forward, backward=backward)
+
+
+def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
+    decoded = decodes(spec)
+    made = with_programs(dataclasses.replace(spec, heads_in_rows=decoded))
+    if isinstance(made, Refusal):
+        return made
+    choice = _choose_tiles(made, "decode" if decoded else "forward")
+    return choice if isinstance(choice, Refusal) else Plan(made, choice)
+
+
+def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardPlan | Refusal:
+    made = with_programs(spec)
+    if isinstance(made, Refusal):
+        return made
+    derivative = derivative_of(made, requested.score_operands)
+    if isinstance(derivative, Refusal):
+        return derivative
+    dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
+    if isinstance(dkv, Refusal) or isinstance(dq, Refusal):
+        return dkv if isinstance(dkv, Refusal) else dq  # pyright: ignore[reportReturnType]
+    return BackwardPlan(made, requested, derivative, dkv, dq)
+
+
+# --- tiles
+
+
+def _choose_tiles(spec: AttentionSpec, kernel: Kernel) -> TileChoice | Refusal:
+    """The tiles of a kernel; of one stage where the loop must not be pipelined."""
+    choice = _tiles_of(spec, kernel)
+    smallest = min(choice.tiles.shape)
+    if smallest < MIN_TILE:
+        where = "the mask's block size allows" if spec.blocks is not None else "`config` sets"
+        return Refusal(
+            f"it needs tiles of at least {MIN_TILE}, in powers of two; {where} {smallest} (create the mask with a "
+            f"`block_size` that is a multiple of {MIN_TILE})"
+        )
+    if cost.can_pipeline(spec.programs.score):
+        return choice
+    return dataclasses.replace(choice, tiles=dataclasses.replace(choice.tiles, num_stages=1))
+
+
+def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
+    """The user's tiles, else measured ones, else a rule's.
+
+    Those of jflex are cut to what divides the mask's blocks and is no larger than the call.
+    """
+    given: Tiles | None = getattr(spec.config, kernel)
+    if given is not None:
+        rows = triton_rules.decode_rows(spec.group * spec.T)
+        return TileChoice(dataclasses.replace(given, block_q=rows) if kernel == "decode" else given, "config")
+    measured = None if kernel == "decode" else _measured_tiles(spec, kernel)
+    tiles = triton_rules.tiles_for(kernel, need_of(spec), spec.group * spec.T) if measured is None else measured
+    block_q, block_kv = tiles.shape
+    if kernel == "decode":  # rows of its tile are queries of several heads
+        block_kv = min(block_kv, spec.blocks.size[1] & -spec.blocks.size[1] if spec.blocks else block_kv)
+    elif spec.blocks is not None:
+        block_q, block_kv = (min(x, block & -block) for x, block in zip(tiles.shape, spec.blocks.size, strict=True))
+    else:
+        block_q = min(block_q, max(MIN_TILE, 1 << (spec.T - 1).bit_length()))
+        block_kv = min(block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
+    cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
+    cut = dataclasses.replace(cut, num_stages=_stages(spec, kernel, cut))
+    return TileChoice(cut, "rule" if measured is None else "table")
+
+
+def _stages(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
+    """Stages of tiles, fewer where mods that read much by element would take more shared memory than there is."""
+    by_element = cost.bytes_by_element(kernel, spec.programs)
+    if by_element == 0:
+        return tiles.num_stages
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    return cost.stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, by_element, spec.device_kind)
+
+
+def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
+    length, itemsize = spec.T if kernel == "dkv" else spec.S, jnp.dtype(spec.dtype).itemsize
+    key = tables.key_of(kernel, max(spec.D, spec.Dv), itemsize, spec.programs, length)
+    return tables.look_up(spec.device_kind, key)
+
+
+def need_of(spec: AttentionSpec) -> triton_rules.Need:
+    """What the rules for tiles depend on."""
+    return triton_rules.Need(
+        head_size=max(spec.D, spec.Dv),
+        itemsize=jnp.dtype(spec.dtype).itemsize,
+        heavy=triton_rules.is_heavy(spec.programs.score, spec.programs.mask),
+        score=spec.programs.score is not None,
+        large_memory=triton_rules.has_large_memory(spec.device_kind),
+    )
+
+
+# --- pages
+
+
+def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
+    if spec.group > MAX_GROUP:
+        return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
+    made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    if isinstance(made, Refusal):
+        return made
+    works = _paged_works(made)
+    smallest = min(min(work.tiles.shape) for work in works)
+    if smallest < MIN_TILE:
+        return Refusal(f"it needs tiles of at least {MIN_TILE}, in powers of two; `config` sets {smallest}")
+    return Plan(made, None, paged=works)
+
+
+def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
+    """Launches for requests from so many queries to so many.
+
+    With no more queries than requests, a request with many is possible only beside others with none: that is right too,
+    and not worth a launch (2 us) in every step of decoding.
+    """
+    mean = -(-spec.T // max(spec.B, 1))
+    queries = mean if mean <= MAX_DECODED else 1
+    rows = min(spec.group * queries, max(MAX_DECODED_ROWS, spec.group))
+    if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
+        return (Work(_prefill_tiles(spec), 0, _UNLIMITED),)
+    if max(spec.B, MAX_DECODED) >= spec.T:
+        return (Work(_paged_decode_tiles(spec, rows), 0, _UNLIMITED),)
+    return (
+        Work(_paged_decode_tiles(spec, rows), 0, MAX_DECODED),
+        Work(_prefill_tiles(spec), MAX_DECODED + 1, _UNLIMITED),
+    )
+
+
+def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> Tiles:
+    made = triton_rules.paged_decode_tiles(need_of(spec), rows, spec.max_pages, spec.S)
+    return _fit_paged(spec, made, spec.config.decode, block_q=triton_rules.decode_rows(rows))
+
+
+def _prefill_tiles(spec: AttentionSpec) -> Tiles:
+    made, given = triton_rules.paged_prefill_tiles(need_of(spec)), spec.config.forward
+    block_q = max((made if given is None else given).block_q, triton_rules.decode_rows(spec.group))
+    return _fit_paged(spec, made, given, block_q=block_q)
+
+
+def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q: int) -> Tiles:
+    """The user's tiles or a rule's, with so many rows."""
+    tiles = made if given is None else given
+    if given is None:
+        warps = 8 if block_q > 64 else tiles.num_warps
+        block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
+        tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
+    stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
+    return dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
+
+
+def _sizes(tiles: Tiles) -> str:
+    return f"{tiles.block_q} x {tiles.block_kv} ({tiles.num_warps} warps, {tiles.num_stages} stages)"
