@@ -269,7 +269,7 @@ ROWS = [
         "not_here",
         lambda: call(implementation="triton"),
         UnsupportedError,
-        r"triton: it needs an NVIDIA GPU, and this call runs on cpu.*These can: 'xla', 'reference'",
+        r"triton: it needs an NVIDIA GPU, and this call runs on cpu.*These do: 'xla', 'reference'",
     ),
     (
         "none_of_them",

@@ -141,7 +141,7 @@ class PagedOp:
         tree = jax.tree.structure(inputs)
 
         def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
-            spec, own = _shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
+            spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
             return tuple(PagedOp(self.backend, spec)(own))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
@@ -153,7 +153,7 @@ class PagedOp:
         return [split.pspec(_ROWS, len(x.shape)) for x in jax.tree.leaves(outputs)]
 
 
-def _shard_of(
+def _paged_shard_of(
     spec: AttentionSpec, inputs: PagedInputs, mesh: Any, names: tuple[str, ...]
 ) -> tuple[AttentionSpec, PagedInputs]:
     """The spec of some heads, inside of the program of one shard; mods still see the numbers of the whole."""
@@ -164,5 +164,5 @@ def _shard_of(
     score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
     sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv // pieces}
-    local = dataclasses.replace(spec, **sizes, score=score, mask=mask)
+    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask)
     return local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands)
