@@ -114,7 +114,7 @@ def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
     """Fields of `Config`; two kernels of Hopper's backward are set together, of which one runs."""
     if tiles is None:
         return {}
-    given = jflex.Tiles(*tiles)
+    given = tiles
     if kernel in ("dkv_sm90", "dq_sm90"):
         idle = jflex.Tiles(64, 64, 4, 2)
         return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): given, "deterministic": True}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import fcntl
 import json
 import pathlib
@@ -79,7 +80,7 @@ class Wanted(NamedTuple):
         if self.allowed is None or kernel in HOPPER_KERNELS:
             return tiles
         kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
-        return [x for x in tiles if tuple(x) in kept]
+        return [x for x in tiles if dataclasses.astuple(x) in kept]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,7 +119,9 @@ def plan(heads: Sequence[int], wanted: Wanted) -> str:
         for kernel, mods, length in wanted.conditions(head_size):
             tiles = wanted.configurations(head_size, kernel, mods)
             total += len(tiles) * len(candidates.attentions(head_size, mods, length))
-            lines.append(f"{kernel} {head_size} {mods} {length}: {', '.join(str(tuple(x)) for x in tiles)}")
+            lines.append(
+                f"{kernel} {head_size} {mods} {length}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}"
+            )
     return "\n".join([*lines, f"{total} programs"])
 
 
@@ -238,7 +241,7 @@ def _entry(head_size: int, condition: tuple[str, str, str], calls: dict[Tiles, l
     kernel, mods, length = condition
     by_attention = zip(*(_seconds(attention) for attention in zip(*calls.values(), strict=True)), strict=True)
     times = best_first(dict(zip(calls, map(list, by_attention), strict=True)))
-    as_json = lambda tiles, seconds: {"tiles": tiles._asdict(), "microseconds": round(seconds * 1e6, 1)}
+    as_json = lambda tiles, seconds: {"tiles": dataclasses.asdict(tiles), "microseconds": round(seconds * 1e6, 1)}
     key = candidates.key(kernel, head_size, mods, length)._asdict()
     second = as_json(*times[1]) if len(times) > 1 else None
     return {"key": key, **as_json(*times[0]), "runner_up": second, "searched": len(times)}
@@ -283,7 +286,7 @@ def prune(heads: Sequence[int], wanted: Wanted) -> dict[str, list[list[int]]]:
             except _REFUSALS:
                 continue
             if all(x.spill <= MOST_SPILLED for x in kernels_found if x.name.endswith(kernel)):
-                fine.append(list(tiles))
+                fine.append(list(dataclasses.astuple(tiles)))
         found[_name(kernel, D, mods)] = fine
     return found
 

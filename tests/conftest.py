@@ -42,6 +42,16 @@ def in_haste() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """For tests that change what plans depend on."""
+    from tests.specs import forget_plans
+
+    forget_plans()
+    yield
+    forget_plans()
+
+
 def require_gpu() -> None:
     try:
         jax.devices("gpu")

@@ -209,7 +209,7 @@ def test_is_first_where_it_is_faster(length, block, backend, reason):
         (1023, 80, 32, None, "below 1024 queries or keys, at head sizes up to 32, 'triton' is faster"),
         (1024, 80, 32, None, None),
         (512, 80, 32, lambda s, b, h, q, k: s * 2, None),
-        (1024, 80, 64, lambda s, b, h, q, k: jnp.sin(s), "a sine or its like of each score"),
+        (1024, 80, 64, lambda s, b, h, q, k: jnp.sin(s), "sin, cos or tan of each score"),
     ],
 )
 def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, reason):
@@ -278,7 +278,7 @@ def test_one_pass_where_it_is_faster(length, D, bias, kernels):
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
     tiles = chosen(length, D=D, score_mod=mod).tiles
     assert f" {kernels} " in tiles
-    assert ("by the copy engine" in tiles) == (bias is not None and bias[0][1] % 32 == 0)
+    assert ("bias tiles by TMA" in tiles) == (bias is not None and bias[0][1] % 32 == 0)
 
 
 @NEEDS_011
@@ -323,7 +323,7 @@ def test_compiles_where_the_batch_is_sharded(gradients, masked):
 
 
 @NEEDS_011
-def test_takes_measured_tiles(monkeypatch):
+def test_takes_measured_tiles(monkeypatch, fresh_plans):
     from pallas_kernels.tuning import tables
 
     table = {

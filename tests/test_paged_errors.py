@@ -96,7 +96,7 @@ ROWS = [
     ("cpu", call(implementation="triton"), REFUSED,
      r"triton: it needs an NVIDIA GPU, and this call runs on cpu \(for tests, config=jflex.Config\(interpret=True\)"),
     ("large heads", call(zeros(3, 4, 320), cache_of(size=320), **INTERPRETED), REFUSED,
-     r"head sizes up to 256, not 320.*These can: 'xla', 'reference'"),
+     r"head sizes up to 256, not 320.*These do: 'xla', 'reference'"),
     ("large group", call(zeros(3, 258, 16), **INTERPRETED), REFUSED, r"up to 128 query heads .*, not 129"),
     ("no program", call(mask_mod=sorts, **INTERPRETED), REFUSED,
      r"`mask_mod` sorts \(test_paged_errors.py:\d+\) cannot run in a kernel: .*sort.*'xla' evaluates any mod"),

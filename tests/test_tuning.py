@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 
 import jflex
 from benchmarks import candidates, tune
-from jflex._call.problem import Blocks, Problem
-from jflex.backends.gpu import mosaic_gpu, triton
+from jflex.backends.gpu import triton
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import plan as mosaic_plan
+from pallas_kernels.plan import TileChoice, all_gradients
 from pallas_kernels.program.build import Sizes, trace_program
-from pallas_kernels.spec import Tiles
+from pallas_kernels.spec import Blocks
 from pallas_kernels.triton import cost
 from pallas_kernels.tuning import tables
 from tests import gpu_compile
+from tests.specs import forget_plans, spec_of
 
 CONFIG, GIVEN = jflex.Config(), jflex.Config(forward=jflex.Tiles(64, 64))
 TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
@@ -26,11 +29,12 @@ TABLES = sorted(path.stem for path in tune.TABLES.glob("*.json"))
 
 def described(config=CONFIG, device="NVIDIA H200"):
     """What `explain` would say of the tiles on a device."""
-    problem = Problem(1, 512, 512, 2, 2, 64, 64, 1, "bfloat16", "BTNH", 0.125, None, None, None, "gpu", device, None,
-                      config)  # fmt: skip
-    return triton.Triton().describe(problem)
+    forget_plans()
+    spec = spec_of(T=512, platform="gpu", device_kind=device, config=config)
+    return triton.Triton().plan(spec, all_gradients(spec)).description
 
 
+@pytest.mark.usefixtures("fresh_plans")
 class TestLookUp:
     def test_config_then_table_then_rule(self, monkeypatch):
         key = tables.Key("forward", 64, 2, "none", "short")
@@ -46,13 +50,11 @@ class TestLookUp:
         key, tiles = tables.Key("forward_sm90", 64, 2, "none", "short"), Tiles(128, 64, 8, 3)
         monkeypatch.setattr(tables, "entries", lambda name: {key: tiles})
         given = None if blocks is None else Blocks(blocks, 1, 1)
-        sizes, how = (1, 512, 512, 2, 2, 64, 64, 1), ("bfloat16", "BTNH", 0.125, None, None)
-        problem = Problem(*sizes, *how, given, "gpu", "NVIDIA H200", None, CONFIG)
-        found = mosaic_gpu._measured_tiles(problem, "forward_sm90", 512)
-        assert found == (jflex.Tiles(*tiles) if taken else None)
-        if taken:
-            assert mosaic_gpu._tiles(problem) == found
-            assert mosaic_gpu._tiles(dataclasses.replace(problem, config=GIVEN)) == GIVEN.forward
+        spec = spec_of(T=512, platform="gpu", device_kind="NVIDIA H200", blocks=given)
+        choice = mosaic_plan.plan(spec, None).forward
+        assert (choice.source, choice.tiles == tiles) == (("table", True) if taken else ("rule", False))
+        by_user = mosaic_plan.plan(dataclasses.replace(spec, config=GIVEN), None).forward
+        assert by_user == TileChoice(GIVEN.forward, "config")
 
     @pytest.mark.parametrize(("device", "name"), [
         ("NVIDIA H200", "nvidia-h200"), ("NVIDIA H100 80GB HBM3", "nvidia-h200"), ("NVIDIA A100-SXM4-40GB",
@@ -93,7 +95,6 @@ class TestCommittedTables:
             assert key.kernel in (*tables.KERNELS, *tables.HOPPER_KERNELS)
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
-            jflex.Tiles(*tiles)  # powers of two
             if key.kernel in tables.HOPPER_KERNELS:
                 assert tiles in candidates.configurations(key.kernel, key.head_size)
                 continue
@@ -170,7 +171,7 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
     S, bytes_by_element = 256, biases * jnp.dtype(dtype).itemsize
-    config = jflex.Config(**{kernel: jflex.Tiles(*tiles)})
+    config = jflex.Config(**{kernel: tiles})
 
     def run(q, k, v, captured):
         mod = lambda s, b, h, i, j: sum((x[h, i, j].astype(jnp.float32) for x in captured), start=s)
@@ -218,7 +219,12 @@ class TestSearch:
 
     def test_a_table_is_read_as_it_was_written(self, tmp_path):
         key = tables.Key("dq", 64, 2, "none", "long")
-        entry = {"key": key._asdict(), "tiles": Tiles(64, 64, 4, 2)._asdict(), "microseconds": 1.5, "runner_up": None}
+        entry = {
+            "key": key._asdict(),
+            "tiles": dataclasses.asdict(Tiles(64, 64, 4, 2)),
+            "microseconds": 1.5,
+            "runner_up": None,
+        }
         other = entry | {"key": key._replace(kernel="dkv")._asdict()}
         tune.write(tmp_path / "x.json", {"date": "today", "machine": {"device": "x"}}, [entry, other])
         content = json.loads((tmp_path / "x.json").read_text())
@@ -241,7 +247,6 @@ class TestSearch:
             found = list(candidates.configurations(kernel, D))
             assert len(found) == len(set(found)) > (0 if kernel == "one_pass_sm90" else 3)
             for tiles in found:
-                jflex.Tiles(*tiles)
                 rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q
                 assert rows % (tiles.num_warps * 16) == 0
                 assert tiles.num_stages >= 2
@@ -267,7 +272,12 @@ class TestSearch:
     def test_a_head_size_that_fails_keeps_the_others_and_the_old(self, monkeypatch, tmp_path):
         def entry(head_size, microseconds):
             key = tables.Key("dq", head_size, 2, "none", "long")._asdict()
-            return {"key": key, "tiles": Tiles(64, 64, 4, 2)._asdict(), "microseconds": microseconds, "runner_up": None}
+            return {
+                "key": key,
+                "tiles": dataclasses.asdict(Tiles(64, 64, 4, 2)),
+                "microseconds": microseconds,
+                "runner_up": None,
+            }
 
         def called(module, function, arguments, variables):
             if arguments["head_size"] == 64:
@@ -305,23 +315,12 @@ class TestSearch:
         found = jax.jit(run)(*candidates.inputs(attention))
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
-    def test_mods_fall_into_the_buckets_that_they_stand_for(self):
-        from jflex.backends.gpu import programs
-
-        seen = {}
-        original = programs.programs_of
+    def test_mods_fall_into_the_buckets_that_they_stand_for(self, monkeypatch, fresh_plans):
+        buckets, mods_of = [], tables.mods_of
+        monkeypatch.setattr(tables, "mods_of", lambda *programs: buckets.append(mods_of(*programs)) or buckets[-1])
         for mods in candidates.SCORES:
+            buckets.clear()
             attention = candidates.Attention(1, 64, 2, 32, mods, False)
-
-            def spy(problem, mods=mods, **how):
-                seen[mods] = original(problem, **how)
-                return seen[mods]
-
-            patch = pytest.MonkeyPatch()
-            patch.setattr(triton, "programs_of", spy)
-            try:
-                jax.eval_shape(candidates.program(attention, "forward", Tiles(32, 32, 4, 2), interpret=True),
-                               *jax.eval_shape(lambda a=attention: candidates.inputs(a)))  # fmt: skip
-            finally:
-                patch.undo()
-        assert {mods: tables.mods_of(x.score, x.mask) for mods, x in seen.items()} == {x: x for x in candidates.SCORES}
+            run = candidates.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
+            jax.eval_shape(run, *jax.eval_shape(lambda a=attention: candidates.inputs(a)))
+            assert set(buckets) == {mods}

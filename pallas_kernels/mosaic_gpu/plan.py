@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu import bias_tiles, cost, smem, tile_rules
 from pallas_kernels.mosaic_gpu.backward import gradients
 from pallas_kernels.mosaic_gpu.backward.gradients import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
-from pallas_kernels.mosaic_gpu.limits import ROWS, limit_of_arrays, limit_of_machine
+from pallas_kernels.mosaic_gpu.limits import ROWS, limit_of_arrays
 from pallas_kernels.mosaic_gpu.support import lacking
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
@@ -73,13 +73,13 @@ class Plan:
 
 @functools.lru_cache(maxsize=256)
 def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    """Plans a call.
+    """Plans a call on a machine that `limits.limit_of_machine` does not refuse.
 
     Args:
       spec: The call, dense and without `spec.kv_lengths`.
       requested: Which gradients; None for forward only.
     """
-    reason = limit_of_machine(spec) or limit_of_arrays(spec)
+    reason = limit_of_arrays(spec)
     if reason is not None:
         return Refusal(reason)
     made = with_programs(spec)

@@ -14,7 +14,7 @@ from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, S
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
-from pallas_kernels.mosaic_gpu.limits import limit_of_arrays, limit_of_machine
+from pallas_kernels.mosaic_gpu.limits import limit_of_machine
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
@@ -32,7 +32,8 @@ class MosaicGpu(Backend):
     @isolated_trace
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes, and which gradients the Triton kernels compute."""
-        return _plan(spec, requested)
+        reason = limit_of_machine(spec)  # depends on more than the call: not cached
+        return _plan(spec, requested) if reason is None else Refusal(reason)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -87,11 +88,7 @@ class _Kernels(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-@isolated_trace
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    reason = limit_of_machine(spec) or limit_of_arrays(spec)
-    if reason is not None:
-        return Refusal(reason)
     from pallas_kernels.mosaic_gpu.plan import plan
 
     own = plan(_lengthless(spec), requested)
