@@ -17,7 +17,7 @@ WINDOW = 1024  # keys, the query's own among them
 PREFIX = 2048
 CAP = 50.0
 DOCUMENTS = 12
-KERNEL = 13  # side of a neighbourhood
+KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
 
 
