@@ -227,7 +227,7 @@ def _cascade() -> list[Problem]:
     """With 32 key heads, loading keys bounds the time; with 8, the GEMMs of the prefix do too."""
     return [
         Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
-        for heads in (_HEADS | {"Hkv": 32}, _HEADS)
+        for heads in ({**_HEADS, "Hkv": 32}, _HEADS)
         for prefix, suffix in ((8192, 128), (1024, 1024))
     ]
 

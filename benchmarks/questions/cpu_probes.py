@@ -83,8 +83,8 @@ def count_compilations() -> Iterator[list[int]]:
 
     count, open_ = [0], [True]
 
-    def listen(event: str, duration: float, **_: str | int) -> None:
-        del duration
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if open_ and event == _COMPILED:
             count[0] += 1
 
