@@ -11,8 +11,8 @@ from benchmarks.run.library_runner import LibraryRunner
 class FakeRunner(LibraryRunner):
     """Peers that fare differently.
 
-    "torch-flex" hangs in the backward, "jax-xla" has none, "jflex-mosaic" ends the process, "sdpa-flash" breaks the GPU,
-    "tokamax" is not installed, and the backward of "jflex" is wrong.
+    "torch-flex" hangs in the backward, "jax-xla" has none, "jflex-mosaic" ends the process, "sdpa-flash" breaks the
+    GPU, "tokamax" is not installed, and the backward of "jflex" is wrong.
     """
 
     def start(self, problem):

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import SUITES, parts_of_mixed, square, suite
+from benchmarks.problems import parts_of_mixed, square, suite
 from benchmarks.request_lengths import requests_of
 from benchmarks.results import schema
 from benchmarks.run import jobs, timing
@@ -101,7 +101,7 @@ def test_parts_of_a_suite_can_be_picked():
 
 def test_a_worker_that_ends_or_hangs_is_an_error(tmp_path):
     worker = Worker("benchmarks.nothing", {}, tmp_path / "log")
-    with pytest.raises(WorkerError, match="ended: ModuleNotFoundError: No module named 'benchmarks.nothing'"):
+    with pytest.raises(WorkerError, match="ended: ModuleNotFoundError: No module named"):
         worker.request("rates", 60)
     worker = Worker(FAKE["jax"], {}, tmp_path / "log", "jax")
     with pytest.raises(WorkerError, match="the jax process was ended, since it did not answer within 0 s"):
@@ -174,9 +174,9 @@ def test_the_jax_runner_computes_each_form_and_gradient():
 
 
 def test_the_jax_runner_says_which_peers_cannot():
-    answer = JaxRunner().prepare(dataclasses.asdict(suite("tiny")[0]), ["jflex", "jflex-triton", "tokamax"],
-                                 ["forward"], compile_only=True)  # fmt: skip
-    assert list(answer["ready"])[0] == "jflex"
+    peers = ["jflex", "jflex-triton", "tokamax"]
+    answer = JaxRunner().prepare(dataclasses.asdict(suite("tiny")[0]), peers, ["forward"], compile_only=True)
+    assert "jflex" in answer["ready"]
     assert "UnsupportedError" in answer["unable"]["jflex-triton"]["forward"]
     assert ("tokamax" in answer["unable"]) == (importlib.util.find_spec("tokamax") is None)
 

@@ -326,4 +326,6 @@ class TestSearch:
                                *jax.eval_shape(lambda a=attention: search_space.inputs(a)))  # fmt: skip
             finally:
                 patch.undo()
-        assert {mods: tables.mods_of(x.score, x.mask) for mods, x in seen.items()} == {x: x for x in search_space.SCORES}
+        assert {mods: tables.mods_of(x.score, x.mask) for mods, x in seen.items()} == {
+            x: x for x in search_space.SCORES
+        }
