@@ -18,10 +18,10 @@ from benchmarks.results import schema
 from benchmarks.run import jobs, timing
 from benchmarks.run import suite as suite_command
 from benchmarks.run.check_outputs import mismatches
+from benchmarks.run.device_time import Span, busy_per_call
 from benchmarks.run.jax_runner import JaxRunner
 from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
-from benchmarks.run.spans import Span, busy_per_call
 from tests.fake_runner import FakeRunner
 from tests.test_benchmarks import MIXED, small
 

@@ -168,6 +168,20 @@ def worker_variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
     }
 
 
+Requests = dict[str, "queue.SimpleQueue[dict[str, Any]]"]  # of ``prepare``, by library
+
+
+def _compilations(plans: Sequence[Plan]) -> Requests:
+    requests: Requests = {}
+    for plan in plans:
+        for problem in plan.problems:
+            shared = {"problem": dataclasses.asdict(problem), "directions": list(plan.directions)}
+            for library, names in by_library(problem, plan.peers).items():
+                request = {"peers": names, "compile_only": True, **shared}
+                requests.setdefault(library, queue.SimpleQueue()).put(request)
+    return requests
+
+
 def precompile(
     plans: Sequence[Plan],
     workers: int,
@@ -179,20 +193,14 @@ def precompile(
 
     Args:
       plans: What will be measured.
-      workers: Processes of each library.
+      workers: Processes of each library; nothing is compiled with 0.
       cache: The folder of the caches.
       deadline: Nothing is waited for beyond it.
       runners: `RUNNERS`.
     """
-    requests: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
-    for plan in plans:
-        for problem in plan.problems:
-            shared = {"problem": dataclasses.asdict(problem), "directions": list(plan.directions)}
-            for library, names in by_library(problem, plan.peers).items():
-                request = {"peers": names, "compile_only": True, **shared}
-                requests.setdefault(library, queue.SimpleQueue()).put(request)
-    if not requests:
+    if not workers:
         return
+    requests = _compilations(plans)
     counts = {library: waiting.qsize() for library, waiting in requests.items()}
     with (
         tqdm(total=sum(counts.values()), unit="compilation", dynamic_ncols=True, disable=None) as bar,
@@ -298,7 +306,7 @@ def _start_precompiling(
     """Runs beside; of a limited time it takes half at most."""
     deadline = Deadline(None if options.limit is None else options.limit / 2)
     pool, workers = stack.enter_context(ThreadPoolExecutor(max_workers=1)), options.compile_workers
-    return pool.submit(precompile, plans if workers else (), workers, cache, deadline, runners)
+    return pool.submit(precompile, plans, workers, cache, deadline, runners)
 
 
 def _measure(

@@ -15,14 +15,18 @@ import numpy as np
 
 from benchmarks.results.schema import Record, Summary
 from benchmarks.run.check_outputs import MAX_SAMPLES
-from benchmarks.run.spans import Span, busy_per_call
+from benchmarks.run.device_time import (
+    COLD_BYTES,
+    PROFILER,
+    QUEUED,
+    WALL,
+    WARM_SECONDS,
+    Span,
+    busy_per_call,
+    wall_seconds,
+)
 
-PROFILER = "kernels seen by the profiler, cold L2"
 QUEUE = "wall time of a queue of calls"
-WALL = "wall time of a call"
-COLD_BYTES = 256 * 2**20  # Written and read before a call; several times the L2 of any GPU.
-_QUEUED = 10
-_WARM_SECONDS = 0.03  # The clocks of an idle GPU rise within this.
 _EVICT = "evict_l2_cache"
 _PROFILER_ERRORS = (RuntimeError, ValueError, OSError, AttributeError)
 
@@ -52,12 +56,12 @@ def device_seconds(call: Callable[[], Any], runs: int = 10, *, warmup: int = 2) 
 def timed(call: Callable[[], Any], runs: int = 10, *, warmup: int = 2) -> Timing:
     """`device_seconds` with its method: a GPU whose profiler fails is timed by the wall, over a queue of calls."""
     on_gpu = jax.default_backend() == "gpu"
-    deadline = time.perf_counter() + _WARM_SECONDS * on_gpu
+    deadline = time.perf_counter() + WARM_SECONDS * on_gpu
     while warmup > 0 or time.perf_counter() < deadline:
         jax.block_until_ready(call())
         warmup -= 1
     if not on_gpu:
-        return Timing(_queue_seconds(call, runs, 1), WALL)
+        return Timing(wall_seconds(call, jax.block_until_ready, runs), WALL)
     try:
         return Timing(_profiled_seconds(call, runs), PROFILER)
     except _PROFILER_ERRORS as error:
@@ -67,18 +71,7 @@ def timed(call: Callable[[], Any], runs: int = 10, *, warmup: int = 2) -> Timing
 def queue_seconds(call: Callable[[], Any], runs: int = 10) -> list[float]:
     """Wall time of a call within a queue of ten, launches included; the caches are as the call before left them."""
     jax.block_until_ready(call())
-    return _queue_seconds(call, runs, _QUEUED)
-
-
-def _queue_seconds(call: Callable[[], Any], runs: int, queued: int) -> list[float]:
-    seconds = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        for _ in range(queued):
-            result = call()
-        jax.block_until_ready(result)
-        seconds.append((time.perf_counter() - started) / queued)
-    return seconds
+    return wall_seconds(call, jax.block_until_ready, runs, QUEUED)
 
 
 def evict_l2_cache(buffer: jax.Array) -> jax.Array:

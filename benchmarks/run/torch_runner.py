@@ -15,16 +15,20 @@ from torch._functorch import config as functorch_config
 
 from benchmarks.peers import torch_peers
 from benchmarks.problems import Problem
+from benchmarks.run.device_time import (
+    COLD_BYTES,
+    PROFILER,
+    QUEUED,
+    WALL,
+    WARM_SECONDS,
+    Span,
+    busy_per_call,
+    wall_seconds,
+)
 from benchmarks.run.library_runner import PEER_ERRORS, Call, LibraryRunner, first_line
-from benchmarks.run.spans import Span, busy_per_call
 
-PROFILER = "kernels seen by the profiler, cold L2"
 EVENTS = "CUDA events around a call, cold L2"
-WALL = "wall time of a call"
-_COLD_BYTES = 256 * 2**20
 _EVICT = "bitwise_not"  # the kernel that empties the cache; no attention has it
-_QUEUED = 10
-_WARM_SECONDS = 0.03
 
 
 class TorchRunner(LibraryRunner):
@@ -84,9 +88,9 @@ class TorchRunner(LibraryRunner):
     def timed(self, call: Call, runs: int) -> tuple[list[float], str]:
         """By torch's profiler; by CUDA events if that fails."""
         if self._device == "cpu":
-            return _wall_seconds(call, runs), WALL
+            return wall_seconds(call, self.wait, runs), WALL
         started = time.perf_counter()
-        while time.perf_counter() < started + _WARM_SECONDS:
+        while time.perf_counter() < started + WARM_SECONDS:
             call()
             torch.cuda.synchronize()
         try:
@@ -97,14 +101,7 @@ class TorchRunner(LibraryRunner):
     def queue_seconds(self, call: Call, runs: int) -> list[float]:
         """Launches included."""
         self.wait(call())
-        seconds = []
-        for _ in range(runs):
-            started = time.perf_counter()
-            for _ in range(_QUEUED):
-                call()
-            self.wait(None)
-            seconds.append((time.perf_counter() - started) / _QUEUED)
-        return seconds
+        return wall_seconds(call, self.wait, runs, QUEUED)
 
     def wait(self, result: Any) -> None:
         """Until the device is idle."""
@@ -147,17 +144,8 @@ def _without_gradients(attend: Callable[..., Any], arrays: Sequence[Any]) -> Any
         return attend(*arrays)
 
 
-def _wall_seconds(call: Call, runs: int) -> list[float]:
-    seconds = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return seconds
-
-
 def _profiled_seconds(call: Call, runs: int) -> list[float]:
-    buffer = torch.zeros(_COLD_BYTES // 4, dtype=torch.int32, device="cuda")
+    buffer = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(runs):
@@ -175,7 +163,7 @@ def _spans(events: Sequence[Any]) -> Iterator[Span]:
 
 
 def _event_seconds(call: Call, runs: int) -> list[float]:
-    buffer = torch.zeros(_COLD_BYTES // 4, dtype=torch.int32, device="cuda")
+    buffer = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
     seconds = []
     for _ in range(runs):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,9 +1,16 @@
-"""What a profiler saw on a device, and how much of it belongs to each call. Imports neither JAX nor torch."""
+"""What all libraries' timers share: the method, and the spans of a profiler. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+PROFILER = "kernels seen by the profiler, cold L2"
+WALL = "wall time of a call"
+COLD_BYTES = 256 * 2**20  # written and read before a call; several times the L2 of any GPU
+QUEUED = 10  # calls in a queue
+WARM_SECONDS = 0.03  # within which the clocks of an idle GPU rise
 
 _CLOCK = 1e-6  # Some profilers give starts as seconds since 1970, and float64 holds those to a quarter of this.
 
@@ -55,3 +62,22 @@ def _busy(spans: list[Span]) -> float:
         busy += max(0.0, span.seconds - overlap * (overlap > _CLOCK))
         reached = max(reached, span.start + span.seconds)
     return busy
+
+
+def wall_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], runs: int, queued: int = 1) -> list[float]:
+    """Wall time of a call within a queue of so many, launches included.
+
+    Args:
+      call: What is timed.
+      wait: Waits for its result.
+      runs: Repetitions.
+      queued: Calls in a queue.
+    """
+    seconds = []
+    for _ in range(runs):
+        started, result = time.perf_counter(), None
+        for _ in range(queued):
+            result = call()
+        wait(result)
+        seconds.append((time.perf_counter() - started) / queued)
+    return seconds
