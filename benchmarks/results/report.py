@@ -181,12 +181,24 @@ def documents(results: Results | None = None) -> dict[pathlib.Path, str]:
     return {README: readme_with_table(README.read_text(), results), PAGE: page(results)}
 
 
+def _draw_plots() -> None:
+    from benchmarks.results import plots
+
+    for device, files in schema.read_all().items():
+        for result in files.values():
+            if result.name in SUITES and not SUITES[result.name].served:
+                plots.draw(result, FOLDER / device)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document differs")
     parser.add_argument("--targets", action="store_true", help="print each target; exit 1 if one is missed")
+    parser.add_argument("--plots", action="store_true", help="draw the plots of the page, too, with matplotlib")
     options = parser.parse_args(words)
+    if options.plots:
+        _draw_plots()
     if options.targets:
         outcomes = targets.outcomes(schema.read_all())
         print("\n".join(f"{x.file}: {x.name}: {_value(x)}, {_limit(x)}" for x in outcomes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pathlib
 import statistics
@@ -121,7 +120,7 @@ def sentences(result: ResultFile) -> list[str]:
 
 
 def show(path: pathlib.Path) -> None:
-    """Prints the results of a suite, and draws its plots beside the file where matplotlib is installed."""
+    """Prints the results of a suite."""
     result = schema.read(path)
     assert result is not None
     about = result.about
@@ -130,11 +129,6 @@ def show(path: pathlib.Path) -> None:
         print(plain(table))
     print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))
     print("\n".join([*sentences(result), *(remark[:300] for remark in about["remarks"])]))
-    if not SUITES[result.name].served:
-        with contextlib.suppress(ImportError):
-            from benchmarks.results import plots
-
-            print("\n".join(str(drawn) for drawn in plots.draw(result, path.parent)))
 
 
 def plain(table: Sequence[Sequence[str]]) -> str:
