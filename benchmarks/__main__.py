@@ -21,11 +21,11 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in COMMANDS:
         lines = [f"  {command:10} {words}" for command, (_, words) in COMMANDS.items()]
-        told = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
+        usage = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
         if name in ("", "-h", "--help"):
-            print(told)
+            print(usage)
             return
-        sys.exit(f"{told}\n\nunknown command: {name}")
+        sys.exit(f"{usage}\n\nunknown command: {name}")
     importlib.import_module(COMMANDS[name][0]).main(sys.argv[2:])
 
 

@@ -173,7 +173,7 @@ def _blocks() -> list[Problem]:
 def _captured() -> list[Problem]:
     problems = [square(2, 4096, 16, 64, "noop")]
     for variant in ("alibi", "relative_table", "pair_bias"):
-        problems += [square(2, 4096, 16, 64, variant, differentiated=wanted) for wanted in (False, True)]
+        problems += [square(2, 4096, 16, 64, variant, differentiated=x) for x in (False, True)]
     return problems
 
 

@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
     Attributes:
       make: From the problem, its captured arrays in the library's own type, and the library's operations.
-      captured: The arrays that the score_mod captures, of which a gradient can be asked; in float64.
+      captured: The arrays that the score_mod captures, whose gradient can be requested; in float64.
       indices: The integer arrays that the mask_mod captures.
     """
 

@@ -23,7 +23,7 @@ def program(peer: str, problem: Problem, mods: BoundMods, captured: Captured) ->
     """A peer's function and its arguments for a problem.
 
     Args:
-      peer: A name in `benchmarks.peers.PEERS`.
+      peer: A name in `benchmarks.peers.table.PEERS`.
       problem: One that is `served`.
       mods: The problem's mods, from its captured arrays.
       captured: These.

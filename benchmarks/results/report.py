@@ -203,10 +203,10 @@ def main(words: Sequence[str] | None = None) -> None:
         outcomes = targets.outcomes(schema.read_all())
         print("\n".join(f"{x.file}: {x.name}: {_value(x)}, {_limit(x)}" for x in outcomes))
         sys.exit(0 if all(x.reached for x in outcomes) else 1)
-    wanted = documents()
-    differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    expected = documents()
+    differing = [path for path, text in expected.items() if not path.exists() or path.read_text() != text]
     if options.check and differing:
         names = ", ".join(path.relative_to(ROOT).as_posix() for path in differing)
         sys.exit(f"Not as the result files say: {names}. Run `python -m benchmarks report`.")
     for path in differing:
-        path.write_text(wanted[path])
+        path.write_text(expected[path])

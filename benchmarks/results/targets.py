@@ -217,22 +217,22 @@ def evaluate(target: Target, result: ResultFile | None) -> Outcome:
     """
     unit = target.metric if target.over is None else "x"
     problems = [problem for problem in suite(target.suite) if _selected(problem, target.select)]
-    told = (f"{DEVICE}/{target.suite}", _name(target, len(problems)))
+    words = (f"{DEVICE}/{target.suite}", _name(target, len(problems)))
     limits = (target.at_least, target.at_most)
     if result is None:
-        return Outcome(*told, None, unit, *limits, f"{told[0]}.json is missing")
+        return Outcome(*words, None, unit, *limits, f"{words[0]}.json is missing")
     values = [_value(target, result, problem) for problem in problems]
     known = [x for x in values if x is not None]
     if len(known) < len(values) or not values:
-        return Outcome(*told, None, unit, *limits, f"{len(values) - len(known)} of {len(values)} are missing")
+        return Outcome(*words, None, unit, *limits, f"{len(values) - len(known)} of {len(values)} are missing")
     worst = min if target.at_most is None else max
     value = statistics.geometric_mean(known) if target.mean else worst(known)
-    return Outcome(*told, float(f"{value:.4g}"), unit, *limits)
+    return Outcome(*words, float(f"{value:.4g}"), unit, *limits)
 
 
 def _selected(problem: Problem, select: Mapping[str, Any]) -> bool:
-    matches = lambda value, wanted: value in wanted if isinstance(wanted, tuple) else value == wanted
-    return all(matches(getattr(problem, name), wanted) for name, wanted in select.items())
+    matches = lambda value, accepted: value in accepted if isinstance(accepted, tuple) else value == accepted
+    return all(matches(getattr(problem, name), accepted) for name, accepted in select.items())
 
 
 def _value(target: Target, result: ResultFile, problem: Problem) -> float | None:
@@ -275,15 +275,15 @@ def _name(target: Target, count: int) -> str:
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    told = []
+    words = []
     for name, value in fields.items():
         if name == "variant":
-            told.append(value if isinstance(value, str) else " and ".join(value))
+            words.append(value if isinstance(value, str) else " and ".join(value))
         elif isinstance(value, bool):
-            told.append(name if value else f"not {name}")
+            words.append(name if value else f"not {name}")
         elif value and name != "S":
-            told.append(f"{name} {value}")
-    return ", ".join(told)
+            words.append(f"{name} {value}")
+    return ", ".join(words)
 
 
 def _of_question(target: QuestionTarget, result: ResultFile | None) -> list[Outcome]:

@@ -235,10 +235,10 @@ def precompile(
 
 def _plan(name: str, options: argparse.Namespace) -> Plan:
     chosen = {"variant": options.variants, "S": options.lengths, "D": options.head_sizes, "B": options.batches}
-    wanted = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
+    selected = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     directions = ("forward",) if SUITES[name].served else directions
-    return Plan(name, [x for x in suite(name) if wanted(x)], peers_of(name, options.peers), directions)
+    return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
