@@ -1,1 +1,1 @@
-"""Commands that measure jflex; the README's figures come from their result files."""
+"""Benchmarks of jflex beside its peers; `README.md` says how to run them."""

@@ -1,4 +1,4 @@
-"""On what a figure was measured."""
+"""The machine, versions and clocks of a measurement."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ import os
 import pathlib
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
+_CLOCKS = {"clocks.sm": "MHz", "clocks.mem": "MHz", "power.draw": "W", "temperature.gpu": "C"}
+_BUSY = 50.0  # per cent of a sampling period in which kernels ran
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
 
 
 def describe() -> dict[str, Any]:
     """The machine, the versions, the commit, the date and the command."""
+    machine = {"processor": _processor(), "cores": _cores(), "memory_GB": _memory(), "system": platform.platform()}
+    installed = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": {"processor": _processor(), "cores": _cores(), "memory_GB": _memory(), "system": platform.platform(),
-                    "load_at_the_end": round(os.getloadavg()[0], 1)},
-        "versions": {"python": platform.python_version()} | {name: v for name in _PACKAGES if (v := _version(name))},
-    }  # fmt: skip
+        "machine": machine | {"load_at_the_end": round(os.getloadavg()[0], 1)},
+        "versions": {"python": platform.python_version()} | installed,
+    }
 
 
 def gpu_facts() -> dict[str, str]:
-    """Name, driver and present clocks of the first GPU as `nvidia-smi` tells them; empty without one.
+    """Name, driver and present clocks of the first GPU by `nvidia-smi`; empty without one.
 
-    It starts nothing on the GPU, so that children may have all of its memory.
+    It starts nothing on the GPU, so that subprocesses may have all of its memory.
     """
     words = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
     try:
@@ -50,6 +55,52 @@ def results_folder(device: str) -> str:
     ('h200', 'nvidia-l4')
     """
     return "h200" if "H200" in device else device.lower().replace(" ", "-")
+
+
+class ClockWatch:
+    """Samples clocks and power by `nvidia-smi` twice a second; records nothing where there is none.
+
+    >>> with ClockWatch() as watch:
+    ...     pass
+    >>> isinstance(watch.seen(), dict)
+    True
+    """
+
+    def __enter__(self) -> ClockWatch:
+        self._file = tempfile.TemporaryFile("w+")
+        query = f"--query-gpu=utilization.gpu,{','.join(_CLOCKS)}"
+        words = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "500"]
+        try:
+            self._process = subprocess.Popen(words, stdout=self._file, stderr=subprocess.DEVNULL)
+        except OSError:
+            self._process = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._samples = self._read()
+        self._file.close()
+
+    def seen(self) -> dict[str, list[float]]:
+        """Lowest, median and highest of each while the GPU was busy."""
+        samples = self._samples if self._file.closed else self._read()
+        columns = zip(*(numbers[1:] for numbers in samples if numbers[0] >= _BUSY), strict=True)
+        return {
+            f"{name} ({unit})": [min(column), statistics.median(column), max(column)]
+            for (name, unit), column in zip(_CLOCKS.items(), columns, strict=False)
+        }
+
+    def _read(self) -> list[list[float]]:
+        self._file.seek(0)
+        found = []
+        for line in self._file.read().splitlines():
+            words = line.split(",")
+            if len(words) == len(_CLOCKS) + 1 and all(word.strip().replace(".", "", 1).isdigit() for word in words):
+                found.append([float(word) for word in words])
+        self._file.seek(0, 2)
+        return found
 
 
 def _module() -> str:

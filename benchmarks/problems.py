@@ -1,9 +1,10 @@
-"""Attention problems by name, with where they come from. Loads neither JAX nor torch."""
+"""Attention problems and the suites that they form, with their sources. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 PAPER = "Dong et al. 2024, arXiv:2412.05496"
 SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
@@ -28,7 +29,7 @@ class Problem:
       block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
         blocks of 128 in any case.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
-      lengths: How far the keys of each sequence go, by a name of `benchmarks.requests.LENGTHS`; "" for S each. With
+      lengths: Keys of each sequence, by a name of `benchmarks.request_lengths.LENGTHS`; "" for S each. With
         fewer queries than keys, the queries are the last positions of the keys, as in decoding.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
@@ -74,9 +75,9 @@ class Problem:
 
     @property
     def _cache(self) -> str:
-        parts = [f"{self.lengths} lengths" * bool(self.lengths), f"prefix {self.prefix}" * bool(self.prefix),
-                 f"pages of {self.page}" * bool(self.page)]  # fmt: skip
-        return "".join(f", {part}" for part in parts if part)
+        parts = {f"{self.lengths} lengths": self.lengths, f"prefix {self.prefix}": self.prefix}
+        parts |= {f"pages of {self.page}": self.page}
+        return "".join(f", {part}" for part, given in parts.items() if given)
 
     @property
     def label(self) -> str:
@@ -90,10 +91,10 @@ class Problem:
         """All in words."""
         return f"{self.label}; {self.shape}"
 
-    @classmethod
-    def read(cls, content: dict[str, Any]) -> Problem:
-        """From what `dataclasses.asdict` made."""
-        return cls(**content)
+    def to_json(self) -> dict[str, Any]:
+        """The fields that differ from their defaults; `Problem(**fields)` is the inverse."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: x for name, x in dataclasses.asdict(self).items() if x != defaults[name]}
 
 
 def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **more: Any) -> Problem:
@@ -116,18 +117,20 @@ def _of_paper(S: int, H: int | tuple[int, int], D: int, variant: str) -> Problem
 
 
 def _paper() -> list[Problem]:
-    """Its figure 7: causal by length, and every variant at 16k; and the neighbourhoods of its appendix A.1."""
+    """Figure 7: causal by length, and every variant at 16k; and the neighborhoods of appendix A.1."""
     shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
     lengths = [2**n for n in range(10, 17)]
     by_length = [_of_paper(S, H, D, "causal") for H, D in shapes for S in lengths]
     by_variant = [_of_paper(16384, H, D, variant) for H, D in shapes for variant in SEVEN if variant != "causal"]
-    neighborhoods = [dataclasses.replace(_of_paper(16384, 16, D, name), source=f"{PAPER}, appendix A.1")
-                     for D in (64, 128) for name in NEIGHBORHOODS]  # fmt: skip
+    source = f"{PAPER}, appendix A.1"
+    neighborhoods = [
+        dataclasses.replace(_of_paper(16384, 16, D, name), source=source) for D in (64, 128) for name in NEIGHBORHOODS
+    ]
     return by_length + by_variant + neighborhoods
 
 
 def _grid() -> list[Problem]:
-    """All that the figures of the paper could have shown: every variant at every length."""
+    """Every variant of the paper at every length."""
     shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
     return [_of_paper(2**n, H, D, variant) for H, D in shapes for n in range(10, 17) for variant in SEVEN]
 
@@ -138,13 +141,13 @@ def _heads() -> list[Problem]:
 
 
 def _short() -> list[Problem]:
-    """Causal with blocks of 64: with 128, a fifth of what is visited at S 256 would be hidden, and a tenth at S 512."""
-    return [square(32, S, 16, 64, variant, block=128 if variant == "noop" else 64)
-            for variant in ("noop", "causal") for S in (128, 256, 512, 1024)]  # fmt: skip
+    """Causal with blocks of 64: with 128, a fifth of the visited elements would be masked at S 256, a tenth at 512."""
+    blocks = {"noop": 128, "causal": 64}
+    return [square(32, S, 16, 64, x, block=blocks[x]) for x in blocks for S in (128, 256, 512, 1024)]
 
 
 def _hopper() -> list[Problem]:
-    """What is asked of the kernels for Hopper: the variants at two head sizes, grouped heads, other head sizes."""
+    """Variants at two head sizes, grouped heads, other head sizes."""
     variants = ("causal", "noop", "softcap", "sliding_window", "alibi", "relative_bias", "document_mask")
     table = [square(*shape, variant) for shape in HOPPER_SHAPES for variant in variants]
     gathered = square(*HOPPER_SHAPES[0], "relative_table")
@@ -154,7 +157,7 @@ def _hopper() -> list[Problem]:
 
 
 def _hopper_short() -> list[Problem]:
-    """As many tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
+    """The same number of tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
     lengths, sizes = (256, 512, 1024, 2048, 4096), (64, 128)
     even = [square(16384 // S, S, 16, D, variant) for variant in ("causal", "noop") for D in sizes for S in lengths]
     return even + [square(1, S, 16, 128, "causal") for S in lengths]
@@ -170,7 +173,7 @@ def _blocks() -> list[Problem]:
 def _captured() -> list[Problem]:
     problems = [square(2, 4096, 16, 64, "noop")]
     for variant in ("alibi", "relative_table", "pair_bias"):
-        problems += [square(2, 4096, 16, 64, variant, differentiated=wanted) for wanted in (False, True)]
+        problems += [square(2, 4096, 16, 64, variant, differentiated=x) for x in (False, True)]
     return problems
 
 
@@ -184,30 +187,28 @@ def _pair_bias() -> list[Problem]:
     problems = []
     for S in (384, 768):
         for B, H, source in ((S, 4, triangle), (128, 8, rows)):
-            problems += [square(B, S, H, 32, "noop", source=source),
-                         square(B, S, H, 32, "pair_bias", differentiated=True, source=source)]  # fmt: skip
+            problems.append(square(B, S, H, 32, "noop", source=source))
+            problems.append(square(B, S, H, 32, "pair_bias", differentiated=True, source=source))
     return problems
 
 
-_HEADS = {"Hq": 32, "Hkv": 8, "D": 128}  # of Llama 3 8B
+_HEADS: dict[str, Any] = {"Hq": 32, "Hkv": 8, "D": 128}  # of Llama 3 8B
 
 
 def _decode() -> list[Problem]:
-    """One token each; the ragged ones have as many keys in all as the first problem, in a cache that is half empty.
+    """One token each; the ragged ones have as many keys in total as the first problem, in a half-empty cache.
 
-    A mask would hide nothing from the last position, so ALiBi and the soft cap are here without theirs.
+    The last position attends to every key, so ALiBi and the soft cap are measured without a mask.
     """
-    shapes = ((8, 16384, 32, 8, 128), (32, 4096, 32, 8, 128), (1, 65536, 32, 8, 128), (4, 16384, 16, 16, 64),
-              (16, 4096, 16, 16, 64))  # fmt: skip
-    plain = [Problem(B, 1, S, Hq, Hkv, D, "noop") for B, S, Hq, Hkv, D in shapes]
-    ragged = [Problem(32, 1, 16384, **_HEADS, variant="noop", lengths=lengths)
-              for lengths in ("even", "uniform", "skewed")]  # fmt: skip
+    plain = [Problem(B, 1, S, **_HEADS, variant="noop") for B, S in ((8, 16384), (32, 4096), (1, 65536))]
+    plain += [Problem(B, 1, S, 16, 16, 64, "noop") for B, S in ((4, 16384), (16, 4096))]
+    ragged = [Problem(32, 1, 16384, **_HEADS, variant="noop", lengths=x) for x in ("even", "uniform", "skewed")]
     scored = [dataclasses.replace(plain[0], variant=variant) for variant in ("alibi", "softcap")]
     return plain + ragged + scored
 
 
 def _paged() -> list[Problem]:
-    return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page) for page in (64, 16, 1, 256, 128)]  # fmt: skip
+    return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page) for page in (64, 16, 1, 256, 128)]
 
 
 def _mixed() -> list[Problem]:
@@ -223,9 +224,12 @@ def parts_of_mixed(mixed: Problem) -> tuple[Problem, Problem]:
 
 
 def _cascade() -> list[Problem]:
-    """With as many key heads as query heads, keys are all that counts; with fewer, the products of a prefix do too."""
-    return [Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
-            for heads in (_HEADS | {"Hkv": 32}, _HEADS) for prefix, suffix in ((8192, 128), (1024, 1024))]  # fmt: skip
+    """With 32 key heads, loading keys bounds the time; with 8, the GEMMs of the prefix do too."""
+    return [
+        Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
+        for heads in ({**_HEADS, "Hkv": 32}, _HEADS)
+        for prefix, suffix in ((8192, 128), (1024, 1024))
+    ]
 
 
 def _quick() -> list[Problem]:
@@ -234,34 +238,76 @@ def _quick() -> list[Problem]:
 
 def _tiny() -> list[Problem]:
     """Small enough for the CPU; for tests."""
-    forms = [square(1, 256, 2, 16, "causal", form="partial", source="tests"),
-             square(1, 256, (2, 1), 16, "alibi", differentiated=True, source="tests")]  # fmt: skip
-    return [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")] + forms
+    partial = square(1, 256, 2, 16, "causal", form="partial", source="tests")
+    differentiated = square(1, 256, (2, 1), 16, "alibi", differentiated=True, source="tests")
+    plain = [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")]
+    return [*plain, partial, differentiated]
 
 
-_SUITES = {"main": _main, "hopper": _hopper, "hopper_short": _hopper_short,
-           "paper": _paper, "grid": _grid, "heads": _heads, "short": _short, "blocks": _blocks,
-           "captured": _captured, "pair_bias": _pair_bias, "decode": _decode, "paged": _paged, "mixed": _mixed,
-           "cascade": _cascade, "quick": _quick, "tiny": _tiny}  # fmt: skip
-SUITES = tuple(_SUITES)
-SERVED = ("decode", "paged", "cascade", "mixed")  # Suites of `Problem.served`, which have no backward.
-TITLES = {
-    "hopper": "what is asked of the kernels for Hopper, beside the fastest that there are",
-    "hopper_short": "short sequences, Mosaic GPU beside Triton",
-    "main": "long sequences, and the heads of Llama 3 8B",
-    "paper": "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighbourhoods",
-    "grid": "every variant at every length, key and value 256 MiB",
-    "heads": "head sizes",
-    "short": "short sequences",
-    "blocks": "what the BlockMask and its full blocks are worth, causal",
-    "captured": "captured arrays with and without their gradient",
-    "pair_bias": "a pair bias that the batch shares, with its gradient, at AlphaFold 2's sizes",
-    "decode": "one token against long keys, and keys of uneven lengths",
-    "paged": "one token against pages that lie at random, beside the same keys contiguous",
-    "mixed": "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
-    "cascade": "64 sequences that share a prefix: it is read once by a cascade, and by each sequence without",
-    "quick": "a glance",
-    "tiny": "for tests",
+class Suite(NamedTuple):
+    """Problems that are measured together.
+
+    Attributes:
+      title: For tables.
+      problems: Makes the problems.
+      peers: Names in `benchmarks.peers.table.PEERS`; the first is the one that targets and ratios are about.
+      served: Whether the problems are `Problem.served`, so that there is no backward.
+      queue: Whether the wall time of a call in a queue of calls is measured too.
+    """
+
+    title: str
+    problems: Callable[[], list[Problem]]
+    peers: tuple[str, ...]
+    served: bool = False
+    queue: bool = False
+
+
+_ALL_HOPPER = ("jflex-mosaic", "jflex-triton", "jax-cudnn", "torch-flex", "sdpa-cudnn", "fa4", "tokamax")
+_ALL_DECODE = ("jflex", "jax-cudnn", "sdpa-cudnn", "sdpa-flash", "torch-decode-mask", "torch-decode")
+_ALL_SHORT = ("torch-flex", "jax-cudnn", "jax-xla", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "tokamax")
+_FLEX, _CUDNN = ("jflex", "torch-flex"), ("jflex", "torch-flex", "jax-cudnn")
+SUITES = {
+    "main": Suite("long sequences, and the heads of Llama 3 8B", _main, (*_CUDNN, "tokamax", "fa4")),
+    "hopper": Suite("the Mosaic GPU kernels beside the fastest peers on Hopper", _hopper, _ALL_HOPPER),
+    "hopper_short": Suite(
+        "short sequences, Mosaic GPU beside Triton", _hopper_short, ("jflex", "jflex-mosaic", "jflex-triton")
+    ),
+    "paper": Suite(
+        "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighborhoods",
+        _paper,
+        (*_CUDNN, "sdpa-flash", "sdpa-efficient"),
+    ),
+    "grid": Suite("every variant at every length, key and value 256 MiB", _grid, _FLEX),
+    "heads": Suite("head sizes", _heads, _CUDNN),
+    "short": Suite("short sequences", _short, ("jflex", *_ALL_SHORT), queue=True),
+    "blocks": Suite("the gain from the BlockMask and from its full blocks, causal", _blocks, _FLEX),
+    "captured": Suite("captured arrays with and without their gradient", _captured, _CUDNN),
+    "pair_bias": Suite(
+        "a pair bias shared by the batch, with its gradient, at AlphaFold 2's sizes",
+        _pair_bias,
+        (*_CUDNN, "jax-xla", "sdpa-efficient"),
+    ),
+    "decode": Suite("one token against long keys, and keys of uneven lengths", _decode, _ALL_DECODE, served=True),
+    "paged": Suite(
+        "one token against pages at random places, beside the same keys contiguous",
+        _paged,
+        ("jflex", "jflex-contiguous", "flashinfer"),
+        served=True,
+    ),
+    "cascade": Suite(
+        "64 sequences that share a prefix: a cascade loads it once, the others once per sequence",
+        _cascade,
+        ("jflex", "jflex-flat", "jflex-copies"),
+        served=True,
+    ),
+    "mixed": Suite(
+        "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
+        _mixed,
+        ("jflex",),
+        served=True,
+    ),
+    "quick": Suite("a glance", _quick, _CUDNN),
+    "tiny": Suite("for tests", _tiny, (*_FLEX, "jax-xla"), queue=True),
 }
 
 
@@ -271,4 +317,4 @@ def suite(name: str) -> tuple[Problem, ...]:
     >>> len(suite("main")), suite("main")[0].name
     (21, 'noop; B 4, H 16, S 16384, D 64')
     """
-    return tuple(_SUITES[name]())
+    return tuple(SUITES[name].problems())

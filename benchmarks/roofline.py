@@ -1,9 +1,8 @@
-"""The work of an attention, and how much of the machine's rates it reaches.
+"""FLOPs and bytes of an attention, and the share of the machine's rates that it reaches.
 
-FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two products,
-with two FLOPs for each of D (or Dv) elements, per visible or partially visible element; the backward as its five
-products, which are 2.5 forwards where D = Dv. Bytes are the least that must move: every array once, and of keys
-those that are visible.
+FLOPs are counted over the blocks of 128 x 128 that the BlockMask visits, the same number for every peer: two GEMMs,
+with two FLOPs for each of D (or Dv) elements, per element of a visited block; the backward as its five GEMMs, which
+are 2.5 forwards where D = Dv. Bytes are the least that must move: every array once, and of keys those attended to.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.problems import Problem
-from benchmarks.requests import requests_of
+from benchmarks.request_lengths import requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a problem takes.
+    """FLOPs and bytes of a problem.
 
     Attributes:
       visited: Elements of the scores of one head that lie in visited blocks.
@@ -57,9 +56,11 @@ def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple
     >>> visited_elements(np.array([[True, False], [True, True]]), (256, 200))
     41984
     """
-    sizes = [np.minimum(size, length - np.arange(count) * size)
-             for size, length, count in zip(block, lengths, visited.shape, strict=True)]  # fmt: skip
-    return int(sizes[0] @ visited.astype(np.int64) @ sizes[1])
+    rows, columns = (
+        np.minimum(size, length - np.arange(count) * size)
+        for size, length, count in zip(block, lengths, visited.shape, strict=True)
+    )
+    return int(rows @ visited.astype(np.int64) @ columns)
 
 
 def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = ()) -> Work:
@@ -71,14 +72,14 @@ def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = (
     forward = _ITEM * (queries + out + keys_and_values) + lse + extra
     gradients = _ITEM * (queries + keys_and_values) + extra * problem.differentiated
     products = (D + Dv, 3 * D + 2 * Dv)  # of the backward: scores, dQ, dK over D; dP, dV over Dv
-    flops = [2.0 * size * heads * visited for size in products]
-    return Work(visited, *flops, forward, forward + _ITEM * out + gradients)
+    forward_flops, backward_flops = (2.0 * size * heads * visited for size in products)
+    return Work(visited, forward_flops, backward_flops, forward, forward + _ITEM * out + gradients)
 
 
 def served_work(problem: Problem) -> Work:
-    """The work of a problem whose queries continue sequences: over the visible elements, and not over blocks.
+    """The work of a problem whose queries continue sequences: over visible elements, not over blocks.
 
-    Keys and values that sequences share count once, whether or not a peer reads them once.
+    Keys and values that sequences share count once, whether or not a peer loads them once.
     """
     requests = requests_of(problem)
     queries, keys = requests.queries.astype(np.int64), requests.keys.astype(np.int64)
@@ -91,13 +92,13 @@ def served_work(problem: Problem) -> Work:
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:
-    """How much of the machine's rate is reached, by the scarcer of products and bytes; None if no rate is known.
+    """The share of the roof that is reached, of compute or bandwidth, whichever bounds; None if no rate is known.
 
     Args:
       flops: Of the call.
       moved: Its bytes.
       seconds: Its time.
-      rates: What each library reached in the same run; the best counts.
+      rates: Of each library in the same run; the best counts.
 
     >>> share(2e12, 1e9, 4.0, [{"matmul_flops": 1e12, "copy_bytes": 1e9}])
     0.5

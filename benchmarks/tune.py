@@ -1,14 +1,13 @@
-"""Searches tiles on a GPU and writes them to a table: ``python -m benchmarks.tune``.
+"""Searches tiles on a GPU and writes them to a table: ``python -m benchmarks tune``.
 
 Every head size has a process of its own, which compiles all configurations of a condition at once and then waits for
-the GPU; they run one after another. A time is that of a call: for dkv and dq with the forward pass before it, the same
-for all.
+the GPU; they run one after another. A time is that of a call: for dkv and dq including the forward, the same for all.
 
-The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. What they
-compute is compared with what Triton's do, and tiles that give something else are left out.
+The kernels of Mosaic GPU are searched where `--kernels` names them: ``--kernels forward_sm90 one_pass_sm90``. Their
+outputs are compared with those of Triton's, and tiles whose outputs differ are left out.
 
 On a machine without a GPU, ``--prune FILE`` compiles Triton's configurations for an H200 and writes those whose
-registers spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` says what would be searched.
+registers spill little; ``--candidates FILE`` then searches only these. ``--dry-run`` lists what would be searched.
 """
 
 from __future__ import annotations
@@ -16,43 +15,40 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import fcntl
 import json
 import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
-from benchmarks import candidates, timing
-from benchmarks.children import called
+from benchmarks import search_space
 from benchmarks.environment import ROOT, describe, gpu_facts
-from pallas_kernels.config import Tiles
-from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, table_name
-from tests import gpu_compile
+from benchmarks.run import timing
+from benchmarks.run.check_outputs import mismatch
+from benchmarks.run.jobs import Job, exclusive, run_job
+from benchmarks.search_space import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Tiles, table_name
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
-MOST_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
-_LOCK = pathlib.Path(tempfile.gettempdir()) / "jflex-tune.lock"
+MAX_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
 _RUNS = 5
-_ALIKE = 0.05  # of the norm, by which results may differ
-# How the kernels are called; dK and dV of large heads have one each.
+_JOB_SECONDS = 24 * 3600.0
+# Names of the kernels; dK and dV of large heads have one each.
 _NAMES = {
     "forward_sm90": ("jflex_forward_sm90",),
     "one_pass_sm90": ("jflex_backward_sm90",),
     "dkv_sm90": ("jflex_backward_dkv_sm90", "jflex_backward_dk_sm90"),
     "dq_sm90": ("jflex_backward_dq_sm90",),
 }
+Calls = dict[Tiles, list[Callable[[], Any]]]  # one for each attention of a condition
 _REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
-class Wanted(NamedTuple):
-    """What is searched at a head size.
+class Scope(NamedTuple):
+    """The conditions to search.
 
     Attributes:
       kernels: Of `KERNELS` and `HOPPER_KERNELS`.
@@ -70,13 +66,12 @@ class Wanted(NamedTuple):
 
     def conditions(self, head_size: int) -> list[tuple[str, str, str]]:
         """Kernels, buckets of mods and lengths."""
-        these = [(mods, length) for mods, length in candidates.conditions(head_size)
-                 if mods in self.mods and length in self.lengths]  # fmt: skip
-        return [(kernel, *condition) for kernel in self.kernels for condition in these]
+        chosen = [(x, y) for x, y in search_space.conditions(head_size) if x in self.mods and y in self.lengths]
+        return [(kernel, *condition) for kernel in self.kernels for condition in chosen]
 
     def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
         """What is compiled and timed."""
-        tiles = list(candidates.configurations(kernel, head_size))
+        tiles = list(search_space.configurations(kernel, head_size))
         if self.allowed is None or kernel in HOPPER_KERNELS:
             return tiles
         kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
@@ -84,60 +79,59 @@ class Wanted(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=(*KERNELS, *HOPPER_KERNELS),
-                        help="Triton's, if it is not said")  # fmt: skip
+    every = (*KERNELS, *HOPPER_KERNELS)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=every, help="default: Triton's")
     parser.add_argument("--mods", nargs="+", default=MODS, choices=MODS)
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing is begun")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be searched, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be searched, and stop")
     parser.add_argument("--prune", type=pathlib.Path, help="compile for an H200, write what may be searched, stop")
-    parser.add_argument("--candidates", type=pathlib.Path, help="what --prune wrote")
+    parser.add_argument("--candidates", type=pathlib.Path, help="a file that --prune wrote")
     parser.add_argument("--out", type=pathlib.Path, default=TABLES, help="folder of the table")
     options = parser.parse_args(arguments)
     allowed = json.loads(options.candidates.read_text()) if options.candidates else None
-    wanted = Wanted(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
+    scope = Scope(options.kernels, options.mods, options.lengths, allowed, time.time() + options.budget)
     if options.dry_run:
-        print(plan(options.heads, wanted))
+        print(plan(options.heads, scope))
         return
     if options.prune and set(options.kernels) & set(HOPPER_KERNELS):
         parser.error(f"`--prune` compiles kernels of Triton: {', '.join(KERNELS)}")
     if options.prune:
-        options.prune.write_text(json.dumps(prune(options.heads, wanted), indent=1) + "\n")
+        options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
         return
     facts = gpu_facts()
     if "device" not in facts:
         parser.error("no GPU was found; `--prune FILE` and `--dry-run` work without one")
-    tune(options.heads, wanted, facts, options.out)
+    tune(options.heads, scope, facts, options.out)
 
 
-def plan(heads: Sequence[int], wanted: Wanted) -> str:
+def plan(heads: Sequence[int], scope: Scope) -> str:
     """The configurations of each condition."""
     lines, total = [], 0
     for head_size in heads:
-        for kernel, mods, length in wanted.conditions(head_size):
-            tiles = wanted.configurations(head_size, kernel, mods)
-            total += len(tiles) * len(candidates.attentions(head_size, mods, length))
+        for kernel, mods, length in scope.conditions(head_size):
+            tiles = scope.configurations(head_size, kernel, mods)
+            total += len(tiles) * len(search_space.attentions(head_size, mods, length))
             lines.append(
                 f"{kernel} {head_size} {mods} {length}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}"
             )
     return "\n".join([*lines, f"{total} programs"])
 
 
-def tune(heads: Sequence[int], wanted: Wanted, facts: dict[str, str], folder: pathlib.Path) -> None:
+def tune(heads: Sequence[int], scope: Scope, facts: dict[str, str], folder: pathlib.Path) -> None:
     """Searches all, and writes the table anew after each head size; entries that are not searched are kept."""
     path = folder / f"{table_name(facts['device'])}.json"
     old = json.loads(path.read_text()) if path.exists() else {"entries": []}
     found = {json.dumps(entry["key"]): {"date": old["date"], **entry} for entry in old["entries"]}
     about = describe()
     about["machine"] |= facts
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    arguments = [{"head_size": D, "scope": scope._asdict()} for D in heads]
+    jobs = [Job(f"head size {x['head_size']}", __name__, "search", x, seconds=_JOB_SECONDS) for x in arguments]
     with concurrent.futures.ThreadPoolExecutor(len(heads)) as pool:
-        waiting = [
-            pool.submit(called, "benchmarks.tune", "search", {"head_size": D, "wanted": wanted._asdict()}, variables)
-            for D in heads
-        ]
+        waiting = [pool.submit(run_job, job) for job in jobs]
         for done in tqdm(concurrent.futures.as_completed(waiting), total=len(heads), unit="head size", disable=None):
             try:
                 entries = done.result()
@@ -164,33 +158,31 @@ def _line(entry: dict[str, Any]) -> str:
     words = " ".join(str(x) for x in entry["key"].values())
     second = entry["runner_up"]
     best = f"{tuple(entry['tiles'].values())} {entry['microseconds']} us"
-    return f"{words}: {best}" + (
-        f", then {tuple(second['tiles'].values())} {second['microseconds']} us" if second else ""
-    )
+    then = f", then {tuple(second['tiles'].values())} {second['microseconds']} us" if second else ""
+    return f"{words}: {best}{then}"
 
 
-def search(head_size: int, wanted: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of one head size; runs in a process of its own, with `Wanted` as JSON gives it."""
-    asked = Wanted(**wanted)
+def search(head_size: int, scope: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of one head size; runs in a process of its own, with the fields of a `Scope`."""
+    searched = Scope(**scope)
     entries = []
-    for condition in asked.conditions(head_size):
-        if time.time() >= asked.deadline:
+    for condition in searched.conditions(head_size):
+        if time.time() >= searched.deadline:
             break
-        calls = _compiled(head_size, condition, asked)
-        with _LOCK.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            right = _that_agree(head_size, condition, calls) if condition[0] in HOPPER_KERNELS else calls
+        calls = _compiled(head_size, condition, searched)
+        with exclusive():
+            right = _correct(head_size, condition, calls) if condition[0] in HOPPER_KERNELS else calls
             if right:
                 entries.append(_entry(head_size, condition, right))
     return entries
 
 
-def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -> dict[Tiles, list[Any]]:
+def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> Calls:
     """For each configuration a call for each attention of a condition; without those that the compiler refuses."""
     kernel, mods, length = condition
-    tiles = wanted.configurations(head_size, kernel, mods)
-    attentions = candidates.attentions(head_size, mods, length)
-    arrays = [candidates.inputs(attention) for attention in attentions]
+    tiles = scope.configurations(head_size, kernel, mods)
+    attentions = search_space.attentions(head_size, mods, length)
+    arrays = [search_space.inputs(attention) for attention in attentions]
 
     def compiled(lowered: list[Any]) -> list[Any] | None:
         try:
@@ -201,7 +193,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = {}
         for x in tiles:
-            programs = [candidates.program(attention, kernel, x) for attention in attentions]
+            programs = [search_space.program(attention, kernel, x) for attention in attentions]
             try:
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
             except _REFUSALS:
@@ -215,34 +207,27 @@ def _compiled(head_size: int, condition: tuple[str, str, str], wanted: Wanted) -
 
 
 def _runs(kernel: str, text: str) -> bool:
-    """Whether a lowered program runs a kernel of Hopper's that it is to measure; any other it does."""
+    """Whether a lowered program runs the Hopper kernel that it is to measure; Triton's always run."""
     return kernel not in _NAMES or any(name in text for name in _NAMES[kernel])
 
 
-def _that_agree(
-    head_size: int, condition: tuple[str, str, str], calls: dict[Tiles, list[Any]]
-) -> dict[Tiles, list[Any]]:
-    """The configurations whose results are those of Triton's kernel: what is broken may be fast."""
+def _correct(head_size: int, condition: tuple[str, str, str], calls: Calls) -> Calls:
+    """The configurations whose outputs are those of Triton's kernel: a broken kernel may be fast."""
     kernel, mods, length = condition
-    wanted = [jax.jit(candidates.program(attention, kernel.removesuffix("_sm90"), None))(*candidates.inputs(attention))
-              for attention in candidates.attentions(head_size, mods, length)]  # fmt: skip
-    agree = jax.jit(_agree)
-    return {tiles: runs for tiles, runs in calls.items()
-            if all(bool(agree(run(), right)) for run, right in zip(runs, wanted, strict=True))}  # fmt: skip
+    expected = []
+    for attention in search_space.attentions(head_size, mods, length):
+        run = jax.jit(search_space.program(attention, kernel.removesuffix("_sm90"), None))
+        expected.append(timing.samples(run(*search_space.inputs(attention))))
+    agrees = lambda run, samples: mismatch(timing.samples(run()), samples, "triton") is None
+    return {tiles: runs for tiles, runs in calls.items() if all(map(agrees, runs, expected))}
 
 
-def _agree(found: Any, wanted: Any) -> jax.Array:
-    norm = lambda x: jnp.sqrt(jnp.sum(x.astype(jnp.float32) ** 2))
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return jnp.stack([norm(x - y) <= _ALIKE * norm(y) for x, y in pairs]).all()
-
-
-def _entry(head_size: int, condition: tuple[str, str, str], calls: dict[Tiles, list[Any]]) -> dict[str, Any]:
+def _entry(head_size: int, condition: tuple[str, str, str], calls: Calls) -> dict[str, Any]:
     kernel, mods, length = condition
     by_attention = zip(*(_seconds(attention) for attention in zip(*calls.values(), strict=True)), strict=True)
     times = best_first(dict(zip(calls, map(list, by_attention), strict=True)))
     as_json = lambda tiles, seconds: {"tiles": dataclasses.asdict(tiles), "microseconds": round(seconds * 1e6, 1)}
-    key = candidates.key(kernel, head_size, mods, length)._asdict()
+    key = search_space.key(kernel, head_size, mods, length)._asdict()
     second = as_json(*times[1]) if len(times) > 1 else None
     return {"key": key, **as_json(*times[0]), "runner_up": second, "searched": len(times)}
 
@@ -272,24 +257,22 @@ def _name(kernel: str, head_size: int, mods: str) -> str:
     return f"{kernel} {head_size} {mods}"
 
 
-def prune(heads: Sequence[int], wanted: Wanted) -> dict[str, list[list[int]]]:
+def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
     found: dict[str, list[list[int]]] = {}
-    searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in wanted.conditions(D))
+    from tests import gpu_compile  # which needs what no benchmark does
+
+    searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
     for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
-        attention = candidates.attentions(D, mods, "short")[0]
-        arrays = jax.eval_shape(lambda attention=attention: candidates.inputs(attention))
+        attention = search_space.attentions(D, mods, "short")[0]
+        arrays = jax.eval_shape(lambda attention=attention: search_space.inputs(attention))
         fine = []
-        for tiles in wanted.configurations(D, kernel, mods):
+        for tiles in scope.configurations(D, kernel, mods):
             try:
-                kernels_found = gpu_compile.compile_kernels(candidates.program(attention, kernel, tiles), *arrays)
+                compiled = gpu_compile.compile_kernels(search_space.program(attention, kernel, tiles), *arrays)
             except _REFUSALS:
                 continue
-            if all(x.spill <= MOST_SPILLED for x in kernels_found if x.name.endswith(kernel)):
+            if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))
         found[_name(kernel, D, mods)] = fine
     return found
-
-
-if __name__ == "__main__":
-    main()

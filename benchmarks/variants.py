@@ -17,7 +17,7 @@ WINDOW = 1024  # keys, the query's own among them
 PREFIX = 2048
 CAP = 50.0
 DOCUMENTS = 12
-KERNEL = 13  # side of a neighbourhood
+KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
 
 
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 
     Attributes:
       make: From the problem, its captured arrays in the library's own type, and the library's operations.
-      captured: The arrays that the score_mod captures, of which a gradient can be asked; in float64.
+      captured: The arrays that the score_mod captures, whose gradient can be requested; in float64.
       indices: The integer arrays that the mask_mod captures.
     """
 

@@ -225,7 +225,7 @@ MASKED = [
         "blocks_of_24",
         mask=masks.causal,
         block=24,
-        unsupported={"triton": r"blocks of the mask ask for 8.*multiple of 16"},
+        unsupported={"triton": r"mask's block size allows 8.*multiple of 16"},
     ),
 ]
 

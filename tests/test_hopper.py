@@ -11,6 +11,7 @@ import jflex
 from jflex.backends.gpu import triton
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
+from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Arrays, Blocks
 from tests import evaluation, gpu_compile
 from tests.hopper_cases import HOPPER, ONE_PASS
@@ -241,7 +242,7 @@ def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, conf
 
 @NEEDS_011
 def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
-    monkeypatch.setattr(triton.Triton, "unsupported", lambda self, problem: "it cannot")
+    monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
     assert "triton" not in chosen(256, heads=80).tiles
 
 

@@ -120,7 +120,7 @@ def test_float64_runs_on_xla_alone():
 
 def test_small_tiles_are_refused():
     config = jflex.Config(interpret=True, decode=jflex.Tiles(16, 8))
-    with pytest.raises(jflex.UnsupportedError, match="powers of two from 16 on, and what `config` sets asks for 8"):
+    with pytest.raises(jflex.UnsupportedError, match="tiles of at least 16, in powers of two; `config` sets 8"):
         call(implementation="triton", config=config)()
 
 

@@ -1,49 +1,186 @@
-"""The README's figures are those of the committed result files."""
+"""Result files, targets and the documents that are generated from them."""
 
-import json
+import dataclasses
+import itertools
 import pathlib
+import sys
 
 import pytest
 
-from benchmarks import records, report, results
-from benchmarks.problems import SUITES
-from benchmarks.results import Figure
+from benchmarks import __main__ as command
+from benchmarks import roofline
+from benchmarks.peers.table import PEERS, by_library
+from benchmarks.problems import SUITES, Problem, suite
+from benchmarks.questions import cpu_probes, gpu, numerics
+from benchmarks.results import report, schema, tables, targets
+from benchmarks.results.schema import Record, ResultFile, Summary
+from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
+from benchmarks.run.library_runner import DIRECTIONS
 
-RESULTS = sorted(results.FOLDER.glob("*/*.json"))
+FILES = sorted(schema.FOLDER.glob("*/*.json"))
+QUESTIONS = {
+    *cpu_probes.QUESTIONS,
+    *gpu.QUESTIONS,
+    *numerics.QUESTIONS,
+    "window",
+    "noop",
+    "paged_scaling",
+    "demo_decode",
+}
+ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
+         "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
+
+
+def record(problem: Problem, peer: str, direction: str, seconds: float = 1.0, **more) -> Record:
+    return Record("", Summary(seconds, seconds * 0.9, seconds * 1.1, 10), "s", problem, peer, direction, **more)
+
+
+def made(name: str, peers: float = 2.0) -> ResultFile:
+    """A suite in which the baseline takes a second, its peers `peers` ones, and other forms twice as long."""
+    found, result = [], ResultFile(name, (), ABOUT)
+    for problem, direction in itertools.product(suite(name), ("forward",) if SUITES[name].served else DIRECTIONS):
+        for peer in itertools.chain(*by_library(problem, tuple(PEERS.values())).values()):
+            seconds = {"split": 1.0}.get(problem.form, 2.0) * (1.0 if peer == result.baseline else peers)
+            found.append(record(problem, peer, direction, seconds, flops=1e12 * problem.D, moved=1e9))
+    return dataclasses.replace(result, records=tuple(found))
 
 
 def test_documents_show_what_the_result_files_hold():
     for path, text in report.documents().items():
-        assert path.read_text() == text, "run `python -m benchmarks.report`"
+        assert path.read_text() == text, "run `python -m benchmarks report`"
+    assert "target" not in report.speed_table(schema.read_all()).lower()
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_result_file_says_how_it_was_made(path: pathlib.Path):
-    content = json.loads(path.read_text())
-    assert not {"title", "date", "command", "machine", "versions", "remarks"} - content.keys()
-    if "records" in content:
-        assert records.read(path.parent.name, path.stem).records
-        assert path.stem in SUITES
-    else:
-        assert report.read(path.parent.name, path.stem)["figures"]
-        assert path.stem in (report.CPU if path.parent.name == "cpu" else report.GPU)
+    result = schema.read(path)
+    assert not {"title", "date", "command", "commit", "machine", "versions", "remarks"} - result.about.keys()
+    assert result.records
+    assert len({x.key for x in result.records}) == len(result.records)
+    assert path.stem in SUITES or path.stem in QUESTIONS
+    assert all((x.problem is not None) == (path.stem in SUITES) for x in result.records)
 
 
-def test_readme_without_marks_is_refused():
-    with pytest.raises(ValueError, match="lacks the marks"):
-        report.readme_with_block("# jflex")
+def test_a_result_file_holds_what_was_written(tmp_path):
+    result, path = made("short"), tmp_path / "short.json"
+    more = dataclasses.replace(result.records[0], queue=Summary(3.0, 2.0, 4.0, 5), backend="triton", method="again")
+    schema.write(path, [more, *result.records[1:]], ABOUT)
+    back = schema.read(path)
+    assert list(back.records) == [more, *result.records[1:]]
+    assert back.about["title"] == ""
+    assert back.speedup(result.problems[0], "forward", "torch-flex") == 2.0
+    assert schema.merged(back, [result.records[0]]) == [*back.records[1:], result.records[0]]
+    assert schema.read(tmp_path / "none.json") is None
 
 
-@pytest.mark.parametrize(
-    ("figure", "holds"),
-    [
-        (Figure("", 8.0, "x"), None),
-        (Figure("", 8.0, "x", at_least=8.0), True),
-        (Figure("", 7.9, "x", at_least=8.0), False),
-        (Figure("", 1.3, "x", at_most=1.3), True),
-        (Figure("", 1.4, "x", at_most=1.3), False),
-    ],
-)
-def test_bars(figure: Figure, holds: bool | None):
-    assert figure.holds is holds
-    assert ("fell short" in report._bar(figure)) == (holds is False)
+def test_every_target_is_reached_by_a_fast_jflex_and_none_by_a_slow_one():
+    suites = {target.suite for target in targets.TARGETS}
+    for peers, good in ((20.0, True), (0.01, False)):
+        found = targets.outcomes({DEVICE: {name: made(name, peers) for name in suites}})
+        over_peers = [x for x in found if x.value is not None and x.name.split(" over ")[-1].startswith("torch Flex")]
+        assert len(over_peers) > 20
+        assert all(x.reached == good for x in over_peers)
+        assert not any(x.missing for x in found if x.file.split("/")[1] in SUITES)
+
+
+def test_figures_of_targets():
+    blocks, decode, mixed = made("blocks"), made("decode"), made("mixed")
+    value = lambda result, *target, **more: targets.evaluate(Target(result.name, *target, **more), result).value
+    assert value(blocks, "forward", {"form": "split"}, "speed", {"form": "partial"}, mean=True) == 2.0
+    assert value(blocks, "backward", {"form": "split"}, "time", "torch-flex", at_most=1.0) == 0.5
+    assert value(blocks, "forward", {"D": (64, 128), "form": "split"}, "TFLOP/s", None, at_least=1.0) == 64.0
+    assert value(decode, "forward", {"lengths": "skewed"}, "TB/s", {"lengths": "even"}) == 1.0
+    assert value(decode, "forward", {"S": 65536}, "speed", FASTEST) == 2.0
+    assert value(decode, "forward", {"S": 65536}, "µs", None) == 1e6
+    assert value(mixed, "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1) == 0.5
+    assert (
+        targets.evaluate(Target("main", "forward", {}, "speed", FASTEST), None).missing == "h200/main.json is missing"
+    )
+
+
+def test_what_is_missing_or_not_installed():
+    target = Target("main", "forward", {}, "speed", "torch-flex", at_least=1.0)
+    full = made("main")
+    few = dataclasses.replace(full, records=full.records[4:])
+    found = targets.evaluate(target, few)
+    assert (found.value, found.reached, found.missing) == (None, False, "1 of 21 are missing")
+    about = {**ABOUT, "remarks": ["torch-flex: ModuleNotFoundError: No module named 'torch' [everywhere]"]}
+    absent = dataclasses.replace(full, about=about)
+    mains = [x.name for x in targets.outcomes({DEVICE: {"main": absent}}) if x.file == "h200/main"]
+    assert not mains
+    assert tables.sentences(absent)[-1] == "Not installed there: torch FlexAttention."
+
+
+def test_the_kernels_of_triton_are_as_fast_as_themselves():
+    for backend, ratio in (("triton", 1.0), ("mosaic_gpu", 0.8)):
+        found = [record(problem, "jflex-triton", "forward", 0.8) for problem in suite("hopper_short")]
+        found += [record(problem, "jflex", "forward", backend=backend) for problem in suite("hopper_short")]
+        target = Target("hopper_short", "forward", {}, "speed", "jflex-triton", at_least=1.0)
+        outcome = targets.evaluate(target, ResultFile("hopper_short", tuple(found), ABOUT))
+        assert (outcome.value, outcome.reached) == (pytest.approx(ratio), ratio == 1.0)
+
+
+def test_every_hopper_target_selects_problems_and_measured_peers():
+    for target in (*targets.TARGETS, *targets.hopper_targets()):
+        problems = [x for x in suite(target.suite) if targets._selected(x, target.select)]
+        assert problems
+        assert not isinstance(target.over, str) or target.over in (*SUITES[target.suite].peers, FASTEST, PARTS)
+        if isinstance(target.over, dict):
+            assert all(dataclasses.replace(x, **target.over) in suite(target.suite) for x in problems)
+
+
+def test_targets_of_questions_are_limits_of_their_records():
+    result = ResultFile("window", (Record.single("forward, times faster", 7.9, "x"),), ABOUT)
+    [found] = [x for x in targets.outcomes({"cpu": {"window": result}}) if x.file == "cpu/window"]
+    assert (found.value, found.reached) == (7.9, False)
+    assert report._limit(found) == "at least 8: **missed**"
+    assert all(x.missing for x in targets.outcomes({}))
+
+
+def test_pages_show_suites_in_tables():
+    results = {DEVICE: {name: made(name) for name in ("main", "short", "decode")}}
+    text = report.page(results)
+    assert "| noop; B 4, H 16, S 16384, D 64 | 64 / 64 |" in text
+    assert "| h200/main | forward: speed over torch FlexAttention, geometric mean of 21 | 2 x | at least 1 |" in text
+    assert "is 2.00 times as fast as torch FlexAttention in the geometric mean of" in text
+    short = report.speed_table(results)
+    assert "| causal, backward, TFLOP/s | 128 | 64 | 64 | 64 |" in short  # FlashAttention-4 is there if it was measured
+    assert "µs | 1000000 | 2000000 | 2000000 |" in short
+    row = tables.tables_of(results[DEVICE]["decode"])[0][1]
+    assert row[1] == "1000000 µs, 0.00 TB/s"
+
+
+def test_the_roof_is_the_best_rate_of_the_run():
+    rates = {"jax": {"copy_bytes": 4e12, "matmul_flops": 8e14}, "torch": {"copy_bytes": 3e12, "matmul_flops": 7e14}}
+    [problem] = [x for x in suite("paged") if x.page == 64]
+    work = roofline.served_work(problem)
+    one = record(problem, "jflex", "forward", 1e-4, flops=work.forward_flops, moved=work.forward_bytes)
+    result = ResultFile("paged", (one,), {**ABOUT, "rates": rates})
+    assert tables.tables_of(result)[0][1][1] == "100 µs, 5.37 TB/s, 134%"
+
+
+def test_readme_without_markers_is_refused():
+    with pytest.raises(ValueError, match="lacks the markers"):
+        report.readme_with_table("# jflex", {})
+
+
+def test_commands(monkeypatch, capsys):
+    run = lambda *words: (monkeypatch.setattr(sys, "argv", ["benchmarks", *words]), command.main())
+    run("--help")
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in command.COMMANDS)
+    with pytest.raises(SystemExit, match="unknown command: bars"):
+        run("bars")
+    monkeypatch.setattr(schema, "read_all", dict)
+    with pytest.raises(SystemExit) as ended:
+        run("report", "--targets")
+    assert ended.value.code == 1
+    assert "missing: h200/main.json is missing" in capsys.readouterr().out
+
+
+def test_plots_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.results import plots
+
+    for name, count in (("blocks", 1), ("captured", 1), ("pair_bias", 0)):
+        assert len(plots.draw(made(name), tmp_path)) == count

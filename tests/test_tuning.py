@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jflex
-from benchmarks import candidates, tune
+from benchmarks import search_space, tune
 from jflex.backends.gpu import triton
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.config import Tiles
@@ -96,7 +96,7 @@ class TestCommittedTables:
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
             if key.kernel in tables.HOPPER_KERNELS:
-                assert tiles in candidates.configurations(key.kernel, key.head_size)
+                assert tiles in search_space.configurations(key.kernel, key.head_size)
                 continue
             by_element = (4 if key.kernel == "dkv" else 2) if key.mods == "elements" else 0
             assert cost.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
@@ -157,7 +157,7 @@ class TestEstimate:
     @pytest.mark.parametrize("D", tables.HEAD_SIZES[:-1])
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     def test_something_is_left_to_search(self, kernel, D):
-        assert len(list(candidates.configurations(kernel, D))) > 3
+        assert len(list(search_space.configurations(kernel, D))) > 3
 
 
 @pytest.mark.parametrize(("kernel", "tiles", "D", "biases", "dtype"), [
@@ -219,19 +219,15 @@ class TestSearch:
 
     def test_a_table_is_read_as_it_was_written(self, tmp_path):
         key = tables.Key("dq", 64, 2, "none", "long")
-        entry = {
-            "key": key._asdict(),
-            "tiles": dataclasses.asdict(Tiles(64, 64, 4, 2)),
-            "microseconds": 1.5,
-            "runner_up": None,
-        }
+        tiles = dataclasses.asdict(Tiles(64, 64, 4, 2))
+        entry = {"key": key._asdict(), "tiles": tiles, "microseconds": 1.5, "runner_up": None}
         other = entry | {"key": key._replace(kernel="dkv")._asdict()}
         tune.write(tmp_path / "x.json", {"date": "today", "machine": {"device": "x"}}, [entry, other])
         content = json.loads((tmp_path / "x.json").read_text())
         assert content["date"] == "today"
         assert content["entries"] == [other, entry]
 
-    def test_a_dry_run_lists_what_is_wanted(self, capsys):
+    def test_a_dry_run_lists_the_configurations(self, capsys):
         tune.main(
             ["--dry-run", "--heads", "128", "--kernels", "dq", "--mods", "none", "arithmetic", "--lengths", "short"]
         )
@@ -244,21 +240,21 @@ class TestSearch:
     @pytest.mark.parametrize("kernel", tables.HOPPER_KERNELS)
     def test_tiles_of_hopper_are_whole_warp_groups(self, kernel):
         for D in (64, 80, 96, 128):
-            found = list(candidates.configurations(kernel, D))
+            found = list(search_space.configurations(kernel, D))
             assert len(found) == len(set(found)) > (0 if kernel == "one_pass_sm90" else 3)
             for tiles in found:
                 rows = tiles.block_kv if kernel in ("dkv_sm90", "one_pass_sm90") else tiles.block_q
                 assert rows % (tiles.num_warps * 16) == 0
                 assert tiles.num_stages >= 2
 
-    def test_what_computes_something_else_is_left_out(self, monkeypatch):
+    def test_tiles_with_other_outputs_are_left_out(self, monkeypatch):
         right, wrong = Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)
         x, far = jnp.ones(8), jnp.ones(8).at[3].set(2.0)
-        monkeypatch.setattr(candidates, "attentions", lambda *condition: [None])
-        monkeypatch.setattr(candidates, "inputs", lambda attention: (x,))
-        monkeypatch.setattr(candidates, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
+        monkeypatch.setattr(search_space, "attentions", lambda *condition: [None])
+        monkeypatch.setattr(search_space, "inputs", lambda attention: (x,))
+        monkeypatch.setattr(search_space, "program", lambda attention, kernel, tiles: lambda x: {"forward": x}[kernel])
         calls = {right: [lambda: x], wrong: [lambda: far]}
-        assert list(tune._that_agree(64, ("forward_sm90", "none", "long"), calls)) == [right]
+        assert list(tune._correct(64, ("forward_sm90", "none", "long"), calls)) == [right]
 
     def test_kernels_of_hopper_are_not_pruned(self, tmp_path, capsys):
         with pytest.raises(SystemExit):
@@ -266,61 +262,59 @@ class TestSearch:
         assert "compiles kernels of Triton" in capsys.readouterr().err
 
     def test_only_what_pruning_left_is_searched(self):
-        wanted = tune.Wanted(allowed={"forward 64 none": [[64, 64, 4, 2], [16, 16, 4, 2]]})
-        assert wanted.configurations(64, "forward", "none") == [Tiles(64, 64, 4, 2)]
+        scope = tune.Scope(allowed={"forward 64 none": [[64, 64, 4, 2], [16, 16, 4, 2]]})
+        assert scope.configurations(64, "forward", "none") == [Tiles(64, 64, 4, 2)]
 
     def test_a_head_size_that_fails_keeps_the_others_and_the_old(self, monkeypatch, tmp_path):
         def entry(head_size, microseconds):
             key = tables.Key("dq", head_size, 2, "none", "long")._asdict()
-            return {
-                "key": key,
-                "tiles": dataclasses.asdict(Tiles(64, 64, 4, 2)),
-                "microseconds": microseconds,
-                "runner_up": None,
-            }
+            tiles = dataclasses.asdict(Tiles(64, 64, 4, 2))
+            return {"key": key, "tiles": tiles, "microseconds": microseconds, "runner_up": None}
 
-        def called(module, function, arguments, variables):
-            if arguments["head_size"] == 64:
+        def run_job(job):
+            assert (job.module, job.function) == ("benchmarks.tune", "search")
+            json.dumps(job.arguments)  # as the process gets them
+            if job.arguments["head_size"] == 64:
                 raise RuntimeError("out of memory")
-            return [entry(arguments["head_size"], 2.0)]
+            return [entry(job.arguments["head_size"], 2.0)]
 
         path = tmp_path / "nvidia-unheard-of.json"
         tune.write(path, {"date": "yesterday"}, [entry(64, 1.0), entry(80, 1.0), entry(128, 1.0)])
-        monkeypatch.setattr(tune, "called", called)
-        tune.tune([64, 128], tune.Wanted(), {"device": "NVIDIA Unheard Of"}, tmp_path)
+        monkeypatch.setattr(tune, "run_job", run_job)
+        tune.tune([64, 128], tune.Scope(), {"device": "NVIDIA Unheard Of"}, tmp_path)
         found = {x["key"]["head_size"]: x for x in json.loads(path.read_text())["entries"]}
         assert {size: x["microseconds"] for size, x in found.items()} == {64: 1.0, 80: 1.0, 128: 2.0}
         assert [found[size]["date"] == "yesterday" for size in (64, 80, 128)] == [True, True, False]
 
     def test_search_at_a_tiny_size(self, monkeypatch):
-        tiny, made = candidates.Attention(1, 32, 1, 16, None, False), candidates.program
-        monkeypatch.setattr(candidates, "attentions", lambda *condition: [tiny])
-        monkeypatch.setattr(candidates, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
-        monkeypatch.setattr(candidates, "program", lambda *args: made(*args, interpret=True))
+        tiny, made = search_space.Attention(1, 32, 1, 16, None, False), search_space.program
+        monkeypatch.setattr(search_space, "attentions", lambda *condition: [tiny])
+        monkeypatch.setattr(search_space, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
+        monkeypatch.setattr(search_space, "program", lambda *args: made(*args, interpret=True))
         monkeypatch.setattr(
             tune, "_seconds", lambda calls: [float(call().size) / (i + 1) for i, call in enumerate(calls)]
         )
-        asked = tune.Wanted(["forward"], ["none"], ["short"])._asdict()
-        [entry] = tune.search(32, json.loads(json.dumps(asked)))
+        scope = tune.Scope(["forward"], ["none"], ["short"])._asdict()
+        [entry] = tune.search(32, json.loads(json.dumps(scope)))
         assert tables.Key(**entry["key"]) == tables.Key("forward", 32, 2, "none", "short")
         assert (Tiles(**entry["tiles"]), entry["microseconds"]) == (Tiles(32, 16, 4, 2), 256e6)
         assert (Tiles(**entry["runner_up"]["tiles"]), entry["searched"]) == (Tiles(16, 32, 4, 2), 2)
-        assert tune.search(32, asked | {"deadline": 0.0}) == []
+        assert tune.search(32, scope | {"deadline": 0.0}) == []
 
     @pytest.mark.parametrize("kernel", tables.KERNELS)
     @pytest.mark.parametrize("mods", ["none", "arithmetic", "functions", "elements"])
     def test_programs_compute(self, kernel, mods):
-        attention = candidates.Attention(1, 64, 2, 32, None if mods == "none" else mods, mods == "none")
-        run = candidates.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
-        found = jax.jit(run)(*candidates.inputs(attention))
+        attention = search_space.Attention(1, 64, 2, 32, None if mods == "none" else mods, mods == "none")
+        run = search_space.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
+        found = jax.jit(run)(*search_space.inputs(attention))
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
 
     def test_mods_fall_into_the_buckets_that_they_stand_for(self, monkeypatch, fresh_plans):
         buckets, mods_of = [], tables.mods_of
         monkeypatch.setattr(tables, "mods_of", lambda *programs: buckets.append(mods_of(*programs)) or buckets[-1])
-        for mods in candidates.SCORES:
+        for mods in search_space.SCORES:
             buckets.clear()
-            attention = candidates.Attention(1, 64, 2, 32, mods, False)
-            run = candidates.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
-            jax.eval_shape(run, *jax.eval_shape(lambda a=attention: candidates.inputs(a)))
+            attention = search_space.Attention(1, 64, 2, 32, mods, False)
+            run = search_space.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
+            jax.eval_shape(run, *jax.eval_shape(lambda a=attention: search_space.inputs(a)))
             assert set(buckets) == {mods}

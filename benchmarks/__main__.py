@@ -1,0 +1,33 @@
+"""The command line: ``python -m benchmarks COMMAND ...``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# Each is `main(words)` of a module, which is imported only if it is named.
+COMMANDS = {
+    "attention": ("benchmarks.run.suite", "speed of attention beside peers, by suites"),
+    "gpu": ("benchmarks.questions.gpu", "memory, mask creation and the first call on a GPU"),
+    "cpu": ("benchmarks.questions.cpu", "the same and more on a CPU"),
+    "numerics": ("benchmarks.questions.numerics", "errors of 16-bit attention against float64"),
+    "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
+    "report": ("benchmarks.results.report", "render the result files"),
+}
+
+
+def main() -> None:
+    """Runs the named command."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in COMMANDS:
+        lines = [f"  {command:10} {words}" for command, (_, words) in COMMANDS.items()]
+        usage = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
+        if name in ("", "-h", "--help"):
+            print(usage)
+            return
+        sys.exit(f"{usage}\n\nunknown command: {name}")
+    importlib.import_module(COMMANDS[name][0]).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The JAX peers, from a problem's mods to a callable."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflex
+from benchmarks import roofline
+from benchmarks.problems import Problem
+from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
+
+OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip)
+IMPLEMENTATIONS = {"jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-xla": "xla"}
+Captured = Mapping[str, jax.Array]
+BoundMods = Callable[[Captured], Mods]
+# (query, key, value, captured arrays, BlockMask or None) -> out
+Attend = Callable[..., Any]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a problem; all are arguments of what is jitted, so that none is a constant of the program."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    captured: dict[str, jax.Array]
+    block_mask: jflex.BlockMask | None
+
+
+def mods_of(problem: Problem) -> tuple[BoundMods, dict[str, jax.Array]]:
+    """A problem's mods, from the captured arrays; and these."""
+    variant = VARIANTS[problem.variant]
+    indices = {name: jnp.asarray(array) for name, array in variant.indices(problem).items()}
+    captured = {
+        name: jnp.asarray(array, problem.dtype if name in LARGE else jnp.float32)
+        for name, array in variant.captured(problem).items()
+    }
+    return lambda captured: variant.make(problem, {**indices, **captured}, OPERATIONS), captured
+
+
+def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jflex.BlockMask | None) -> Inputs:
+    """Random arrays."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads, lengths = (problem.Hq, problem.Hkv, problem.Hkv), (problem.T, problem.S, problem.S)
+    sizes = (problem.D, problem.D, problem.value_size)
+    query, key, value = (
+        jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
+        for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
+    )
+    return Inputs(query, key, value, captured, block_mask)
+
+
+def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None, int]:
+    """In the form of the problem, and how many elements the BlockMask visits in any form."""
+    if mods.mask is None:
+        return None, problem.T * problem.S
+    create = functools.partial(jflex.create_block_mask, mods.mask, None, None, problem.T, problem.S)
+    counted = create()
+    dense = counted.to_dense()
+    visited = roofline.visited_elements(np.asarray(dense[0, 0]) > 0, (problem.T, problem.S), counted.block_size)
+    block_mask = counted if problem.block == 128 else create(block_size=problem.block)
+    if problem.form == "partial":
+        block_mask = jflex.BlockMask.from_kv_blocks(
+            dense.sum(-1), jnp.argsort(-dense, stable=True), mask_mod=mods.mask, seq_lengths=(problem.T, problem.S)
+        )
+    return (None if problem.form == "everywhere" else block_mask), visited
+
+
+def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
+    """A peer's attention for a problem with as many queries as keys."""
+    return _ATTEND[peer](problem, mods)
+
+
+def with_residuals(attend: Attend, problem: Problem) -> Callable[..., Any]:
+    """``(*inputs) -> (out, pull)``; whether captured arrays have gradients depends on the problem."""
+
+    def both(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+        if problem.differentiated:
+            return jax.vjp(lambda q, k, v, c: attend(q, k, v, c, block_mask), query, key, value, captured)
+        return jax.vjp(lambda q, k, v: attend(q, k, v, captured, block_mask), query, key, value)
+
+    return both
+
+
+def forward_and_backward(attend: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """``(query, key, value, cotangent) -> (out, gradients)`` of an attention."""
+
+    def both(query: Any, key: Any, value: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, pull(cotangent)
+
+    return both
+
+
+def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, str]:
+    """The backend of jflex that runs a problem, for each peer that is jflex."""
+    (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
+    everywhere = mask if problem.form == "everywhere" else None
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere)
+    return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
+
+
+def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
+    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+        mask, score = mods(captured)
+        everywhere = mask if problem.form == "everywhere" else None
+        return jflex.flex_attention(
+            query, key, value, score, block_mask, mask_mod=everywhere, implementation=implementation
+        )
+
+    return attend
+
+
+def _jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Attend:
+    if problem.variant == "softcap":
+        raise NotImplementedError("there is no soft capping.")
+    window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else None
+    causal = problem.variant in ("causal", "sliding_window", "alibi")
+
+    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+        bias = captured["bias"][None] if "bias" in captured else None
+        if "slopes" in captured:
+            places = jnp.arange(problem.S, dtype=jnp.float32)
+            bias = (captured["slopes"][:, None, None] * (places[None] - places[:, None])[None])[None]
+            bias = bias.astype(query.dtype) if implementation == "cudnn" else bias  # cuDNN's has the query's dtype
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, is_causal=causal, local_window_size=window, implementation=implementation
+        )
+
+    return attend
+
+
+def _tokamax(problem: Problem, mods: BoundMods) -> Attend:
+    import tokamax  # type: ignore
+
+    return lambda query, key, value, captured, block_mask: tokamax.dot_product_attention(
+        query, key, value, is_causal=problem.variant == "causal", implementation="mosaic"
+    )
+
+
+_ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
+    **{name: functools.partial(_jflex, implementation=named) for name, named in IMPLEMENTATIONS.items()},
+    "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
+    "jax-xla": functools.partial(_jax_nn, implementation="xla"),
+    "tokamax": _tokamax,
+}

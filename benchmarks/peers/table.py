@@ -1,0 +1,127 @@
+"""The implementations that are measured, and what each can compute. Imports neither JAX nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from benchmarks.problems import SUITES, Problem
+
+_MAX_SCORES = 8 * 2**30  # bytes of float32 scores that a dense peer may materialize
+_MAX_MASK = 2**31  # bytes of a materialized mask
+Refuses = Callable[[Problem], str | None]
+
+
+class Peer(NamedTuple):
+    """One implementation.
+
+    Attributes:
+      name: For the command line and the results.
+      title: For tables.
+      library: ``"jax"``, ``"torch"`` or ``"mosaic"``; each has a process of its own. A kernel that hangs or faults
+        ends its process, and Mosaic GPU's must not end that of the other JAX peers.
+      refuses: Why it is not measured at a problem; None if it is.
+    """
+
+    name: str
+    title: str
+    library: str
+    refuses: Refuses
+
+
+def _none(problem: Problem) -> str | None:
+    return None
+
+
+def _only(*variants: str) -> Refuses:
+    def refuses(problem: Problem) -> str | None:
+        if problem.page:
+            return "has no pages"
+        if problem.form != "split":
+            return "has no BlockMask"
+        return None if problem.variant in variants else f"has no {problem.variant}"
+
+    return refuses
+
+
+def _full_length(problem: Problem) -> str | None:
+    return "is measured only with T == S" if problem.served else None
+
+
+def _even(problem: Problem) -> str | None:
+    return "is not measured with lengths" if problem.lengths else None
+
+
+def _decoding(problem: Problem) -> str | None:
+    plain = problem.T == 1 and problem.variant == "noop" and not (problem.page or problem.lengths)
+    return None if plain else "is measured with one token against contiguous keys of one length"
+
+
+def _paged(problem: Problem) -> str | None:
+    return None if problem.page and problem.T == 1 and not problem.prefix else "is measured with one token and pages"
+
+
+def _shared(problem: Problem) -> str | None:
+    return None if problem.prefix else "is measured with shared prefixes"
+
+
+def _addressable(problem: Problem) -> str | None:
+    """Triton's kernels address an array by 31 bits."""
+    elements = problem.B * problem.S * problem.Hkv * problem.D
+    return f"would have {elements / 2**30:.1f} * 2**30 elements in an array" if elements >= 2**31 else None
+
+
+def _dense(problem: Problem) -> str | None:
+    scores = 4 * problem.B * problem.Hq * problem.T * problem.S
+    return f"would hold {scores / 2**30:.0f} GiB of scores" if scores > _MAX_SCORES else None
+
+
+def _materialized(problem: Problem) -> str | None:
+    mask = 2 * problem.T * problem.S * (problem.Hq if problem.variant in ("alibi", "pair_bias") else 1)
+    if problem.differentiated and problem.variant != "pair_bias":
+        return "has no such gradient"
+    plain = problem.variant in ("noop", "causal")
+    return f"would hold a mask of {mask / 2**30:.0f} GiB" if not plain and mask > _MAX_MASK else None
+
+
+def _all(*refusals: Refuses) -> Refuses:
+    return lambda problem: next((reason for refuses in refusals if (reason := refuses(problem)) is not None), None)
+
+
+_CAUSAL = _only("noop", "causal")
+_JAX_NN = _only("noop", "causal", "sliding_window", "pair_bias")
+_FLASH = _only("noop", "causal", "softcap", "sliding_window")
+_MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
+_ALL = (
+    Peer("jflex", "jflex", "jax", _none),
+    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length),
+    Peer("jflex-triton", "jflex triton", "jax", _full_length),
+    Peer("jflex-xla", "jflex xla", "jax", _full_length),
+    Peer("torch-flex", "torch FlexAttention", "torch", _full_length),
+    Peer("jax-cudnn", "jax.nn cuDNN", "jax", _JAX_NN),
+    Peer("jax-xla", "jax.nn XLA", "jax", _all(_JAX_NN, _dense)),
+    Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _all(_CAUSAL, _even)),
+    Peer("sdpa-flash", "torch SDPA flash", "torch", _all(_CAUSAL, _even)),
+    Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _all(_MASKED, _materialized, _full_length)),
+    Peer("tokamax", "tokamax Mosaic GPU", "jax", _all(_CAUSAL, _full_length)),
+    Peer("fa4", "FlashAttention-4 CuTe", "torch", _all(_FLASH, _full_length)),
+    Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
+    Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
+    Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
+    Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
+    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _all(_shared, _addressable)),
+    Peer("flashinfer", "FlashInfer", "torch", _paged),
+)
+PEERS = {peer.name: peer for peer in _ALL}
+
+
+def peers_of(suite: str, names: Sequence[str] = ()) -> tuple[Peer, ...]:
+    """The named ones, or those of the suite."""
+    return tuple(PEERS[name] for name in (names or SUITES[suite].peers))
+
+
+def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
+    """Names of the peers that a problem is measured with, by library."""
+    willing = [peer for peer in peers if peer.refuses(problem) is None]
+    libraries = dict.fromkeys(peer.library for peer in willing)
+    return {library: [peer.name for peer in willing if peer.library == library] for library in libraries}

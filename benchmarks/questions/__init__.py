@@ -1,0 +1,1 @@
+"""Measurements other than the speed of attention: memory, compilation, accuracy."""

@@ -1,0 +1,76 @@
+"""Queries and keys of each sequence of a problem. Imports neither JAX nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.problems import Problem
+
+
+class Requests(NamedTuple):
+    """One entry for each sequence; the queries are the last positions of the keys.
+
+    Attributes:
+      queries: Counts, int32.
+      keys: Likewise.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where the queries of each begin, packed; int32, one longer."""
+        return np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
+
+
+def _even(problem: Problem) -> np.ndarray:
+    return np.full(problem.B, problem.S // 4)
+
+
+def _uniform(problem: Problem) -> np.ndarray:
+    """Drawn by a fixed seed from 1 to twice the mean, as many in all as even ones."""
+    return _with_sum(np.random.default_rng(0).uniform(0.0, 1.0, problem.B), problem)
+
+
+def _skewed(problem: Problem) -> np.ndarray:
+    """One in eight is S long, the others are short and alike; as many in all as even ones, but for a remainder."""
+    long = max(1, problem.B // 8)
+    short = (problem.B * (problem.S // 4) - long * problem.S) // (problem.B - long)
+    keys = [problem.S] * long + [max(1, short)] * (problem.B - long)
+    return np.random.default_rng(0).permutation(keys)
+
+
+def _with_sum(shares: np.ndarray, problem: Problem) -> np.ndarray:
+    total = problem.B * (problem.S // 4)
+    keys = np.clip(np.floor(shares / shares.sum() * total), 1, problem.S).astype(int)
+    keys[np.argmin(keys)] += total - keys.sum()
+    return keys
+
+
+def _mixed(problem: Problem) -> np.ndarray:
+    return np.array([problem.S] + [problem.S // 2] * (problem.B - 1))
+
+
+LENGTHS: dict[str, Callable[[Problem], np.ndarray]] = {
+    "even": _even,  # a quarter of the cache
+    "uniform": _uniform,
+    "skewed": _skewed,
+    "mixed": _mixed,  # the first has T queries at the end of S keys, the others one after half as many
+}
+
+
+def requests_of(problem: Problem) -> Requests:
+    """Those of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
+
+    >>> requests_of(Problem(3, 8, 64, 2, 2, 16, "causal", lengths="mixed"))
+    Requests(queries=array([8, 1, 1], dtype=int32), keys=array([64, 32, 32], dtype=int32))
+    """
+    queries = np.full(problem.B, problem.T)
+    if problem.lengths == "mixed":
+        queries[1:] = 1
+    keys = LENGTHS[problem.lengths](problem) if problem.lengths else np.full(problem.B, problem.S)
+    return Requests(queries.astype(np.int32), keys.astype(np.int32))

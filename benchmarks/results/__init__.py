@@ -1,0 +1,1 @@
+"""The schema of the result files, targets and the report."""

@@ -1,0 +1,194 @@
+"""The one schema of result files: what was measured, where, when, and its spread. Imports neither JAX nor torch.
+
+A file is ``results/<device>/<name>.json``, of a suite or of a question. Each of its records is one measured quantity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.environment import ROOT, describe
+from benchmarks.problems import SUITES, Problem
+
+FOLDER = ROOT / "benchmarks" / "results"
+BASELINE = "jflex"
+
+
+class Summary(NamedTuple):
+    """Median and quartiles of repetitions."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        """Of at least one value."""
+        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(quartiles[1], quartiles[0], quartiles[2], len(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One measured quantity.
+
+    Attributes:
+      name: What was measured, in words; "" where problem, peer and direction say it.
+      value: Median and quartiles.
+      unit: "s", "MB" and so on, "x" for a ratio, "" for a count.
+      problem: Of a suite's records, what was computed.
+      peer: A name in `benchmarks.peers.table.PEERS`.
+      direction: ``"forward"`` or ``"backward"``; the latter without the former.
+      method: How the seconds were found.
+      flops: Over visited blocks.
+      moved: Bytes, at least.
+      queue: Wall seconds of a call in a queue of calls, where that was measured.
+      backend: The backend of jflex that ran, if the peer is jflex; "" where that was not recorded.
+    """
+
+    name: str
+    value: Summary
+    unit: str
+    problem: Problem | None = None
+    peer: str = ""
+    direction: str = ""
+    method: str = ""
+    flops: float = 0.0
+    moved: float = 0.0
+    queue: Summary | None = None
+    backend: str = ""
+
+    @classmethod
+    def single(cls, name: str, value: float, unit: str) -> Record:
+        """Of one measurement without repetitions."""
+        return cls(name, Summary(value, value, value, 1), unit)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return self.value.median
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the median."""
+        return self.flops / self.seconds / 1e12
+
+    @property
+    def key(self) -> tuple[str, Problem | None, str, str]:
+        """What must differ between the records of a file."""
+        return self.name, self.problem, self.peer, self.direction
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds; `from_json` is the inverse."""
+        short = lambda summary: [*(float(f"{x:.5g}") for x in summary[:3]), summary.runs]
+        if self.problem is None:
+            return {"name": self.name, "value": [*self.value], "unit": self.unit}
+        content = {"problem": self.problem.to_json(), "peer": self.peer, "direction": self.direction}
+        content |= {"value": short(self.value), "unit": self.unit, "TFLOP/s": round(self.tflops, 2)}
+        content |= {"method": self.method, "flops": self.flops, "bytes": self.moved}
+        content |= {"queue": short(self.queue)} if self.queue else {}
+        return content | ({"backend": self.backend} if self.backend else {})
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Record:
+        """From what `to_json` gives."""
+        fields = {x: content[x] for x in ("peer", "direction", "method", "flops", "backend") if x in content}
+        if "problem" in content:
+            fields |= {"problem": Problem(**content["problem"]), "moved": content["bytes"]}
+        if "queue" in content:
+            fields["queue"] = Summary(*content["queue"])
+        return cls(content.get("name", ""), Summary(*content["value"]), content["unit"], **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultFile:
+    """The content of a result file.
+
+    Attributes:
+      name: Of the suite or question.
+      records: In the order in which they were measured.
+      about: Title, date, command, commit, machine, versions and remarks; of suites also rates and clocks.
+    """
+
+    name: str
+    records: tuple[Record, ...]
+    about: dict[str, Any]
+
+    @property
+    def baseline(self) -> str:
+        """The peer that targets and ratios are about."""
+        return SUITES[self.name].peers[0] if self.name in SUITES else BASELINE
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(record.problem for record in self.records if record.problem is not None))
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Those that were measured."""
+        return frozenset(record.peer for record in self.records)
+
+    def find(self, problem: Problem, peer: str, direction: str) -> Record | None:
+        """The record, if there is one."""
+        key = ("", problem, peer, direction)
+        return next((record for record in self.records if record.key == key), None)
+
+    def speedup(self, problem: Problem, direction: str, over: str) -> float | None:
+        """How many times faster the baseline is than another peer; None if one is missing."""
+        first, second = (self.find(problem, name, direction) for name in (self.baseline, over))
+        return None if first is None or second is None else second.seconds / first.seconds
+
+
+def write(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) -> pathlib.Path:
+    """Writes a result file, at once, so that a run that is killed leaves a whole file.
+
+    Args:
+      path: ``<folder>/<name>.json``.
+      records: What was measured.
+      about: At least a title and remarks; date, command, commit, machine and versions are added.
+    """
+    here = describe()
+    here["machine"] |= about.get("machine", {})
+    return write_as_told(path, records, {**about, **here})
+
+
+def write_as_told(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) -> pathlib.Path:
+    """Writes a result file whose provenance is all in `about`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("    " + json.dumps(record.to_json()) for record in records)
+    head = json.dumps({"name": path.stem, **about}, indent=2)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f'{head[:-2]},\n  "records": [\n{lines}\n  ]\n}}\n')
+    return partial.replace(path)
+
+
+def read(path: pathlib.Path) -> ResultFile | None:
+    """A result file; None if there is none."""
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    records = tuple(Record.from_json(x) for x in content.pop("records"))
+    return ResultFile(content.pop("name"), records, content)
+
+
+def read_all(folder: pathlib.Path = FOLDER) -> dict[str, dict[str, ResultFile]]:
+    """The result files of each device, by name."""
+    found: dict[str, dict[str, ResultFile]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        if (content := read(path)) is not None:
+            found.setdefault(path.parent.name, {})[path.stem] = content
+    return found
+
+
+def merged(old: ResultFile | None, new: Sequence[Record]) -> list[Record]:
+    """The new records, and the old ones that were not measured again."""
+    again = {record.key for record in new}
+    kept = [record for record in old.records if record.key not in again] if old else []
+    return [*kept, *new]

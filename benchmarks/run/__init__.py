@@ -1,0 +1,1 @@
+"""Runs and times implementations, one process per library."""

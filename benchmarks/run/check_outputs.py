@@ -1,0 +1,65 @@
+"""Compares what implementations computed: a wrong result has no time. Imports neither JAX nor torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+MAX_SAMPLES = 4096  # elements of an array that are compared
+TOLERANCE = 0.05  # of the norm; bfloat16 arrays computed in different orders differ by 0.01
+SERVED_TOLERANCE = 0.02  # of the norm, for outputs alone; rounding to bfloat16 makes them differ by a fifth of this
+_BASELINES = ("jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat")  # the first that is there
+_JUDGED = ("jflex", "jflex-mosaic")
+
+Samples = Sequence[Sequence[float]]  # of each array that a call returns, `MAX_SAMPLES` elements at most
+
+
+def mismatch(found: Samples, expected: Samples | None, baseline: str, tolerance: float = TOLERANCE) -> str | None:
+    """Why results cannot be right; None if they may be.
+
+    Args:
+      found: Of the implementation that is judged.
+      expected: Of another one; None if there is none, so that only finiteness is checked.
+      baseline: Its name.
+      tolerance: Of the norm of each expected array.
+
+    >>> mismatch([[1.0, 2.0]], [[1.0, 2.5]], "jax-cudnn")
+    'array 0 differs from that of jax-cudnn, by 0.19 of its norm'
+    """
+    for i, array in enumerate(found):
+        if not all(map(math.isfinite, array)):
+            return f"array {i} is not finite"
+    if expected is None:
+        return None
+    if [len(x) for x in found] != [len(x) for x in expected]:
+        return f"its arrays have other sizes than those of {baseline}"
+    for i, (array, other) in enumerate(zip(found, expected, strict=True)):
+        error = math.dist(array, other) / max(math.hypot(*other), 1e-30)
+        if not error <= tolerance:
+            return f"array {i} differs from that of {baseline}, by {error:.2g} of its norm"
+    return None
+
+
+def mismatches(samples: Mapping[str, Mapping[str, Samples]], tolerance: float = TOLERANCE) -> dict[str, dict[str, str]]:
+    """Why results cannot be right, by peer and direction.
+
+    Every peer's results must be finite, and those of jflex like those of the first baseline that has any.
+
+    Args:
+      samples: By peer and direction.
+      tolerance: Of `mismatch`.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for peer, directions in samples.items():
+        for direction, arrays in directions.items():
+            if (reason := mismatch(arrays, None, "")) is not None:
+                found.setdefault(peer, {})[direction] = reason
+    for peer in _JUDGED:
+        for direction, arrays in samples.get(peer, {}).items():
+            others = (name for name in _BASELINES if direction in samples.get(name, {}))
+            finite = [name for name in others if direction not in found.get(name, {})]
+            if not finite or direction in found.get(peer, {}):
+                continue
+            if (reason := mismatch(arrays, samples[finite[0]][direction], finite[0], tolerance)) is not None:
+                found.setdefault(peer, {})[direction] = reason
+    return found

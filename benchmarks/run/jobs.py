@@ -1,0 +1,312 @@
+"""Subprocesses that run benchmark code: persistent workers, one per library, and one-shot jobs.
+
+The parent holds `Worker`s; the child is ``python -m benchmarks.run.jobs MODULE[:CLASS]``. It answers calls of the
+module's functions (or of the methods of one instance of the class) in JSON lines. What libraries print goes to a log.
+Imports neither JAX nor torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from benchmarks.environment import ROOT
+
+START_SECONDS = 180.0  # to import a library and initialize the GPU
+SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take three quarters of the memory at its start
+_JOB_SECONDS = 240.0
+_MIN_WAIT = 15.0  # seconds that a problem takes at most, if nothing hangs; no wait is shorter unless the end is nearer
+_MAX_LOSSES = 5  # of one library, after which its worker is not started again
+# After these errors nothing works in a process any more, although it answers.
+_FATAL = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_MISALIGNED", "CUDA error:")
+
+
+class Deadline:
+    """The end of a run, for waits that must not outlast it.
+
+    Args:
+      seconds: From now on; None for no end.
+      share: Of the remaining time, how much one wait may take; a peer that hangs must leave some for others.
+
+    >>> Deadline().timeout(90.0), Deadline(0.0).timeout(90.0), Deadline(0.0).over, Deadline().over
+    (90.0, 0.0, True, False)
+    >>> Deadline(100.0, 0.25).timeout(90.0) <= 25.0
+    True
+    """
+
+    def __init__(self, seconds: float | None = None, share: float = 1.0) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._share = share
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the end; None if there is none."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing should be begun any more, since what takes `_MIN_WAIT` seconds would be cut short."""
+        return self.left is not None and self.left < _MIN_WAIT
+
+    def timeout(self, seconds: float) -> float:
+        """How long to wait, at most `seconds`."""
+        left = self.left
+        return seconds if left is None else min(seconds, max(left * self._share, min(left, _MIN_WAIT)))
+
+
+class WorkerError(RuntimeError):
+    """A worker ended, or did not answer in time; it is gone."""
+
+
+class Worker:
+    """A child process.
+
+    Args:
+      target: ``MODULE`` or ``MODULE:CLASS``, whose functions or methods the child calls.
+      variables: Added to the variables of the environment.
+      log: A file for what the child prints.
+      name: For messages.
+    """
+
+    def __init__(self, target: str, variables: Mapping[str, str], log: pathlib.Path, name: str = "") -> None:
+        self._name, self._log, self._buffer = name or target, log, b""
+        words = [sys.executable, "-m", "benchmarks.run.jobs", target]
+        pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=file, bufsize=0
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def send(self, method: str, **arguments: Any) -> None:
+        """Requests ``method(**arguments)``, without waiting.
+
+        Raises:
+          WorkerError: The child has ended.
+        """
+        line = json.dumps({"method": method, "arguments": arguments}) + "\n"
+        try:
+            self._stdin.write(line.encode())
+        except OSError as error:
+            raise self._gone("ended") from error
+
+    def receive(self, seconds: float) -> Any:
+        """The answer to the oldest open request.
+
+        Raises:
+          WorkerError: The child has ended, or does not answer within `seconds`; then it is killed.
+        """
+        end = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._stdout], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise self._gone(f"was ended, since it did not answer within {seconds:.4g} s")
+            chunk = self._stdout.read(1 << 16)
+            if not chunk:
+                raise self._gone("ended")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def request(self, method: str, seconds: float, **arguments: Any) -> Any:
+        """Sends and receives.
+
+        Raises:
+          WorkerError: As they do.
+        """
+        self.send(method, **arguments)
+        return self.receive(seconds)
+
+    def close(self, grace: float = 0.0) -> None:
+        """Ends the child; it may take `grace` seconds to exit by itself."""
+        self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace)
+        self._process.kill()
+        self._process.wait()
+        self._stdout.close()
+
+    def _gone(self, how: str) -> WorkerError:
+        self.close()
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1].strip()[:300] if lines else "it printed nothing"
+        return WorkerError(f"the {self._name} process {how}: {last}")
+
+
+def serve(target: str) -> None:
+    """The child: answers until its input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What a library prints must not come among the answers.
+    module, _, name = target.partition(":")
+    called = importlib.import_module(module)
+    called = getattr(called, name)() if name else called
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(called, request["method"])(**request["arguments"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class WorkerPool:
+    """One persistent worker per library; a worker that is lost is started again.
+
+    What goes wrong is an answer with ``"failed"``, and never ends the run. If the process was lost with it, so that
+    it has forgotten what was prepared, the answer has ``"lost"``, too.
+
+    Args:
+      targets: Of `Worker`, by library.
+      variables: Added to the variables of the environment.
+      logs: A folder for the logs.
+      deadline: No answer is waited for beyond it.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, str],
+        variables: Mapping[str, str],
+        logs: pathlib.Path,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self._targets, self._variables, self._logs = dict(targets), variables, logs
+        self._deadline = deadline or Deadline()
+        self._workers: dict[str, Worker] = {}
+        self._losses = dict.fromkeys(targets, 0)
+
+    def __enter__(self) -> WorkerPool:
+        self.request_each("release", 0.0, {library: {} for library in self._targets})  # all start at once
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+    def request(self, library: str, method: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        """The answer of one worker."""
+        return self.request_each(method, seconds, {library: arguments})[library]
+
+    def request_in_turn(self, method: str, seconds: float) -> dict[str, dict[str, Any]]:
+        """The answers of all, one after the other, so that none disturbs another."""
+        return {library: self.request(library, method, seconds) for library in self._targets}
+
+    def request_each(
+        self, method: str, seconds: float, arguments: Mapping[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """The answers of the workers that have arguments, side by side, by library."""
+        answers, waits = {}, {}
+        for library, own in arguments.items():
+            try:
+                worker, new = self._worker(library)
+                worker.send(method, **own)
+            except WorkerError as error:
+                answers[library] = self._lost(library, error)
+            else:
+                waits[library] = (worker, seconds + START_SECONDS * new)
+        for library, (worker, patience) in waits.items():
+            try:
+                answers[library] = worker.receive(self._deadline.timeout(patience))
+            except WorkerError as error:
+                answers[library] = self._lost(library, error)
+            else:
+                self._end_if_broken(library, answers[library])
+        return answers
+
+    def _worker(self, library: str) -> tuple[Worker, bool]:
+        if library in self._workers:
+            return self._workers[library], False
+        if self._losses[library] >= _MAX_LOSSES:
+            raise WorkerError(f"the {library} process was lost {_MAX_LOSSES} times, and is not started again")
+        log = self._logs / f"{library}.log"
+        self._workers[library] = Worker(self._targets[library], self._variables, log, library)
+        return self._workers[library], True
+
+    def _lost(self, library: str, error: WorkerError) -> dict[str, Any]:
+        if self._workers.pop(library, None) is not None:
+            self._losses[library] += 1
+        return {"failed": str(error), "lost": True}
+
+    def _end_if_broken(self, library: str, answer: dict[str, Any]) -> None:
+        if any(word in str(answer) for word in _FATAL):
+            answer["lost"] = True
+            self._workers.pop(library).close()
+            self._losses[library] += 1
+
+
+class Job(NamedTuple):
+    """A call of ``module.function(**arguments)`` in a process of its own.
+
+    Attributes:
+      label: For remarks and answers.
+      module: Where the function is; importing it is part of the process.
+      function: Its name.
+      arguments: By name, of what JSON can hold.
+      variables: Added to the variables of the environment.
+      seconds: The process is ended after so long.
+    """
+
+    label: str
+    module: str
+    function: str
+    arguments: dict[str, Any]
+    variables: Mapping[str, str] = SHARED_GPU
+    seconds: float = _JOB_SECONDS
+
+
+RunJob = Callable[[Job], Any]
+
+
+def run_job(job: Job) -> Any:
+    """The result of a job, by way of JSON.
+
+    Raises:
+      WorkerError: The process failed or took too long; the last line that it printed is in the error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Worker(job.module, job.variables, pathlib.Path(folder) / "log", "job's")
+        result = worker.request(job.function, job.seconds, **job.arguments)
+        worker.close(grace=20.0)
+    return result
+
+
+def run_jobs(jobs: Sequence[Job], run: RunJob = run_job, at_once: int = 16) -> tuple[dict[str, Any], list[str]]:
+    """Results by label, and a remark for each job that failed.
+
+    Args:
+      jobs: With labels that differ.
+      run: Runs one; tests run without a process.
+      at_once: Processes side by side; 1 where wall time is measured.
+    """
+    found, remarks = {}, []
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        running = [(job.label, pool.submit(run, job)) for job in jobs]
+        for label, future in running:
+            try:
+                found[label] = future.result()
+            except (RuntimeError, ImportError) as error:
+                remarks.append(f"{label} is left out: {error}")
+    return found, remarks
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Keeps what is timed in one process from running beside what is timed in another."""
+    path = os.path.join(tempfile.gettempdir(), f"jflex-benchmark-{os.getuid()}.lock")
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

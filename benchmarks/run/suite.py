@@ -1,0 +1,347 @@
+"""Measures suites of attention problems: ``python -m benchmarks attention --suite main``.
+
+JAX, Mosaic GPU's kernels and torch have a process each. They compile a problem at the same time and are then measured
+in turns, so that all see the same clocks. The backward is measured alone, from the residuals of one forward. The result
+file is written after each problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import queue
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from benchmarks import roofline
+from benchmarks.environment import ClockWatch, gpu_facts, results_folder
+from benchmarks.peers.table import PEERS, Peer, by_library, peers_of
+from benchmarks.problems import SUITES, Problem, suite
+from benchmarks.results import schema, tables
+from benchmarks.results.schema import Record, ResultFile, Summary
+from benchmarks.run import check_outputs
+from benchmarks.run.jobs import SHARED_GPU, START_SECONDS, Deadline, Worker, WorkerError, WorkerPool
+from benchmarks.run.library_runner import DIRECTIONS
+
+_JAX = "benchmarks.run.jax_runner:JaxRunner"
+RUNNERS = {"jax": _JAX, "mosaic": _JAX, "torch": "benchmarks.run.torch_runner:TorchRunner"}
+_TURNS = 2
+_MEASURE_SECONDS = 90.0
+_COMPILE_SECONDS = 240.0  # for a problem, beside others
+_SHARE = 0.25  # of the remaining time, which one wait may take
+
+
+class Plan(NamedTuple):
+    """What to measure of a suite."""
+
+    suite: str
+    problems: list[Problem]
+    peers: tuple[Peer, ...]
+    directions: tuple[str, ...]
+
+
+class SuiteRun:
+    """One measurement of a plan; `records` and `remarks` grow with each problem.
+
+    Args:
+      pool: A worker for each library.
+      plan: What to measure.
+      runs: Repetitions of each figure.
+      patience: Seconds that a library has to compile and warm up a problem; then its process is ended.
+    """
+
+    def __init__(self, pool: WorkerPool, plan: Plan, runs: int, patience: float = 300.0) -> None:
+        self._pool, self._plan, self._runs, self._patience = pool, plan, runs, patience
+        self.records: list[Record] = []
+        self.remarks: dict[str, list[str]] = {}
+
+    def measure_rates(self) -> dict[str, dict[str, float]]:
+        """Of GEMMs and of copies, by each library."""
+        rates = {}
+        for library, answer in self._pool.request_in_turn("rates", _MEASURE_SECONDS).items():
+            self.remark_failure(library, answer, "the rates")
+            if "failed" not in answer:
+                rates[library] = {name: float(f"{x:.4g}") for name, x in answer.items()}
+        return rates
+
+    def measure(self, problem: Problem) -> None:
+        """All peers, in turns."""
+        ready, started = self._prepare(problem)
+        work = dataclasses.asdict(roofline.served_work(problem)) if problem.served else started.get("work")
+        if work is None:
+            return
+        for direction in self._plan.directions:
+            for name, answers in self._in_turns(ready[direction], direction, problem).items():
+                done = {"flops": work[f"{direction}_flops"], "moved": work[f"{direction}_bytes"]}
+                backend = started.get("backends", {}).get(name, "")
+                self.records.append(_record(problem, name, direction, answers, backend=backend, **done))
+        self._pool.request_in_turn("release", _MEASURE_SECONDS)
+
+    def _in_turns(self, ready: Sequence[str], direction: str, problem: Problem) -> dict[str, list[dict[str, Any]]]:
+        times: dict[str, list[dict[str, Any]]] = {name: [] for name in ready}
+        queue_too = SUITES[self._plan.suite].queue
+        how = {"direction": direction, "runs": -(-self._runs // _TURNS), "queue": queue_too}
+        failed: set[str] = set()
+        for _ in range(_TURNS):
+            for name in (name for name in times if name not in failed):
+                library = PEERS[name].library
+                answer = self._pool.request(library, "measure", _MEASURE_SECONDS, peer=name, **how)
+                if "failed" in answer:
+                    self.remark_failure(name, answer, f"{direction}: {problem.name}")
+                    failed |= {x for x in times if PEERS[x].library == library} if "lost" in answer else {name}
+                else:
+                    times[name].append(answer)
+        return {name: answers for name, answers in times.items() if answers}
+
+    def _prepare(self, problem: Problem) -> tuple[dict[str, list[str]], dict[str, Any]]:
+        """Which peers are ready, by direction; and what the libraries' ``start`` returned."""
+        names = {"jax": []} | by_library(problem, self._plan.peers)  # JAX counts the work
+        shared = {"problem": dataclasses.asdict(problem), "directions": list(self._plan.directions)}
+        requests = {library: {"peers": found, **shared} for library, found in names.items()}
+        ready, unable, samples, started = set(), {}, {}, {}
+        for library, answer in self._pool.request_each("prepare", self._patience, requests).items():
+            self.remark_failure(library, answer, problem.name)
+            started |= answer
+            unable |= answer.get("unable", {})
+            samples |= answer.get("samples", {})
+            if "lost" not in answer:
+                ready |= answer["ready"].keys()
+        tolerance = check_outputs.SERVED_TOLERANCE if problem.served else check_outputs.TOLERANCE
+        for name, reasons in check_outputs.mismatches(samples, tolerance).items():
+            unable[name] = unable.get(name, {}) | reasons
+        for name, reasons in unable.items():
+            self._remark_reasons(name, reasons, problem)
+        # In the order of the peers, so that turns do not depend on the libraries.
+        able = {
+            direction: [x.name for x in self._plan.peers if x.name in ready and direction not in unable.get(x.name, {})]
+            for direction in self._plan.directions
+        }
+        return able, started
+
+    def _remark_reasons(self, name: str, reasons: dict[str, str], problem: Problem) -> None:
+        """One remark, if the reason is the same in every direction."""
+        for reason in dict.fromkeys(reasons.values()):
+            where = [direction for direction, x in reasons.items() if x == reason]
+            prefix = "" if len(where) == len(self._plan.directions) else f"{', '.join(where)}: "
+            self.remark_failure(name, {"failed": reason}, f"{prefix}{problem.name}")
+
+    def remark_failure(self, who: str, answer: dict[str, Any], where: str) -> None:
+        """Makes a remark of an answer with ``"failed"``."""
+        if "failed" in answer:
+            self.remarks.setdefault(f"{who}: {answer['failed']}", []).append(where)
+
+    def all_remarks(self) -> list[str]:
+        """The remarks, each with where it holds."""
+        return [f"{remark} [{'; '.join(where)}]" for remark, where in self.remarks.items()]
+
+
+def _record(problem: Problem, peer: str, direction: str, answers: Sequence[dict[str, Any]], **work: Any) -> Record:
+    every = lambda name: [x for answer in answers for x in answer[name]]
+    method = "; ".join(dict.fromkeys(answer["method"] for answer in answers))
+    in_queue = Summary.of(every("queue")) if every("queue") else None
+    seconds = Summary.of(every("seconds"))
+    return Record("", seconds, "s", problem, peer, direction, method=method, queue=in_queue, **work)
+
+
+def worker_variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
+    """The environment of a worker that shares the GPU, and keeps what it compiles in a folder.
+
+    Args:
+      cache: The folder.
+      threads: With which torch's inductor compiles.
+    """
+    return {
+        **SHARED_GPU,
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+    }
+
+
+Requests = dict[str, "queue.SimpleQueue[dict[str, Any]]"]  # of ``prepare``, by library
+
+
+def _compilations(plans: Sequence[Plan]) -> Requests:
+    requests: Requests = {}
+    for plan in plans:
+        for problem in plan.problems:
+            shared = {"problem": dataclasses.asdict(problem), "directions": list(plan.directions)}
+            for library, names in by_library(problem, plan.peers).items():
+                request = {"peers": names, "compile_only": True, **shared}
+                requests.setdefault(library, queue.SimpleQueue()).put(request)
+    return requests
+
+
+def precompile(
+    plans: Sequence[Plan],
+    workers: int,
+    cache: pathlib.Path,
+    deadline: Deadline,
+    runners: Mapping[str, str] = RUNNERS,
+) -> None:
+    """Fills the compilation caches; what fails here fails again, and is reported, in the measurement.
+
+    Args:
+      plans: What will be measured.
+      workers: Processes of each library; nothing is compiled with 0.
+      cache: The folder of the caches.
+      deadline: Nothing is waited for beyond it.
+      runners: `RUNNERS`.
+    """
+    if not workers:
+        return
+    requests = _compilations(plans)
+    counts = {library: waiting.qsize() for library, waiting in requests.items()}
+    with (
+        tqdm(total=sum(counts.values()), unit="compilation", dynamic_ncols=True, disable=None) as bar,
+        ThreadPoolExecutor(max_workers=max(1, workers * len(counts))) as pool,
+    ):
+
+        def work_off(library: str, number: int) -> None:
+            variables, log = worker_variables(cache, threads=1), cache / f"precompile-{library}-{number}.log"
+            worker, patience = Worker(runners[library], variables, log, library), _COMPILE_SECONDS + START_SECONDS
+            while not (deadline.over or requests[library].empty()):
+                try:
+                    request = requests[library].get_nowait()
+                except queue.Empty:
+                    break
+                try:
+                    worker.request("prepare", deadline.timeout(patience), **request)
+                except WorkerError as error:
+                    bar.write(f"{Problem(**request['problem']).name}: {error}")
+                    worker = Worker(runners[library], variables, log, library)
+                patience = _COMPILE_SECONDS
+                bar.update()
+            worker.close()
+
+        jobs = [
+            pool.submit(work_off, library, number)
+            for library, count in counts.items()
+            for number in range(min(workers, count))
+        ]
+        for job in jobs:
+            job.result()
+
+
+def _plan(name: str, options: argparse.Namespace) -> Plan:
+    chosen = {"variant": options.variants, "S": options.lengths, "D": options.head_sizes, "B": options.batches}
+    selected = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
+    directions = DIRECTIONS if options.direction == "both" else (options.direction,)
+    directions = ("forward",) if SUITES[name].served else directions
+    return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks attention", description=__doc__)
+    add = parser.add_argument
+    suites = f"one or more, in this order: {', '.join(SUITES)}"
+    add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
+    served = ", ".join(name for name, x in SUITES.items() if x.served)
+    add("--pass", dest="direction", choices=(*DIRECTIONS, "both"), default="both", help=f"{served}: forward only")
+    for flag, kind, letter in (("variants", str, "NAME"), ("lengths", int, "S"), ("head-sizes", int, "D")):
+        add(f"--{flag}", nargs="*", type=kind, metavar=letter, help="of the suite's problems; default: all")
+    add("--batches", nargs="*", type=int, metavar="B", help="of the suite's problems; default: all")
+    add("--peers", nargs="*", choices=tuple(PEERS), metavar="NAME", default=(), help=", ".join(PEERS))
+    add("--runs", type=int, default=10, help="repetitions of each figure")
+    patience = "that a library has to compile a problem; then its process is restarted"
+    add("--patience", type=float, default=300.0, metavar="SECONDS", help=patience)
+    limit = "begin no problem after so long, and wait for no peer beyond it"
+    add("--limit", type=float, metavar="SECONDS", help=limit)
+    workers = "first let N processes of each library fill the compilation caches"
+    add("--compile-workers", type=int, default=0, metavar="N", help=workers)
+    add("--cache", type=pathlib.Path, help="keep the compilation caches here; default: a temporary folder")
+    add("--out", type=pathlib.Path, help="write <out>/<suite>.json; default: benchmarks/results/<device>")
+    add("--add", action="store_true", help="keep other records of the file in --out, or else of the committed one")
+    add("--check-timing", action="store_true", help="only compare the profiler with wall time")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNERS) -> None:
+    """The command."""
+    options = _options(words)
+    paths: dict[str, pathlib.Path | None] = {}
+    with contextlib.ExitStack() as stack:
+        cache = options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache.mkdir(parents=True, exist_ok=True)
+        plans = [_plan(name, options) for name in options.suite]
+        libraries = sorted({"jax", *(peer.library for plan in plans for peer in plan.peers)})
+        deadline = Deadline(options.limit, _SHARE)
+        targets = {library: runners[library] for library in libraries}
+        pool = WorkerPool(targets, worker_variables(cache), cache, deadline)
+        if options.check_timing:
+            print(json.dumps(stack.enter_context(pool).request_in_turn("check", _MEASURE_SECONDS), indent=1))
+            return
+        compiling = _start_precompiling(plans, options, cache, stack, runners)
+        stack.enter_context(pool)  # its processes start while others compile
+        compiling.result()
+        watch = stack.enter_context(ClockWatch())
+        rates: dict[str, dict[str, float]] = {}
+        for plan in plans:
+            run = SuiteRun(pool, plan, options.runs, options.patience)
+            rates = rates or run.measure_rates()
+            paths[plan.suite] = _measure(run, plan, options, watch, rates, deadline)
+    for path in filter(None, paths.values()):
+        tables.show(path)
+    if None in paths.values():
+        raise SystemExit(f"Nothing was measured of {', '.join(name for name in paths if paths[name] is None)}.")
+
+
+def _start_precompiling(
+    plans: Sequence[Plan],
+    options: argparse.Namespace,
+    cache: pathlib.Path,
+    stack: contextlib.ExitStack,
+    runners: Mapping[str, str],
+) -> Future[None]:
+    """Runs beside; of a limited time it takes half at most."""
+    deadline = Deadline(None if options.limit is None else options.limit / 2)
+    pool, workers = stack.enter_context(ThreadPoolExecutor(max_workers=1)), options.compile_workers
+    return pool.submit(precompile, plans, workers, cache, deadline, runners)
+
+
+def _measure(
+    run: SuiteRun,
+    plan: Plan,
+    options: argparse.Namespace,
+    watch: ClockWatch,
+    rates: dict[str, dict[str, float]],
+    deadline: Deadline,
+) -> pathlib.Path | None:
+    """Measures a suite, and writes its file after each problem; None if nothing was measured."""
+    machine = gpu_facts()
+    committed = schema.FOLDER / results_folder(machine.get("device", "cpu")) / f"{plan.suite}.json"
+    path = committed if options.out is None else options.out / committed.name
+    old = (schema.read(path) or schema.read(committed)) if options.add else None
+    with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
+        for problem in bar:
+            bar.set_postfix_str(problem.name)
+            if deadline.over:
+                run.remark_failure("not measured", {"failed": "the time was over"}, problem.name)
+            else:
+                run.measure(problem)
+            if run.records:
+                about = {"machine": machine, "rates": rates, "clocks": watch.seen()}
+                _save(path, plan.suite, run, about, old)
+    if run.records:
+        return path
+    print("\n".join(run.all_remarks()))
+    return None
+
+
+def _save(path: pathlib.Path, suite_: str, run: SuiteRun, about: dict[str, Any], old: ResultFile | None) -> None:
+    remarks = [*(old.about["remarks"] if old else []), *run.all_remarks()]
+    about = {"title": SUITES[suite_].title, **about, "remarks": remarks}
+    if old:
+        earlier = {x: old.about[x] for x in ("date", "command", "commit")}
+        about["before"] = [*old.about.get("before", []), earlier]
+    schema.write(path, schema.merged(old, run.records), about)

@@ -1,0 +1,198 @@
+"""The search space of tiles: conditions, the attentions that represent each, and configurations that may work.
+
+All that the benchmarks import of the kernels' internals is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jflex
+from pallas_kernels.config import Tiles
+from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.spec import AttentionSpec, Blocks
+from pallas_kernels.triton import cost
+from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Key, table_name
+
+__all__ = ["HEAD_SIZES", "HOPPER_KERNELS", "KERNELS", "LENGTHS", "MODS", "Key", "Tiles", "table_name"]
+
+EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
+BOTH_LENGTHS = (32, *EVERY_MOD)
+_REGISTERS = 240  # of a thread, for what a Hopper kernel holds of a tile; a few of them may spill
+_MAX_STAGES = 4
+
+
+class Attention(NamedTuple):
+    """One attention of a condition.
+
+    Attributes:
+      B: Batch.
+      S: Queries, and keys.
+      H: Heads.
+      D: Size of a head.
+      score: Name in `SCORES`, or None.
+      causal: Whether a causal BlockMask is used; no mask without.
+    """
+
+    B: int
+    S: int
+    H: int
+    D: int
+    score: str | None
+    causal: bool
+
+
+def _alibi(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: s - captured[h] * (q - k).astype(jnp.float32)
+
+
+def _softcap(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: captured * jnp.tanh(s / captured)
+
+
+def _pair_bias(captured: jax.Array) -> Any:
+    return lambda s, b, h, q, k: s + captured[h, q, k].astype(jnp.float32)
+
+
+SCORES = {"arithmetic": _alibi, "functions": _softcap, "elements": _pair_bias}
+
+
+def conditions(head_size: int) -> list[tuple[str, str]]:
+    """Buckets of mods and lengths that are searched at a head size."""
+    mods = ("none", "arithmetic", "functions", "elements") if head_size in EVERY_MOD else ("none", "elements")
+    return list(itertools.product(mods, ("short", "long") if head_size in BOTH_LENGTHS else ("long",)))
+
+
+def attentions(head_size: int, mods: str, length: str) -> list[Attention]:
+    """The representatives of a condition; the best tiles have the least geometric mean of their times."""
+    B, S = (32, 512) if length == "short" else (4, 4096) if mods == "elements" else (2, 8192)
+    H = 16 if head_size <= 128 else 8
+    if mods == "none":
+        return [Attention(B, S, H, head_size, None, causal) for causal in (True, False)]
+    return [Attention(B, S, H, head_size, mods, mods != "elements")]
+
+
+def captured_by(attention: Attention) -> jax.Array:
+    """The array that its score mod captures."""
+    H, S = attention.H, attention.S
+    if attention.score == "arithmetic":
+        return 2.0 ** -jnp.linspace(1, 8, H)
+    if attention.score == "elements":
+        return jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)
+    return jnp.float32(50.0)
+
+
+def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret: bool = False) -> Any:
+    """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, after those that it depends on.
+
+    Without tiles it takes those that jflex chooses.
+    """
+    pass_, implementation = kernel.removesuffix("_sm90"), "mosaic_gpu" if kernel in HOPPER_KERNELS else "triton"
+    config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
+
+    def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
+        mod = None if attention.score is None else SCORES[attention.score](captured)
+
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            return jflex.flex_attention(
+                query, key, value, mod, block_mask, implementation=implementation, config=config
+            )
+
+        if pass_ == "forward":
+            return attend(query, key, value)
+        if pass_ == "dq":
+            return jax.vjp(lambda query: attend(query, key, value), query)[1](d_out)
+        if pass_ == "one_pass":
+            return jax.vjp(attend, query, key, value)[1](d_out)
+        return jax.vjp(lambda *kv: attend(query, *kv), key, value)[1](d_out)
+
+    return run
+
+
+def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
+    """Fields of `Config`; two kernels of Hopper's backward are set together, of which one runs."""
+    if tiles is None:
+        return {}
+    given = tiles
+    if kernel in ("dkv_sm90", "dq_sm90"):
+        idle = jflex.Tiles(64, 64, 4, 2)
+        return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): given, "deterministic": True}
+    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90"): given}
+
+
+def inputs(attention: Attention) -> tuple[Any, ...]:
+    """Random arrays, the captured array, and the BlockMask."""
+    B, S, H, D = attention[:4]
+    arrays = jax.random.normal(jax.random.key(0), (4, B, S, H, D), jnp.bfloat16)
+    causal = lambda b, h, q, k: q >= k
+    block_mask = jflex.create_block_mask(causal, None, None, S, S) if attention.causal else None
+    return (*arrays, captured_by(attention), block_mask)
+
+
+def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """Tiles that may work: 64 rows for wgmma, a second group of 4 warps where there are 64 rows for it."""
+    if kernel in HOPPER_KERNELS:
+        yield from _of_hopper(kernel, head_size)
+        return
+    for rows, columns, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
+        block_q, block_kv = (columns, rows) if kernel == "dkv" else (rows, columns)
+        tiles = Tiles(block_q, block_kv, warps, stages)
+        stages_are_right = stages == 1 if head_size > 192 else stages > 1
+        needless = (warps == 8 and rows < 128) or (columns < 64 and head_size < 80)
+        if stages_are_right and not needless and cost.may_work(kernel, tiles, head_size, head_size, 2):
+            yield tiles
+
+
+def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
+    """One or two warp groups, each with 64 rows or 128, that fit into registers and shared memory.
+
+    The backward in one pass takes more registers, so that not all of its tiles compile.
+    """
+    from pallas_kernels.mosaic_gpu import smem
+    from pallas_kernels.mosaic_gpu.backward import dkv, dq, walk
+    from pallas_kernels.mosaic_gpu.backward import one_pass as backward_one_pass
+    from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
+
+    by_key = functools.partial(walk.declare, loads=LoadGroups((), (), (), (), ()))
+    one_pass = functools.partial(by_key, one_pass=True)
+    declarations = {"forward_sm90": forward_kernel.declare, "dq_sm90": dq.declare, "one_pass_sm90": one_pass}
+    declare = declarations.get(kernel, by_key)
+    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.BOTH_SUMS
+    sizes = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
+    machine = {"dtype": "bfloat16", "platform": "gpu", "device_kind": "NVIDIA H200"}
+    spec = AttentionSpec(**sizes, **machine, scale=1.0, blocks=Blocks((128, 128), 1, 1))
+    for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
+        # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes
+        # 64 to 128), but where two left no room for bias tiles.
+        refused = (rows > 64 and kernel != "forward_sm90") or (groups == 1 and kernel == "one_pass_sm90")
+        if refused or groups * rows > 128 or rows // 64 * _held(kernel, columns, head_size) > _REGISTERS:
+            continue
+        block_q, block_kv = (columns, groups * rows) if by_keys else (groups * rows, columns)
+        for stages in range(2, _MAX_STAGES + 1):
+            tiles = Tiles(block_q, block_kv, 4 * groups, stages)
+            if kernel == "one_pass_sm90" and (sums_apart or not backward_one_pass.fits(spec, tiles)):
+                continue
+            if smem.bytes_of(jax.tree.leaves(declare(spec, tiles, jnp.bfloat16))) <= smem.LIMIT:
+                yield tiles
+
+
+def _held(kernel: str, columns: int, head_size: int) -> int:
+    """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
+    from pallas_kernels.mosaic_gpu.backward.dkv import BOTH_SUMS
+
+    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= BOTH_SUMS
+    sums = 2 * head_size if both else head_size
+    tiles = columns if kernel == "forward_sm90" else 2 * columns
+    return sums // 2 + tiles // 2 + columns // 4
+
+
+def key(kernel: str, head_size: int, mods: str, length: str) -> Key:
+    """The key of a condition in a table."""
+    assert kernel in (*KERNELS, *HOPPER_KERNELS)
+    return Key(kernel, head_size, 2, mods, length)
