@@ -1,4 +1,4 @@
-"""The one exception of jflex that is not Python's own."""
+"""The exception of calls that no requested implementation supports."""
 
 
 class UnsupportedError(NotImplementedError):

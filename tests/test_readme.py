@@ -1,21 +1,32 @@
-"""The README keeps its word: its Python runs, its commands are the ones that CI runs, its paths exist."""
+"""README and guides keep their word: their Python runs and prints what they show, commands and paths exist."""
 
+import contextlib
+import importlib
+import io
 import pathlib
 import re
 import subprocess
 import tomllib
 
+import jax
 import pytest
+
+from tests import support_table
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+GUIDES = ("README.md", *(f"{room}/README.md" for room in ("jflex", "pallas_kernels", "flax_layers", "tests")))
+DOCUMENTS = (*GUIDES, ".github/CONTRIBUTING.md")
+ROOMS = ("jflex", "pallas_kernels", "flax_layers", "tests", "benchmarks")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def python_blocks(text: str) -> list[tuple[str, str | None]]:
+    """The Python of a document, each block with the text block behind it, which shows what it prints."""
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.DOTALL | re.MULTILINE)
+    return [(source, shown or None) for source, shown in blocks]
 
 
 def command(name: str) -> str:
@@ -25,11 +36,16 @@ def command(name: str) -> str:
     return match[1]
 
 
-def test_python_blocks_run_in_order():
-    assert blocks("python")
-    namespace: dict = {}
-    for source in blocks("python"):
-        exec(compile(source, "README.md", "exec"), namespace)
+@pytest.mark.parametrize("name", GUIDES)
+def test_python_blocks_run_in_order(name: str):
+    namespace: dict = {"__name__": "guide"}
+    blocks = python_blocks((ROOT / name).read_text())
+    assert blocks
+    for source, shown in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, name, "exec"), namespace)
+        assert shown is None or printed.getvalue() == shown
 
 
 @pytest.mark.parametrize("name", ["demo", "tests"])
@@ -50,10 +66,57 @@ def test_every_extra_is_explained():
     assert not [extra for extra in EXTRAS if f"`{extra}`" not in README]
 
 
-def test_paths_in_the_map_exist():
-    paths = re.findall(r"^\| `((?:jflex|pallas_kernels|flax_layers|tests|benchmarks)/[^`]*)`", README, re.MULTILINE)
-    assert len(paths) > 10
-    assert not [path for path in paths if not (ROOT / path).exists()]
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_paths_exist(name: str):
+    """Those in backquotes that begin with a room, from the root; those of links, from the document."""
+    text = (ROOT / name).read_text().partition("<!-- figures -->")
+    text = text[0] + text[2].partition("<!-- /figures -->")[2]
+    named = re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)`", text)
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
+    assert named or linked
+    assert not [path for path in named if not (ROOT / path).exists()]
+    assert not [path for path in linked if not (ROOT / name).parent.joinpath(path).exists()]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_modules_exist(name: str):
+    """Those in backquotes, from the root, or from any folder below that of a guide."""
+    folder = (ROOT / name).parent
+    for path in re.findall(r"`([\w/]+\.py)`", (ROOT / name).read_text()):
+        assert (ROOT / path).exists() or (folder != ROOT and list(folder.rglob(path))), path
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_names_of_jflex_exist(name: str):
+    """Dotted names in backquotes that begin with a package."""
+    for dotted in re.findall(r"`((?:jflex|pallas_kernels|flax_layers)(?:\.\w+)+)", (ROOT / name).read_text()):
+        found, *rest = dotted.split(".")
+        value = importlib.import_module(found)
+        for part in rest:
+            found += f".{part}"
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(found)
+
+
+def test_the_main_path_is_in_the_map():
+    assert len(re.findall(r"^\| `(?:jflex|pallas_kernels|flax_layers|tests|benchmarks)/", README, re.MULTILINE)) >= 10
+
+
+def test_support_is_what_the_plans_say():
+    """The column of `mosaic_gpu`, and what is selected, on JAX 0.11 and later: before, it refuses everything."""
+    made, committed = support_table.table(), support_table.committed()
+    if jax.__version_info__ >= support_table.NEEDS:
+        assert committed == support_table.markdown(made), "run `python -m tests.support_table --write`"
+        return
+    others = [name for name in support_table.NAMES if name != "mosaic_gpu"]
+    columns = lambda rows: {text: [cells[name] for name in others] for text, cells in rows.items()}
+    assert columns(support_table.parse(committed)) == columns(made)
+
+
+def test_a_readme_without_markers_of_the_support_is_refused(monkeypatch, tmp_path: pathlib.Path):
+    monkeypatch.setattr(support_table, "README", tmp_path / "README.md")
+    support_table.README.write_text("# jflex\n")
+    with pytest.raises(ValueError, match="lacks the markers"):
+        support_table.committed()
 
 
 def test_figures_have_their_place():

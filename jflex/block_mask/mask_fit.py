@@ -29,7 +29,7 @@ def mismatch(block_mask: BlockMask, batch: int, heads: int, q_length: int, kv_le
     Returns:
       The sentence, or None when the mask fits.
 
-    >>> from jflex import create_block_mask
+    >>> from jflex.block_mask.mask import create_block_mask
     >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 2, None, 256, 256)
     >>> mismatch(block_mask, 2, 8, 256, 256) is None
     True

@@ -4,9 +4,9 @@ All pages, taken as one long sequence of slots, are keys and values that the req
 Plain `flex_attention` runs on them: the converted BlockMask visits the pages of each request only, and the converted
 mods turn the slot that they are given into the position that it holds for the request.
 
-As under any mask of `flex_attention`, what is hidden counts as 0 times itself, so pages that are visited must hold
-finite numbers in all of their slots. They do from `PagedCache.create` on, as long as nothing else is written to them;
-`clear_unused` sees to it where that is not known. `jflex.paged_attention` has no such condition.
+Slots that hold no token of a request are masked, so what they hold, be it NaN, reaches nothing, as under any mask of
+`flex_attention`. Only with ``Config(contain_nan=False)`` must pages that are visited hold finite numbers in all slots;
+`clear_unused` sees to that.
 
 After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 5.1).
 """
