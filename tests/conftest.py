@@ -7,6 +7,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import tiers
+
 SIMULATED_DEVICES = 8
 
 
@@ -18,6 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("jflex")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    if getattr(config.option, "dist", "no") == "load":  # of `-n`: tests of one case share results
+        config.option.dist = "loadgroup"
+    if not config.pluginmanager.hasplugin("xdist"):
+        config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist keeps on one worker")
     if config.option.markexpr == "gpu":
         require_gpu()
         return
@@ -60,8 +66,13 @@ def require_gpu() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one case on one worker of pytest-xdist, where they share what was computed."""
+    """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if "case" in params:
-            item.add_marker(pytest.mark.xdist_group(str(params["case"])))
+        case = str(params["case"]) if "case" in params else None
+        marker = tiers.purpose(item.path.stem, item.name, case)
+        if marker is not None and not (item.get_closest_marker("gpu") or item.get_closest_marker("long")):
+            item.add_marker(marker)
+        group = case if case is not None else params.get("backend") if item.path.stem == "test_containment" else None
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(f"{group}-{params.get('blocks', '')}"))

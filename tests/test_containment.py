@@ -1,6 +1,7 @@
 """What a mask hides reaches nothing, be it NaN: outputs, lse and gradients are those of finite arrays."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +52,13 @@ def draw(backend):
     return arrays, captured
 
 
-def run(backend, arrays, captured, mask, block, *, score):
-    """Output, lse, and the gradients of both together."""
-    T = arrays["query"].shape[1]
-    if block is None:
-        given = {"mask_mod": mask}
-    else:
+@functools.cache
+def compiled(backend, mask_of, block, score):
+    """Output, lse, and the gradients of both together, as a function that compiles once for all tests of a worker."""
+    length, *_ = sizes_of(backend)
+    mask, T = mask_of(length), 4 * length
+    given = {"mask_mod": mask}
+    if block is not None:
         given = {"block_mask": jflex.create_block_mask(mask, None, None, T, T, block_size=block)}
 
     def attend(query, key, value, captured):
@@ -71,8 +73,24 @@ def run(backend, arrays, captured, mask, block, *, score):
         *gradients, of_captured = pull((d_out, jnp.ones_like(found[1])))
         return *found, *gradients, *of_captured
 
-    found = both(*(arrays[name] for name in NAMES), captured)
+    return both
+
+
+def run(backend, arrays, captured, mask_of, block, *, score):
+    """The results by name."""
+    found = compiled(backend, mask_of, block, score)(*(arrays[name] for name in NAMES), captured)
     return dict(zip(OUTPUTS, (np.asarray(x, np.float32) for x in found), strict=True))
+
+
+def own_document(length):
+    """A mask of causal attention within a document."""
+    ids = documents_of(length)
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+
+def before_padding(length):
+    """A mask that hides the end of queries and keys."""
+    return lambda b, h, q, k: (k < 3 * length + 7) & (q < 3 * length + 7)
 
 
 def tokens_of(name, x):
@@ -90,8 +108,7 @@ def tokens_of(name, x):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_stay_apart(backend, where, bad, blocks):
     length, _, block, _ = sizes_of(backend)
-    ids, (arrays, captured) = documents_of(length), draw(backend)
-    mask = lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+    arrays, captured = draw(backend)
     hidden = slice(2 * length, 3 * length)
     others = np.r_[: 2 * length, 3 * length : 4 * length]
     poisoned = {name: x.at[:, hidden].set(bad) if where in (name, "all") else x for name, x in arrays.items()}
@@ -99,7 +116,7 @@ def test_documents_stay_apart(backend, where, bad, blocks):
         pytest.skip("the one thing that `reference` does not contain, as its docstring says")
     for score in (False, True):
         clean, found = (
-            run(backend, x, captured, mask, block if blocks else None, score=score) for x in (arrays, poisoned)
+            run(backend, x, captured, own_document, block if blocks else None, score=score) for x in (arrays, poisoned)
         )
         for name in OUTPUTS:
             if name == "d_weight":  # summed over all tokens
@@ -118,11 +135,10 @@ def test_padding_gets_zero_gradients(backend):
     length, _, block, _ = sizes_of(backend)
     arrays, captured = draw(backend)
     first = 3 * length + 7
-    mask = lambda b, h, q, k: (k < first) & (q < first)
     poisoned = {name: x.at[:, first:].set(jnp.nan) for name, x in arrays.items()}
-    found = run(backend, poisoned, captured, mask, block, score=False)
+    found = run(backend, poisoned, captured, before_padding, block, score=False)
     zeroed = {name: x.at[:, first:].set(0) for name, x in arrays.items()}
-    clean = run(backend, zeroed, captured, mask, block, score=False)
+    clean = run(backend, zeroed, captured, before_padding, block, score=False)
     for name in OUTPUTS[:5]:
         assert_close(found[name], clean[name], backend, name)
         if name.startswith("d_"):

@@ -1,0 +1,66 @@
+"""Which tests the README's command runs: each feature on each implementation at least once, in a few minutes.
+
+All others are marked by purpose: ``full``, ``compile`` (for a GPU that is not there) or ``bench`` (the benchmarks and
+the demo). `.ci/run` runs all of them. Seconds of a test decide: `pytest --durations=50` tells them.
+"""
+
+import re
+
+COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
+BENCH = {
+    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_demo", "test_demo_generation",
+    "test_report", "test_tuning", "test_wheel",
+}  # fmt: skip
+
+# Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
+CASES = {
+    "alibi_like", "bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "table", "two_groups",
+}  # fmt: skip
+TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
+
+# What stays in the short run of modules that take long, by a pattern of test and parameters.
+SHORT = {
+    "test_block_mask": r"^(?!.*random_masks)",
+    "test_oracle": r"causal|slopes|tolerance|names",
+    "test_readme": r"^(?!.*blocks_run)|\[README",
+    "test_64_bits": r"refused|stay_so",
+    "test_batchable": r"branches_take",
+    "test_block_mask_algebra": r"refuses|listed|lengths|traced",
+    "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
+    "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
+    "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
+    "test_doctests": r"jflex\.(attention|varlen|cascade|state|explain|config|masks|scores|mods)",
+    "test_hopper": r"refuse|first|explain|two_groups_many",
+    "test_intervals": r"counts?_for_nothing|believed",
+    "test_kv_lengths": r"one_program|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",
+    "test_layer_decoding": r"wrong|donat|dense_calls_of_any_length.*alibi-xla|update_the_cache",
+    "test_layers": r"attention_between|captured_parameters|rotary|wrong|message",
+    "test_mod_sizes_fit": r"causal|alibi|document",
+    "test_mod_traps": r"\[0|division",
+    "test_narrow": r"rows_are_set|paged_decoding",
+    "test_page_pool": r"^(?!.*(machine|runTest))",
+    "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed)",
+    "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
+    "test_paged_convert": r"worked_example|wrong|message",
+    "test_primitives": r"\[(tanh|clamp|stop_gradient|select)-bfloat16-bfloat16",
+    "test_ragged": r"message|no_tokens|lists_tell|against_each.*(xla|triton).*causal_grouped",
+    "test_random_mods": r"seed|faults",
+    "test_sharding": r"explicit|shard_map_without",
+    "test_state": r"worked_example|neutral|associative|message|wrong",
+    "test_transforms": r"eagerly_and_under_jit.*xla|kinds_of_functions.partial|bit_for_bit.*xla",
+}
+
+
+def purpose(module: str, name: str, case: str | None) -> str | None:
+    """The marker of a test, None for the short run.
+
+    >>> purpose("test_forward", "test_forward[xla-window]", "window"), purpose("test_masks", "test_causal", None)
+    ('full', None)
+    """
+    if module in COMPILE:
+        return "compile"
+    if module in BENCH:
+        return "bench"
+    if case is not None and module in TABLES and case not in CASES:
+        return "full"
+    return None if re.search(SHORT.get(module, ""), name) else "full"
