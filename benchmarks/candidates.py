@@ -161,7 +161,7 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
         "forward_sm90": forward_kernel.declare, "dq_sm90": backward_dq.declare,
         "one_pass_sm90": functools.partial(by_key, one_pass=True),
     }.get(kernel, by_key)  # fmt: skip
-    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > backward_dkv.BOTH_SUMS
+    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > backward_dkv.MAX_HEAD_SIZE_BOTH_SUMS
     length = 1024
     spec = AttentionSpec(
         B=1, T=length, S=length, Hq=1, Hkv=1, D=head_size, Dv=head_size, Bkv=1, dtype="bfloat16", scale=1.0,
@@ -184,9 +184,9 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
 
 def _held(kernel: str, columns: int, head_size: int) -> int:
     """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
-    from pallas_kernels.mosaic_gpu.backward.dkv import BOTH_SUMS
+    from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
 
-    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= BOTH_SUMS
+    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= MAX_HEAD_SIZE_BOTH_SUMS
     sums = 2 * head_size if both else head_size
     tiles = columns if kernel == "forward_sm90" else 2 * columns
     return sums // 2 + tiles // 2 + columns // 4
