@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pallas_kernels.mosaic_gpu.tile import LIBRARY
 from pallas_kernels.program.build import Derivative, Program
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 
 MAX_LIGHT_VALUES = 24  # tile values of a mod: with more it needs the registers of a large tile
 # Tile values while a wgmma still runs: a mod with 20 spills 948 bytes beside one, and 468 without it.
@@ -30,7 +30,7 @@ def is_heavy(program: Program | None) -> bool:
 
 def is_periodic(program: Program | None) -> bool:
     """Whether a mod calls, on each element, a function that reduces its argument to a period."""
-    return program is not None and any(x.kind == "qk" and x.op in _PERIODIC for x in program.nodes)
+    return program is not None and any(x.kind == Axes.TILE and x.op in _PERIODIC for x in program.nodes)
 
 
 def fits_beside_gemm(program: Program | None) -> bool:
@@ -40,7 +40,7 @@ def fits_beside_gemm(program: Program | None) -> bool:
 
 def has_spare_registers(program: Program | None) -> bool:
     """Whether a mod leaves registers for more than one code path of a mask: it is light and loads no tile values."""
-    return fits_beside_gemm(program) and (program is None or all(load.kind != "qk" for load in program.loads))
+    return fits_beside_gemm(program) and (program is None or all(load.kind != Axes.TILE for load in program.loads))
 
 
 def uses_sfu(program: Program | None) -> bool:
@@ -51,7 +51,7 @@ def uses_sfu(program: Program | None) -> bool:
     return (
         program is not None
         and fits_beside_gemm(program)
-        and any(node.kind == "qk" and node.op in _SPECIAL for node in program.nodes)
+        and any(node.kind == Axes.TILE and node.op in _SPECIAL for node in program.nodes)
     )
 
 
@@ -64,4 +64,4 @@ def exceeds_registers(derivative: Derivative) -> bool:
 
 
 def _values(nodes: Iterable[Node]) -> int:
-    return sum(VALUES_PER_CALL if node.op in _CALLS else 1 for node in nodes if node.kind == "qk")
+    return sum(VALUES_PER_CALL if node.op in _CALLS else 1 for node in nodes if node.kind == Axes.TILE)

@@ -15,6 +15,7 @@ from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, indices_of
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.evaluate import Evaluation, Product
+from pallas_kernels.program.ir import Axes
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 
@@ -108,7 +109,7 @@ def prepare(
         fixed["k"] = indices_of(k_first, tile[1], spec.S, ROW, may_end=may_end)
     else:
         fixed["q"] = indices_of(q_first, tile[0], spec.T, ROW, may_end=may_end)
-    kinds = ("", "k" if transposed else "q")
+    kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
 
     def evaluate_fixed(program: Any, refs: Any, shapes: Any, requested: Any) -> Evaluation | None:
         if program is None:
@@ -147,7 +148,7 @@ def prefetch(scores: Scores, first: Any, is_partial: bool) -> Prefetched:
 
     def prefetched(prepared: Evaluation | None, program: Any) -> Evaluation | None:
         kinds = {load.kind for load in program.loads} if prepared is not None else set()
-        if axis not in kinds or "qk" in kinds:
+        if axis not in kinds or Axes.TILE in kinds:
             return None
         loaded = _at(scores, prepared, program, first)
         loaded.prepare(program.loads, (axis,))

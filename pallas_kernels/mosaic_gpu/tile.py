@@ -17,7 +17,7 @@ from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 
 TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
 ROW = TILE.reduce(1)  # one value for each row: what a sum over the columns of a tile leaves
@@ -48,8 +48,16 @@ class TileSpace(Space):
     ) -> None:
         block_q, block_kv = tile
         self.refs, self.operand_shapes, self.transposed, self.may_end = refs, shapes, transposed, may_end
-        self.shapes = {"q": (block_q,), "k": (block_kv,), "qk": (block_kv, block_q) if transposed else tile}
-        self.layouts = {"q": COLUMN if transposed else ROW, "k": ROW if transposed else COLUMN, "qk": TILE}
+        self.shapes = {
+            Axes.ROW: (block_q,),
+            Axes.COLUMN: (block_kv,),
+            Axes.TILE: (block_kv, block_q) if transposed else tile,
+        }
+        self.layouts = {
+            Axes.ROW: COLUMN if transposed else ROW,
+            Axes.COLUMN: ROW if transposed else COLUMN,
+            Axes.TILE: TILE,
+        }
 
     def literal(self, node: Node) -> jax.Array:
         """A constant of the kernel."""
@@ -59,17 +67,17 @@ class TileSpace(Space):
         """Broadcasts along the axes that are new; a thread holds a repeated value once."""
         if kind == to:
             return x
-        if kind == "":
+        if kind == Axes.UNIFORM:
             return plg.layout_cast(lax.broadcast_in_dim(x, self.shapes[to], ()), self.layouts[to])
-        return lax.broadcast_in_dim(x, self.shapes[to], (int((kind == "k") != self.transposed),))
+        return lax.broadcast_in_dim(x, self.shapes[to], (int((kind == Axes.COLUMN) != self.transposed),))
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Gathers elements; the program has made sure that the indices are in range."""
         ref, at = self.refs[node.value], self._place(node, indices)
         step = None
-        if node.kind == "qk" and not self.may_end:
+        if node.kind == Axes.TILE and not self.may_end:
             step = patterns.step(node, "q" if self.transposed else "k", self.operand_shapes[node.value])
-        if node.kind == "":
+        if node.kind == Axes.UNIFORM:
             x = ref[at]
         elif step is not None:
             x = inline_ptx.load_strided(ref, at, ref.dtype, step)
@@ -93,12 +101,12 @@ class TileSpace(Space):
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """Primitives without a lowering for Mosaic GPU, and the SFU's tanh: its inputs are no more exact than that."""
-        layout = plg.Layout.WG_SPLAT(()) if kind == "" else self.layouts[kind]
+        layout = plg.Layout.WG_SPLAT(()) if kind == Axes.UNIFORM else self.layouts[kind]
         result = {
             name: functools.partial(_without_parameters, functools.partial(inline_ptx.from_library, mlir, layout))
             for name, mlir in LIBRARY.items()
         }
-        if kind != "":
+        if kind != Axes.UNIFORM:
             result["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
         return result
 

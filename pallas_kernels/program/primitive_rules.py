@@ -1,4 +1,4 @@
-"""Primitives that move, stack or reduce the few values that a mod holds for one element."""
+"""Rules of structural primitives: they move, stack or reduce the few values that a mod holds for one element."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def squeeze(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Another shape; of a view, only dimensions of size 1 come and go without loading it."""
+    """Another shape; a view must be loaded unless only dimensions of size 1 are added or dropped."""
     x = ins[0]
     if isinstance(x, View):
         kept = [d for d, size in enumerate(x.shape) if size != 1]
@@ -38,7 +38,7 @@ def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Repeats along new dimensions."""
+    """Broadcasts along new dimensions."""
     x, dimensions = ins[0], params["broadcast_dimensions"]
     if isinstance(x, View):
         return x.broadcast(shape, dimensions)
@@ -136,7 +136,7 @@ def unstack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def pad(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Puts values around and between; negative padding cuts."""
+    """Pads around and between; negative padding cuts."""
     x, value = load(graph, ins[0]), element(graph, ins[1])
     out = scalars(shape, lambda _: value)
     steps = [(int(low), int(inner) + 1) for low, _, inner in params["padding_config"]]
@@ -172,7 +172,7 @@ def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tup
 
 
 def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Sums of products over own axes."""
+    """A small GEMM over the mod's own axes, unrolled into multiplies and adds."""
     a, b = (load(graph, x) for x in ins)
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     free = lambda x, used: [d for d in range(x.ndim) if d not in used]
@@ -242,17 +242,17 @@ def _position(better: str) -> Callable[..., Value]:
 
 
 def accumulator(dtype: np.dtype) -> np.dtype:
-    """In what sums and products of many values are computed: 16-bit floats are rounded once, at the end."""
+    """The dtype of reductions: 16-bit floats are accumulated in float32 and rounded once, at the end."""
     return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2 else dtype
 
 
 def load(graph: Graph, x: Value) -> Scalars:
-    """The values themselves, loaded if they still are a view."""
+    """The values themselves, loaded if they are still a view."""
     return x.load(graph) if isinstance(x, View) else x
 
 
 def element(graph: Graph, x: Value) -> Node:
-    """The one value of an array without dimensions."""
+    """The value of an array without dimensions."""
     return load(graph, x).item()
 
 

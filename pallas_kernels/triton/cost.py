@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import reachable
+from pallas_kernels.program.ir import Axes, reachable
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.tuning import triton_rules
 
@@ -71,7 +71,7 @@ def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_eleme
 
 def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
     """Bytes that tile loads of mods read for each score, as `shared_memory` counts them."""
-    loads = [node for program in programs if program is not None for node in program.loads if node.kind == "qk"]
+    loads = [node for program in programs if program is not None for node in program.loads if node.kind == Axes.TILE]
     return sum(max(node.dtype.itemsize, 4 if kernel == "dkv" else 1) for node in loads)
 
 

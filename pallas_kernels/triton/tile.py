@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -52,7 +52,12 @@ class TileSpace(Space):
         self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
     ) -> None:
         self.refs, self.approximate, self.interpret = refs, approximate, interpret
-        shapes = {"": (), "q": (block_q, 1), "k": (1, block_kv), "qk": (block_q, block_kv)}
+        shapes = {
+            Axes.UNIFORM: (),
+            Axes.ROW: (block_q, 1),
+            Axes.COLUMN: (1, block_kv),
+            Axes.TILE: (block_q, block_kv),
+        }
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
 
     def literal(self, node: Node) -> jax.Array:
@@ -75,7 +80,9 @@ class TileSpace(Space):
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
-        return {"tanh": _approximate_tanh} if self.approximate and kind != "" else {}  # inline PTX takes no scalars
+        return (
+            {"tanh": _approximate_tanh} if self.approximate and kind != Axes.UNIFORM else {}
+        )  # inline PTX takes no scalars
 
 
 def _approximate_tanh(x: jax.Array, **_: Any) -> jax.Array:

@@ -23,10 +23,10 @@ from jax.ref import addupdate
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
-from pallas_kernels.program.broadcast_axes import Invariance
+from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, reads_once
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
@@ -47,7 +47,7 @@ class CapturedWork(NamedTuple):
       splits: Programs that share a tile or diagonal.
     """
 
-    axes: Invariance
+    axes: BroadcastAxes
     loads: tuple[Node, ...]
     tile: int
     splits: int
@@ -59,7 +59,7 @@ def captured(
     arrays: Operands,
     rows: Rows,
     derivative: Derivative,
-    group: tuple[Invariance, tuple[Node, ...]],
+    group: tuple[BroadcastAxes, tuple[Node, ...]],
 ) -> list[jax.Array]:
     """Computes the gradients, of the shape of the array, that each load of a group contributes."""
     work = _plan(spec, tiles, group)
@@ -83,7 +83,7 @@ def captured(
     return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]
 
 
-def _plan(spec: AttentionSpec, tiles: Tiles, group: tuple[Invariance, tuple[Node, ...]]) -> CapturedWork:
+def _plan(spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> CapturedWork:
     axes, loads = group
     whole = CapturedWork(axes, loads, min(tiles.block_q, tiles.block_kv, MAX_TILE), 1)
     kept_heads, kept_batch = _kept(spec, whole)
@@ -214,7 +214,7 @@ class _Program(NamedTuple):
         prepared = self._scores(at, ())
         assert prepared.score is not None  # which loads
         evaluation = prepared.score.child(scores.walked_index(prepared, self.derivative.program, at[3]))
-        index = tuple(evaluation.space.spread(evaluation(i), i.kind, "qk") for i in load.inputs)
+        index = tuple(evaluation.space.spread(evaluation(i), i.kind, Axes.TILE) for i in load.inputs)
         exists = (at[2] + lax.broadcasted_iota(jnp.int32, total.shape, 0) < spec.T) & (
             at[3] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < spec.S
         )

@@ -22,6 +22,7 @@ from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
 from pallas_kernels.marks import mark, needs_marks
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.program.ir import Axes
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
@@ -260,7 +261,7 @@ def _write(
     q_first, k_first = first
     score = tile.score
     assert score is not None  # which loads
-    at = tuple(score.space.spread(score(i), i.kind, "qk") for i in load.inputs)
+    at = tuple(score.space.spread(score(i), i.kind, Axes.TILE) for i in load.inputs)
     shape = cotangent.shape
     exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < spec.T) & (
         k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < spec.S
