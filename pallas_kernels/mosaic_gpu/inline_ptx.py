@@ -106,17 +106,17 @@ def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array
         element, byte = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), ir.IntegerType.get_signless(8)
         base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(wide, size)
 
-        def at(place: Any, columns: int) -> Any:
+        def at(address: Any, columns: int) -> Any:
             text = f"ld.global.nc.{'u8' if size == 1 else f'b{bits}'} $0, [$1+{columns * step * size}];"
-            x: Any = llvm.inline_asm(word, [place], text, f"={constraint},l")
+            x: Any = llvm.inline_asm(word, [address], text, f"={constraint},l")
             return llvm.bitcast(element, arith.trunci(byte, x) if size == 1 else x)
 
         registers = np.empty_like(numbers.registers)
         for where in np.ndindex(registers.shape):
             first = numbers.registers[(where[0], 0, *where[2:])]
             offset = arith.muli(arith.extsi(wide, vector.extract(first, [], [0])), bytes_of_element)
-            place = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
-            pair: Any = [at(place, TILE_COLUMNS * where[1] + i) for i in range(2)]
+            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            pair: Any = [at(address, TILE_COLUMNS * where[1] + i) for i in range(2)]
             registers[where] = vector.from_elements(ir.VectorType.get((2,), element), pair)
         signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         return type(numbers)(_registers=registers, _layout=numbers.layout, _is_signed=signed)
@@ -239,15 +239,15 @@ def atomic_increment(counter: Any, into: Any, at: jax.Array) -> None:
     """
 
     @plg.inline_mgpu(arg_types=(plg.RefType(), plg.RefType(), plg.Layout.WG_SPLAT))
-    def run(_, barrier, numbers, place):
+    def run(_, source, target, offset):
         with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
             before: Any = llvm.inline_asm(
                 ir.IntegerType.get_signless(32),
-                [mgpu.utils.memref_ptr(barrier)],
+                [mgpu.utils.memref_ptr(source)],
                 "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
                 "=r,l,~{memory}",
                 has_side_effects=True,
             )
-            memref.store(before, numbers, [arith.index_cast(ir.IndexType.get(), place.registers[()])])
+            memref.store(before, target, [arith.index_cast(ir.IndexType.get(), offset.registers[()])])
 
     run(counter, into, at)  # pyright: ignore[reportCallIssue]

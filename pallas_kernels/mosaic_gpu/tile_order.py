@@ -37,11 +37,9 @@ class Grid(NamedTuple):
     def unravel(self, tile_id: Any) -> tuple[Any, Any, Any]:
         """Batch, head, and number in the head's order of tiles, of a tile id below the size."""
         concurrent_heads, tiles, heads = (jnp.int32(x) for x in (self.concurrent_heads, self.tiles, self.heads))
-        part = lax.div(tile_id, concurrent_heads * tiles)
-        rest, count = (
-            tile_id - part * concurrent_heads * tiles,
-            lax.min(concurrent_heads, self.batch * heads - part * concurrent_heads),
-        )
+        group = lax.div(tile_id, concurrent_heads * tiles)
+        rest = tile_id - group * concurrent_heads * tiles
+        count = lax.min(concurrent_heads, self.batch * heads - group * concurrent_heads)
         tile = lax.div(rest, count)
-        head = part * concurrent_heads + rest - tile * count
+        head = group * concurrent_heads + rest - tile * count
         return lax.div(head, heads), lax.rem(head, heads), tile

@@ -63,12 +63,12 @@ def bound(program: Program | None) -> float | None:
     """A bound of the size of scores, whatever QK^T is, if the program of the mod implies one (a soft cap)."""
     if program is None:
         return None
-    found: dict[Node, float | None] = {}
+    result: dict[Node, float | None] = {}
     for node in program.nodes:
-        sizes = [found.get(x) for x in node.inputs]
-        known = [x for x in sizes if x is not None]
-        found[node] = None if node.op not in _AT_MOST_ONE and len(known) < len(sizes) else _size(node, known)
-    size = found[program.output]
+        sizes = [result.get(x) for x in node.inputs]
+        bounded = [x for x in sizes if x is not None]
+        result[node] = None if node.op not in _AT_MOST_ONE and len(bounded) < len(sizes) else _size(node, bounded)
+    size = result[program.output]
     return None if size is None or not np.isfinite(size) else size
 
 
@@ -105,7 +105,7 @@ class Distance(NamedTuple):
 
 def distances(program: Program, walked: str, fixed: str) -> list[Distance]:
     """Matches distances between query and key; exact in float32 in whatever order they are summed."""
-    found = []
+    result = []
     for node in program.nodes:
         if node.op not in ("add", "sub") or node.kind != Axes.TILE or node.dtype != "float32":
             continue
@@ -114,10 +114,10 @@ def distances(program: Program, walked: str, fixed: str) -> list[Distance]:
         if len(integers) != 2 or not _sum_is_exact(*integers):
             continue
         if integers[0] is program.argument(walked) and integers[1].kind == fixed:
-            found.append(Distance(node, 1, second, b))
+            result.append(Distance(node, 1, second, b))
         elif integers[1] is program.argument(walked) and integers[0].kind == fixed:
-            found.append(Distance(node, second, 1, a))
-    return found
+            result.append(Distance(node, second, 1, a))
+    return result
 
 
 def _sum_is_exact(*integers: Node) -> bool:
@@ -156,13 +156,13 @@ def _factor(node: Node, axis: str) -> int | None:
     if node.op == "input":
         return 1
     factors = [_factor(x, axis) for x in node.inputs]
-    known = [x for x in factors if x is not None]
-    if node.op not in ("add", "sub", "neg", "mul") or len(known) < len(factors):
+    bounded = [x for x in factors if x is not None]
+    if node.op not in ("add", "sub", "neg", "mul") or len(bounded) < len(factors):
         return None
     if node.op == "mul":
         numbers = [int(x.value) for x in node.inputs if x.op == "literal"]
-        return sum(known) * numbers[0] if numbers else None
-    return known[0] + known[1] if node.op == "add" else known[0] - known[1] if node.op == "sub" else -known[0]
+        return sum(bounded) * numbers[0] if numbers else None
+    return bounded[0] + bounded[1] if node.op == "add" else bounded[0] - bounded[1] if node.op == "sub" else -bounded[0]
 
 
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:

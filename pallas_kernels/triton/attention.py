@@ -49,8 +49,8 @@ class Attention(NamedTuple):
         Zeros and -inf for fully masked rows.
         """
 
-        def step(state: softmax.SoftmaxState, *place: Any) -> softmax.SoftmaxState:
-            return self._fold(state, *self.tile_at(*place))
+        def step(state: softmax.SoftmaxState, *key: Any) -> softmax.SoftmaxState:
+            return self._fold(state, *self.tile_at(*key))
 
         out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
         return out, lse + mark(*out) if needs_marks(self.prepared.spec) else lse
@@ -58,8 +58,8 @@ class Attention(NamedTuple):
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
         """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""
 
-        def step(state: tuple[softmax.SoftmaxState, Attended], *place: Any) -> Any:
-            tile, values = self.tile_at(*place)
+        def step(state: tuple[softmax.SoftmaxState, Attended], *key: Any) -> Any:
+            tile, values = self.tile_at(*key)
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)

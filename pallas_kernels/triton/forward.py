@@ -91,7 +91,13 @@ def _kernel(
 
 
 def _repair_kernel(
-    spec: AttentionSpec, tiles: Tiles, marked: Marked, arrays: Operands, before: Any, out: Any, lse: Any
+    spec: AttentionSpec,
+    tiles: Tiles,
+    marked: Marked,
+    arrays: Operands,
+    before: Any,  # out and lse, as the forward kernel left them
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
+    lse: Any,  # [B, Hq, T], the same memory
 ) -> None:
     rows_end = spec.T % tiles.block_q != 0
 

@@ -120,7 +120,13 @@ def _grid(static: Static) -> Grid:
     return Grid(static.spec.B, static.spec.Hkv, pl.cdiv(static.spec.S, static.tiles.block_kv))
 
 
-def _kernel(static: Static, cta_id: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
+def _kernel(
+    static: Static,
+    cta_id: Any,
+    inputs: Any,  # operands, tile order, `RowStats`, dQ float32 [B, Hq, rounded up T, D] or None, sources of bias tiles
+    outputs: Any,  # dK and dV like key and value, [B, Hq, rounded up S] for each of `groups.columns`, marks likewise
+    scratch: Scratch,
+) -> None:
     arrays, order, row_stats, d_query, refs = inputs
     b, kv_h, tile = _grid(static).unravel(cta_id)
     location = (b, kv_h, block_walk.column_at(static.spec, order, b, kv_h, tile))
@@ -187,8 +193,8 @@ def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scra
         marks = mark(*outs) if marks is None else marks + mark(*outs)
         store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}
-    places = [staged[name].at[group] for name in static.sums]
-    _store(scratch, outs, places, own, smem.rows_at(spec, b, kv_h, first, rows))
+    targets = [staged[name].at[group] for name in static.sums]
+    _store(scratch, outs, targets, own, smem.rows_at(spec, b, kv_h, first, rows))
 
 
 def _tile(ref: Any) -> jax.Array:

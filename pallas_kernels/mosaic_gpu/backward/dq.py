@@ -144,7 +144,13 @@ def _grid(static: Static) -> Grid:
     return Grid(static.spec.B, static.spec.Hq, pl.cdiv(static.spec.T, static.tiles.block_q))
 
 
-def _kernel(static: Static, cta_id: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
+def _kernel(
+    static: Static,
+    cta_id: Any,
+    inputs: Any,  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles
+    outputs: Any,  # dQ like the query, [B, Hq, rounded up T] for each of `groups.rows`, marks likewise
+    scratch: Scratch,
+) -> None:
     arrays, order, row_stats, refs = inputs
     grid = _grid(static)
     b, h, tile = grid.unravel(cta_id)

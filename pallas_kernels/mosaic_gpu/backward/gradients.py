@@ -150,7 +150,7 @@ def backward(
     groups = group_loads(spec, requested.derivative)
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
-    assert unsupported_groups(groups) is None  # the adapter has asked
+    assert unsupported_groups(groups) is None  # the plan has checked
     gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     one_pass = tiles.dq is None and requested.query

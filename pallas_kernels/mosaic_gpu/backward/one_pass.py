@@ -101,7 +101,7 @@ class DqAccumulator(NamedTuple):
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
-    def add(self, out: Any, group: Any, b: Any, place: TileIndex, x: jax.Array) -> None:
+    def add(self, out: Any, group: Any, b: Any, tile: TileIndex, x: jax.Array) -> None:
         """Adds a group's part of a tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction."""
         plg.barrier_arrive(self.read)
         _, parts, rows, width = self.staged.shape
@@ -111,7 +111,7 @@ class DqAccumulator(NamedTuple):
             self.staged.at[group, part][...] = x[:, part * width : (part + 1) * width]
         plg.commit_smem()
         for part in range(parts):
-            at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column + part * width, width))
+            at = (b, tile.h, pl.ds(tile.first + first, rows), pl.ds(column + part * width, width))
             is_mine = group == 0 if part == 0 and parts > 1 else None  # the second group's first is the first's last
             plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], is_mine, reduction_op="add")
 

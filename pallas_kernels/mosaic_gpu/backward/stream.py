@@ -112,10 +112,10 @@ class Stream(NamedTuple):
         )
 
     def fill(
-        self, spec: AttentionSpec, i: Any, arrays: Operands, row_stats: RowStats, place: tuple[Any, Any, Any], bias: Any
+        self, spec: AttentionSpec, i: Any, arrays: Operands, row_stats: RowStats, index: tuple[Any, Any, Any], bias: Any
     ) -> None:
         """Starts the TMA copies of the ith tile: that at batch, query head and first query, with its bias tiles."""
-        b, h, first = place
+        b, h, first = index
         rows = self.queries.tiles[0].shape[1]
         at = smem.rows_at(spec, b, h, first, rows)
         self.queries.fill(i, arrays.query.at[at])

@@ -132,8 +132,8 @@ def _kernel(
     tiles: Tiles,
     captured: scores.Captured,
     cta_id: Any,
-    inputs: Any,
-    outputs: Any,
+    inputs: Any,  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
+    outputs: Any,  # out like the query, [..., Dv]; lse [B, Hq, rounded up T]
     scratch: Scratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs

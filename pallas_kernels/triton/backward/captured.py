@@ -134,10 +134,10 @@ def _kernel(
     work: CapturedWork,
     derivative: Derivative,
     arrays: Operands,
-    states: Any,
-    rows: Rows,
-    zeros: Any,
-    *gradients: Any,
+    states: Any,  # [list batch, list heads, rows of blocks, columns of blocks], or None
+    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
+    zeros: Any,  # initial gradients, aliased with those outputs that are not written as a whole
+    *gradients: Any,  # like the array of each load; with a leading axis of splits where stored
 ) -> None:
     position, split = lax.div(pl.program_id(0), work.splits), lax.rem(pl.program_id(0), work.splits)
     own_head, own_entry = pl.program_id(1), pl.program_id(2)

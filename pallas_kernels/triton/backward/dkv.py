@@ -106,11 +106,11 @@ def _kernel(
     derivative: Derivative | None,
     groups: LoadGroups,
     arrays: Operands,
-    order: Any,
-    rows: Rows,
-    d_key: Any,
-    d_value: Any,
-    *columns: Any,
+    order: Any,  # [list batch, key heads or 1, tiles of keys], or None
+    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
+    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
+    *columns: Any,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
@@ -137,10 +137,10 @@ def _repair_kernel(
     marked: Marked,
     arrays: Operands,
     rows: Rows,
-    marks: Any,
-    before: Any,
-    d_key: Any,
-    d_value: Any,
+    marks: Any,  # [B, Hkv, S]
+    before: Any,  # dK and dV, as the kernel left them
+    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
     def fix(b: Any, kv_h: Any, first: Any) -> None:
         keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))

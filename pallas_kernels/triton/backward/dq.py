@@ -116,11 +116,11 @@ def _kernel(
     derivative: Derivative | None,
     groups: LoadGroups,
     arrays: Operands,
-    order: Any,
-    rows: Rows,
-    zeros: Any,
-    d_query: Any,
-    *captured: Any,
+    order: Any,  # [list batch, list heads, tiles of queries], or None
+    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
+    zeros: Any,  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
+    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
+    *captured: Any,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
@@ -150,9 +150,9 @@ def _repair_kernel(
     marked: Marked,
     arrays: Operands,
     rows: Rows,
-    marks: Any,
+    marks: Any,  # [B, Hq, T], or [B, Hq, 1] for all of a head
     before: Any,
-    d_query: Any,
+    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
 ) -> None:
     del before  # the memory of `d_query`
 

@@ -138,7 +138,14 @@ def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
     return max(1, min(target, ragged.max_tiles(spec, tiles) // split_kv.MIN_TILES_PER_SPLIT))
 
 
-def _uniform_kernel(spec: AttentionSpec, tiles: Tiles, splits: int, arrays: Operands, out: Any, lse: Any) -> None:
+def _uniform_kernel(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    splits: int,
+    arrays: Operands,
+    out: Any,  # [B * splits, Hkv, block_q, Dv]; that of the call with one split
+    lse: Any,  # [B * splits, Hkv, block_q]; [B, Hq, T] with one split
+) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), block_walk.Split(split, splits))
     rows, row_lse = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
@@ -157,10 +164,10 @@ def _ragged_kernel(
     tiles: Tiles,
     plan: SplitPlan,
     arrays: Operands,
-    lengths: Any,
-    out: Any,
-    lse: Any,
-    *splits: Any,
+    lengths: Any,  # [B], or None
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Any,  # [B, Hq, T]
+    *splits: Any,  # partial results: out [slots, heads, block_q, Dv], lse [slots, heads, block_q]
 ) -> None:
     head, item = pl.program_id(0), pl.program_id(1)
     extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
@@ -172,7 +179,13 @@ def _ragged_kernel(
 
 
 def _repair_kernel(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: Any, before: Any, out: Any, lse: Any
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands,
+    lengths: Any,  # [B], or None
+    before: Any,  # out and lse, as the kernel left them
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Any,  # [B, Hq, T]
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
     row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b))

@@ -96,7 +96,7 @@ def _ragged_kernel(
 def _merge_line(
     spec: AttentionSpec, run: int, partials: Partials, row: SplitRow, location: tuple[Any, Any], result: tuple[Any, Any]
 ) -> None:
-    """Merges and stores one line of a divided row; `here` is where it is kept: head and line."""
+    """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
     (out, lse), line = result, location[1]
     columns, row_lse = merge_row(partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)

@@ -195,15 +195,15 @@ def _slots_before(splits: jax.Array, row: Any) -> jax.Array:
 
 def store_partial(row: WorkItem, head: Any, rows: Columns, lse: jax.Array, splits: tuple[Any, Any]) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse [block_q]."""
-    part_out, part_lse = splits
+    partial_out, partial_lse = splits
     kept, block_q = row.exists & ~row.unsplit, lse.shape[0]
-    slot = jnp.minimum(row.slot, part_lse.shape[0] - 1)
+    slot = jnp.minimum(row.slot, partial_lse.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
-    plgpu.store(part_lse.at[(slot, head, line)], lse, mask=jnp.broadcast_to(kept, (block_q,)))
-    for (first, width), x in zip(chunks(part_out.shape[-1]), rows, strict=True):
+    plgpu.store(partial_lse.at[(slot, head, line)], lse, mask=jnp.broadcast_to(kept, (block_q,)))
+    for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        plgpu.store(part_out.at[(slot, head, line, column)], x, mask=(column < part_out.shape[-1]) & kept)
+        plgpu.store(partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept)
 
 
 def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Any) -> jax.Array:

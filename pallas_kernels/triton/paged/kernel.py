@@ -106,23 +106,23 @@ class _Program(NamedTuple):
         """From the program id."""
         a, tiles = spec, work.tiles
         kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
-        location = work_item_of(spec, work, arrays, item)
+        work_item = work_item_of(spec, work, arrays, item)
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
-            location = location._replace(page=arrays.table[(location.request, 0)])
-        row = location.rows(spec, work, kv_h)
+            work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
+        row = work_item.rows(spec, work, kv_h)
         q = _load_queries(spec, arrays.query, row.n, row.h)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
         prepared = scores.prepare(
-            a, captured, tiles.shape, location.request, row.h[:, None], q=row.n[:, None], end=location.length
+            a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
         def tile_at(key: Any, is_partial: bool) -> Tile:
-            load = functools.partial(_load_keys, spec, arrays, location, kv_h, key, tiles.block_kv, may_end=is_partial)
+            load = functools.partial(_load_keys, spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
             result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
             return Tile(result, load(arrays.value))
 
-        walk = functools.partial(_over_keys, spec, work, prepared, location)
-        return cls(location, row, Attention(prepared, tiles.block_q, walk, tile_at))
+        walk = functools.partial(_over_keys, spec, work, prepared, work_item)
+        return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
 
     def store(self, out: Any, lse: Any, columns: Columns, row_lse: jax.Array, *, whole: Any, keeps: Any = None) -> None:
         """Stores the rows; outputs where `keeps` is true stay as they are.
@@ -136,31 +136,37 @@ class _Program(NamedTuple):
 
 
 def _kernel(
-    spec: AttentionSpec, work: Work, arrays: PagedOperands, before: Any, out: Any, lse: Any, *splits: Any
+    spec: AttentionSpec,
+    work: Work,
+    arrays: PagedOperands,
+    before: Any,
+    out: Any,  # [N, Hq, Dv]
+    lse: Any,  # [N, Hq]
+    *splits: Any,  # partial results: out [slots, Hkv, block_q, Dv], lse [slots, Hkv, block_q]
 ) -> None:
     del before  # the memory of `out` and `lse`
-    location = _Program.of(spec, work, arrays)
-    item, (columns, row_lse) = location.item, location.attention.attend()
-    location.store(out, lse, columns, row_lse, whole=(item.queries > 0) & (item.splits == 1))
+    program = _Program.of(spec, work, arrays)
+    item, (columns, row_lse) = program.item, program.attention.attend()
+    program.store(out, lse, columns, row_lse, whole=(item.queries > 0) & (item.splits == 1))
     if not splits:
         return
-    part_out, part_lse = splits
+    partial_out, partial_lse = splits
     kv_h = lax.rem(pl.program_id(0), spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
-    is_split = location.row.exists & (item.splits > 1)
-    plgpu.store(part_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
-    _store(part_out, (item.slot, kv_h, i[:, None]), columns, is_split)
+    is_split = program.row.exists & (item.splits > 1)
+    plgpu.store(partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
+    _store(partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
 def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands, before: Any, out: Any, lse: Any) -> None:
-    location = _Program.of(spec, work, arrays)
+    program = _Program.of(spec, work, arrays)
 
     def fix() -> None:
-        columns, row_lse, attended = location.attention.repair()
-        location.store(out, lse, columns, row_lse, whole=location.item.queries > 0, keeps=attended.bad > 0.0)
+        columns, row_lse, attended = program.attention.repair()
+        program.store(out, lse, columns, row_lse, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
 
-    marked = any_nan(plgpu.load(before[1].at[(location.row.n, location.row.h)]))
-    pl.when(marked & (location.item.queries > 0))(fix)
+    marked = any_nan(plgpu.load(before[1].at[(program.row.n, program.row.h)]))
+    pl.when(marked & (program.item.queries > 0))(fix)
 
 
 def _store(ref: Any, at: tuple[Any, ...], columns: Columns, mask: jax.Array) -> None:
@@ -186,7 +192,7 @@ def _load_queries(spec: AttentionSpec, ref: Any, n: jax.Array, h: jax.Array) -> 
 def _load_keys(
     spec: AttentionSpec,
     arrays: PagedOperands,
-    location: WorkItem,
+    work_item: WorkItem,
     h: Any,
     first: Any,
     count: int,
@@ -197,14 +203,14 @@ def _load_keys(
     """Rows [count, D or Dv] of key or value from the logical position `first` on; zeros past the request's length."""
     size, page_size = ref.shape[3], spec.page_size
     position = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
-    exists = position < location.length
+    exists = position < work_item.length
     one_page = spec.max_pages == 1 or page_size % count == 0
     if spec.max_pages == 1:
-        page, row = location.page, first
+        page, row = work_item.page, first
     elif one_page:
-        page, row = arrays.table[(location.request, lax.div(first, page_size))], lax.rem(first, page_size)
+        page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
     else:
-        at = arrays.table.at[(location.request, lax.div(position, page_size))]
+        at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
         page = plgpu.load(at, mask=exists, other=0) if may_end else plgpu.load(at)
         row = lax.rem(position, page_size)
     page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
@@ -234,12 +240,12 @@ class _Walk(NamedTuple):
 
 
 def _over_keys(
-    spec: AttentionSpec, work: Work, prepared: scores.Scores, location: WorkItem, state: Any, step: Any
+    spec: AttentionSpec, work: Work, prepared: scores.Scores, work_item: WorkItem, state: Any, step: Any
 ) -> Any:
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
-    walk = _walk_of(spec, tile, prepared, location, spec.S)
-    start, end = split_kv.split_range(walk.last - walk.first, location.split, location.splits)
+    walk = _walk_of(spec, tile, prepared, work_item, spec.S)
+    start, end = split_kv.split_range(walk.last - walk.first, work_item.split, work_item.splits)
     start, end = walk.first + start, walk.first + end
     inside = lambda x: jnp.minimum(jnp.maximum(x, start), end)
     first_whole, last_whole = inside(walk.first_whole), inside(walk.last_whole)
@@ -250,8 +256,8 @@ def _over_keys(
     return lax.fori_loop(jnp.maximum(last_whole, start), end, partial, state)
 
 
-def _walk_of(a: AttentionSpec, tile: int, prepared: scores.Scores, location: WorkItem, capacity: int) -> _Walk:
-    last, whole = lax.div(location.length + (tile - 1), tile), lax.div(location.length, tile)
+def _walk_of(a: AttentionSpec, tile: int, prepared: scores.Scores, work_item: WorkItem, capacity: int) -> _Walk:
+    last, whole = lax.div(work_item.length + (tile - 1), tile), lax.div(work_item.length, tile)
     if prepared.mask is None:
         return _Walk(0, last, 0, whole)
     assert a.programs.mask is not None
@@ -260,9 +266,9 @@ def _walk_of(a: AttentionSpec, tile: int, prepared: scores.Scores, location: Wor
     count = 1 << (pl.cdiv(tiles, run) - 1).bit_length()
     i = lax.broadcasted_iota(jnp.int32, (count,), 0)
     first_key = i * (run * tile)
-    seen = intervals.visibility(a.programs.mask, prepared.mask, first_key, first_key + (run * tile - 1))
+    visible = intervals.visibility(a.programs.mask, prepared.mask, first_key, first_key + (run * tile - 1))
     exists = i * run < last
-    some, all_of = seen.some & exists, seen.all & ((i + 1) * run <= whole)
+    some, all_of = visible.some & exists, visible.all & ((i + 1) * run <= whole)
     first, after = _first_where(some, i, count), _last_where(some, i) + 1
     first_whole = _first_where(all_of, i, count)
     last_whole = _first_where(~all_of & (i > first_whole), i, count)
