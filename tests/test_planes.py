@@ -1,4 +1,4 @@
-"""Which elements of captured arrays the copy engine brings to the Hopper kernels, and what is declared for them."""
+"""Which captured arrays TMA loads as bias tiles in the Hopper kernels, and what is declared for them."""
 
 import dataclasses
 

@@ -114,7 +114,7 @@ class View:
         """Loads all elements.
 
         Raises:
-          NotOnTile: They are more than `SMALL`.
+          NotOnTile: They are more than `MAX_VALUES`.
         """
         if math.prod(self.shape) > MAX_VALUES:
             raise NotOnTile(

@@ -35,7 +35,14 @@ from pallas_kernels.triton.launch import launch
 
 
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
+    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
+    """
     order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),

@@ -71,6 +71,15 @@ def dkv(
 
     With `one_pass` dQ, too, without the scale of the scores. Head sizes of more than 128 take a launch for dK and one
     for dV.
+
+    Args:
+      spec: The spec, with padded head sizes.
+      tiles: Of the kernel: 64 keys for each consumer warp group.
+      arrays: The operands of the forward pass, padded.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+      one_pass: Whether to compute dQ too, which is not deterministic.
     """
     static = Static.of(spec, tiles, arrays, derivative, groups)
     if max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:

@@ -111,7 +111,16 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
 def dq(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> DqOutputs:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
+
+    Args:
+      spec: The spec, with padded head sizes.
+      tiles: Of the kernel: 64 queries for each consumer warp group.
+      arrays: The operands of the forward pass, padded.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     static = Static.of(spec, tiles, arrays, derivative, groups)
     row_tiles = pl.cdiv(spec.T, tiles.block_q)
     per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, row_tiles * tiles.block_q), jnp.float32)

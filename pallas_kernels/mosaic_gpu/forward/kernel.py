@@ -71,8 +71,8 @@ class Scratch(NamedTuple):
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
     """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
     bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
-    most = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
-    for bias_refs, is_persistent in itertools.product((bias, ()) if bias else ((),), most):
+    persistence = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
+    for bias_refs, is_persistent in itertools.product((bias, ()) if bias else ((),), persistence):
         declared = _declare(spec, tiles, dtype, bias_refs, is_persistent=is_persistent)
         if smem.bytes_of(jax.tree.leaves(declared)) <= smem.LIMIT:
             return declared
@@ -103,6 +103,13 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Ar
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+
+    Args:
+      spec: The spec.
+      tiles: `block_q` queries (64 for each of `num_warps` / 4 consumers, or 128) and `block_kv` keys; `num_stages` of
+        the ring.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
     """
     order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
     spec, arrays = padding.padded(spec, arrays)

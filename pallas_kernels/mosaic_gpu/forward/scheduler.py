@@ -76,7 +76,7 @@ def slot(i: Any) -> Any:
 
 
 def counter() -> Any:
-    """The atomic counter of tile ids, in global memory; it starts after the ids that the CTAs take by their own."""
+    """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
     return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
 
 

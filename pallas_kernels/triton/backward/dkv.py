@@ -50,7 +50,16 @@ class DkvOutputs(NamedTuple):
 def dkv(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> DkvOutputs:
-    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
+    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: The operands of the forward pass.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     dtype = arrays.key.dtype if spec.Bkv == spec.B else jnp.float32
     per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.S), jnp.float32)
     marks = jax.ShapeDtypeStruct((spec.B, spec.Hkv, spec.S), jnp.float32)

@@ -54,7 +54,16 @@ class DqOutputs(NamedTuple):
 def dq(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
 ) -> DqOutputs:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: The operands of the forward pass.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     operands = arrays.score_operands
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]

@@ -44,7 +44,8 @@ def decode(
     Args:
       spec: Its programs are traced with heads in rows.
       tiles: `block_q` holds the packed queries of a key head: ``group * T`` of them.
-      arrays: The inputs.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
       lengths: Keys of each batch entry, int32 [B]; what lies beyond is not read.
     """
     by_row = spec.block_size is not None and max(spec.list_batch, spec.list_heads) > 1
