@@ -163,7 +163,7 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     one_pass = functools.partial(by_key, one_pass=True)
     declarations = {"forward_sm90": forward_kernel.declare, "dq_sm90": dq.declare, "one_pass_sm90": one_pass}
     declare = declarations.get(kernel, by_key)
-    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.BOTH_SUMS
+    by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.MAX_HEAD_SIZE_BOTH_SUMS
     sizes = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
     machine = {"dtype": "bfloat16", "platform": "gpu", "device_kind": "NVIDIA H200"}
     spec = AttentionSpec(**sizes, **machine, scale=1.0, blocks=Blocks((128, 128), 1, 1))
@@ -184,9 +184,9 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
 
 def _held(kernel: str, columns: int, head_size: int) -> int:
     """Registers of a thread for 64 rows: accumulators and scores of 32 bits, probabilities of 16."""
-    from pallas_kernels.mosaic_gpu.backward.dkv import BOTH_SUMS
+    from pallas_kernels.mosaic_gpu.backward.dkv import MAX_HEAD_SIZE_BOTH_SUMS
 
-    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= BOTH_SUMS
+    both = kernel in ("one_pass_sm90", "dkv_sm90") and head_size <= MAX_HEAD_SIZE_BOTH_SUMS
     sums = 2 * head_size if both else head_size
     tiles = columns if kernel == "forward_sm90" else 2 * columns
     return sums // 2 + tiles // 2 + columns // 4

@@ -1,4 +1,4 @@
-"""Walking the lists of a block mask, in tiles."""
+"""Loops over the tiles of a block mask's lists, partial blocks before full ones, and the order of such loops."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of blocks
+EMPTY, PARTIAL, FULL = 0, 1, 2  # states of blocks
 
 
 class BlockRow(NamedTuple):
-    """Which lists of which row of blocks a tile walks: refs to counts and indices, and where in them."""
+    """The lists of a row of blocks that a tile walks: refs to counts and indices, and the index of the row in them."""
 
     partial: tuple[Any, Any]
     full: tuple[Any, Any]
@@ -24,20 +24,20 @@ class BlockRow(NamedTuple):
 
 
 def list_position(spec: AttentionSpec, b: Any, h: Any) -> tuple[Any, Any]:
-    """Batch and head of the lists, which may be shared."""
+    """Batch and head index into the lists, which batch entries and heads may share."""
     return (b if spec.list_batch > 1 else 0), (h if spec.list_heads > 1 else 0)
 
 
-class Part(NamedTuple):
-    """The share of a walk that one of several programs takes: the nth of so many of equal length."""
+class Split(NamedTuple):
+    """One split of a walk (split-KV): the ith of `splits` of equal length."""
 
-    nth: Any
-    parts: Any
+    i: Any
+    splits: Any
 
     def of(self, total: Any) -> tuple[Any, Any]:
-        """Where it starts and ends among `total` tiles."""
-        share = lax.div(total + (self.parts - 1), self.parts)
-        return jnp.minimum(self.nth * share, total), jnp.minimum((self.nth + 1) * share, total)
+        """First tile and end of the split, among `total` tiles."""
+        size = lax.div(total + (self.splits - 1), self.splits)
+        return jnp.minimum(self.i * size, total), jnp.minimum((self.i + 1) * size, total)
 
 
 def walk(
@@ -47,8 +47,8 @@ def walk(
     length: int,
     state: Any,
     step: Callable[[Any, Any, bool], Any],
-    part: Part | None = None,
-    most: Any = None,
+    split: Split | None = None,
+    max_blocks: Any = None,
 ) -> Any:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
@@ -59,25 +59,25 @@ def walk(
       length: Of the axis that is walked.
       state: What is folded.
       step: One tile.
-      part: Which of the listed tiles to take; all without.
-      most: Of each list, only so many blocks are walked, the first ones.
+      split: Which of the listed tiles to walk; all without.
+      max_blocks: How many blocks of each list are walked, the first ones; None for all.
     """
     per_block = block // tile  # lax.div and lax.rem below: `//` and `%` would repair the sign of a number that has none
     last = -(-length // block) - 1
-    bounded = lambda count: count if most is None else jnp.minimum(count, most)
+    bounded = lambda count: count if max_blocks is None else jnp.minimum(count, max_blocks)
     lengths = [bounded(counts[row.at]) * per_block for counts, _ in (row.partial, row.full)]
-    start, end = (0, None) if part is None else part.of(lengths[0] + lengths[1])
+    start, end = (0, None) if split is None else split.of(lengths[0] + lengths[1])
     for (_, indices), is_partial, tiles in zip((row.partial, row.full), (True, False), lengths, strict=True):
 
         def body(t, state, indices=indices, is_partial=is_partial):
-            nth, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
-            number = indices[(*row.at, nth)]
-            number = jnp.minimum(jnp.maximum(number, 0), last)  # lists of the user's own may hold anything
-            return step(state, number * block + within * tile, is_partial)
+            i, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
+            block_id = indices[(*row.at, i)]
+            block_id = jnp.minimum(jnp.maximum(block_id, 0), last)  # lists from the user may hold anything
+            return step(state, block_id * block + within * tile, is_partial)
 
         if end is None:
             state = lax.fori_loop(0, tiles, body, state)
-        else:  # the walk over both lists is one row of tiles, of which these are the first, then the rest
+        else:  # a split covers the concatenation of both lists: the partial blocks, then the full ones
             state = lax.fori_loop(jnp.minimum(start, tiles), jnp.minimum(end, tiles), body, state)
             start, end = jnp.maximum(start - tiles, 0), jnp.maximum(end - tiles, 0)
     return state
@@ -89,13 +89,13 @@ def walk_all(
     is_partial: bool,
     state: Any,
     step: Callable[[Any, Any, bool], Any],
-    part: Part | None = None,
+    split: Split | None = None,
 ) -> Any:
-    """As `walk` over all of an axis, without lists; a last tile that is cut short counts as partial."""
+    """As `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
     whole = 0 if is_partial else length // tile
     tiles = -(-length // tile)
-    if part is not None:
-        start, end = part.of(tiles)
+    if split is not None:
+        start, end = split.of(tiles)
         first, last = jnp.minimum(start, whole), jnp.minimum(end, whole)
         state = lax.fori_loop(first, last, lambda t, s: step(s, t * tile, False), state)
         first, last = jnp.maximum(start, whole), jnp.maximum(end, whole)
@@ -104,19 +104,19 @@ def walk_all(
     return lax.fori_loop(whole, tiles, lambda t, s: step(s, t * tile, True), state) if tiles > whole else state
 
 
-MANY_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
+MIN_SORTED_ROWS = 32  # from which on sorting pays: it is two small kernels of 5 us together on an H200
 
 
 def heaviest_first(counts: jax.Array) -> jax.Array | None:
-    """Rows in the order in which they are started: those with most blocks first, so that none ends alone.
+    """The order in which rows are started: those with most blocks first, so that the last wave is balanced.
 
-    None if there are so few that the last ones first will do, which is the same for a causal mask.
+    None for so few rows that reverse order is good enough, which is the same for a causal mask.
     """
-    return None if counts.shape[-1] < MANY_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
+    return None if counts.shape[-1] < MIN_SORTED_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
 
 
-def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of queries are started, [list batch, list heads, tiles]; None is the last one first."""
+def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> jax.Array | None:
+    """The order in which tiles of queries are started, [list batch, list heads, tiles]; None is reverse order."""
     if spec.block_size is None:
         return None
     weight = arrays.lists[0] + arrays.lists[2]
@@ -125,16 +125,16 @@ def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array | 
     return heaviest_first(weight)
 
 
-def row_at(spec: AttentionSpec, order: Any, b: Any, h: Any, nth: Any, rows: Any) -> Any:
-    """The tile of queries that is started as the nth of `rows`."""
-    return rows - 1 - nth if order is None else order[(*list_position(spec, b, h), nth)]
+def row_at(spec: AttentionSpec, order: Any, b: Any, h: Any, i: Any, rows: Any) -> Any:
+    """The tile of queries that is started as the ith of `rows`."""
+    return rows - 1 - i if order is None else order[(*list_position(spec, b, h), i)]
 
 
 def over_keys(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any], state: Any, step: Any
 ) -> Any:
-    """Folds a step over the tiles of keys that a tile of queries, of batch and head, visits."""
-    b, h, tile = here
+    """Folds a step over the tiles of keys that a tile of queries visits, at `location`: (batch, head, tile)."""
+    b, h, tile = location
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[:4]
@@ -143,8 +143,8 @@ def over_keys(
     return walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step)
 
 
-def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array | None:
-    """In which order the tiles of keys are started, [list batch, key heads or 1, tiles]; None is their own."""
+def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> jax.Array | None:
+    """The order in which tiles of keys are started, [list batch, key heads or 1, tiles]; None is ascending."""
     if spec.block_size is None:
         return None
     weight = arrays.lists[4] + arrays.lists[6]
@@ -154,18 +154,18 @@ def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> jax.Array
     return heaviest_first(weight)
 
 
-def column_at(spec: AttentionSpec, order: Any, b: Any, kv_h: Any, nth: Any) -> Any:
-    """The tile of keys that is started as the nth."""
+def column_at(spec: AttentionSpec, order: Any, b: Any, kv_h: Any, i: Any) -> Any:
+    """The tile of keys that is started as the ith."""
     if order is None:
-        return nth
-    return order[b if spec.list_batch > 1 else 0, kv_h if spec.list_heads > 1 else 0, nth]
+        return i
+    return order[b if spec.list_batch > 1 else 0, kv_h if spec.list_heads > 1 else 0, i]
 
 
 def over_queries(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any], state: Any, step: Any
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any], state: Any, step: Any
 ) -> Any:
-    """Folds a step over the tiles of queries of one head that visit a tile of keys."""
-    b, h, tile = here
+    """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
+    b, h, tile = location
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
     counts, indices, full_counts, full_indices = arrays.lists[4:]
@@ -174,25 +174,25 @@ def over_queries(
     return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
 
 
-def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any, Any]) -> Any:
+def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any]) -> Any:
     """How many tiles `over_keys` visits."""
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
-    b, h, tile = here
+    b, h, tile = location
     at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
-    listed = lambda counts: jnp.maximum(counts[at], 0)  # fewer than none are walked like none
+    listed = lambda counts: jnp.maximum(counts[at], 0)  # a negative count is walked like 0
     return (listed(arrays.lists[0]) + listed(arrays.lists[2])) * (spec.block_size[1] // tiles.block_kv)
 
 
-def kinds(spec: AttentionSpec, lists: Any) -> jax.Array:
+def states(spec: AttentionSpec, lists: Any) -> jax.Array:
     """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
     assert spec.block_size is not None
     columns = -(-spec.S // spec.block_size[1])
     counts, indices, full_counts, full_indices = lists[:4]
-    found = jnp.zeros((*counts.shape, columns), jnp.int32)
+    result = jnp.zeros((*counts.shape, columns), jnp.int32)
     outer = jnp.indices(counts.shape, sparse=True)
-    for count, index, kind in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
+    for count, index, state in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
         listed = jax.lax.broadcasted_iota(jnp.int32, index.shape, 3) < count[..., None]
         at = (*(x[..., None] for x in outer), jnp.clip(index, 0, columns - 1))
-        found = found.at[at].max(jnp.where(listed, kind, EMPTY))
-    return found
+        result = result.at[at].max(jnp.where(listed, state, EMPTY))
+    return result

@@ -1,4 +1,4 @@
-"""What the backward passes share: what is wanted and found, statistics of rows, and the way through the score mod."""
+"""What the backward passes share: requested and computed gradients, row statistics, and the VJP of the score mod."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import scatter
 from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
+from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 
 
-class Requested(NamedTuple):
-    """Which gradients are computed: `derivative` says of which loads of the score mod, None without one."""
+class RequestedGradients(NamedTuple):
+    """The requested gradients; `derivative` has the loads of captured arrays among them, None without a score mod."""
 
     query: bool
     key_or_value: bool
     derivative: Derivative | None
 
 
-class Found(NamedTuple):
-    """The gradients; None where none is wanted, in `score_operands` also where an array is not read."""
+class Gradients(NamedTuple):
+    """The gradients; None where not requested, and in `score_operands` also where the captured array is not read."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Per query: cotangent of the output (in the spec's layout), lse and delta, both [B, Hq, T]."""
+    """Per query: dO (in the layout of the spec), lse and delta, both [B, Hq, T]."""
 
     d_out: Any
     lse: Any
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def row_statistics(spec: AttentionSpec, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> Rows:
-    """dO, lse and delta."""
+    """dO, lse, and delta = rowsum(dO * O) - dlse."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) if spec.layout == "BTNH" else delta
@@ -50,24 +50,24 @@ def row_statistics(spec: AttentionSpec, saved: tuple[Any, Any], d_saved: tuple[A
     return Rows(d_out, lse, delta)
 
 
-def shift_of(lse: jax.Array) -> jax.Array:
-    """What is subtracted from scores in base 2; inf for an empty row, so that its weights are 0."""
+def log2_lse(lse: jax.Array) -> jax.Array:
+    """The lse in base 2, to subtract from exponents; inf for a fully masked row, so that its weights are 0."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
-def through_mod(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) -> tuple[jax.Array, Any]:
-    """Cotangents of the raw scores, and a function that gives those of a load, all of the size of a tile.
+def score_mod_vjp(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) -> tuple[jax.Array, Any]:
+    """The VJP of the score mod: cotangents of the raw scores, and a function ``load -> cotangents``, all of tile shape.
 
     Args:
       derivative: Of the score mod; None without one.
-      tile: The tile of scores, as its kernel computed it: what is visible, and the evaluation of the mod.
+      tile: The tile of scores, as its kernel computed it: the mask, and the evaluation of the mod.
       d_s: Cotangents of the modified scores.
     """
     if derivative is None:
         return d_s, None
     assert tile.score is not None  # it is the derivative of a mod
     evaluation = tile.score.child({derivative.cotangent: d_s})
-    # The derivative of a mod may be NaN where nothing is seen, and 0 times that too.
+    # The derivative of a mod may be NaN where masked, and so 0 times that.
     d_load = lambda load: tile.clear(evaluation.tile(derivative.d_loads[load]))
     return tile.clear(evaluation.tile(derivative.d_score)), d_load
 
@@ -75,23 +75,23 @@ def through_mod(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) 
 def collect(
     spec: AttentionSpec,
     derivative: Derivative | None,
-    arrays: Arrays,
+    arrays: Operands,
     loads: Sequence[Node],
     cotangents: Sequence[jax.Array],
     gradients: dict[int, list[jax.Array]],
 ) -> None:
-    """Adds gradients of captured arrays, from cotangents of what was loaded by row or column, to those of each."""
+    """Scatters cotangents of row or column loads into gradients of captured arrays, appended to `gradients`."""
     if derivative is None:
-        return  # no load is wanted
+        return  # no gradient of a captured array is requested
     for load, cotangent in zip(loads, cotangents, strict=True):
         gradients[load.value].append(scatter(spec, derivative, arrays.score_operands, load, cotangent))
 
 
-def total(parts: list[jax.Array]) -> jax.Array | None:
-    """The sum of the gradients of an array; None of none."""
+def sum_gradients(parts: list[jax.Array]) -> jax.Array | None:
+    """The sum of the gradients that the loads of an array contribute; None if there are none."""
     return functools.reduce(lambda x, y: x.astype(jnp.float32) + y.astype(jnp.float32), parts) if parts else None
 
 
 def sum_batch(spec: AttentionSpec, x: jax.Array) -> jax.Array:
-    """The gradient of a key or value that the batch shares."""
+    """Sums the gradient of a key or value over a batch that shares it."""
     return x.sum(axis=0, keepdims=True) if spec.Bkv < spec.B else x

@@ -3,8 +3,8 @@
 A weight of 0 times NaN is NaN: one key that no query may attend to would reach every output of its tile, and a page
 that one request leaves to another would carry it on. To clear every tile before its MMA costs on every tile. But a sum
 never loses a NaN. So kernels mark the rows whose sums are not finite, and a second launch, the *repair*, computes their
-tiles again with operands that are cleared (`pallas_kernels.triton.containment`). It reads the marks, and ends at once
-where there are none.
+tiles again with cleared operands (`pallas_kernels.triton.containment`). It reads the marks, and exits at once where
+there are none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels.spec import AttentionSpec
 
 
-def may_hide(spec: AttentionSpec) -> bool:
-    """Whether sums are marked: without a mask, tiles hold nothing hidden but zeros."""
+def needs_marks(spec: AttentionSpec) -> bool:
+    """Whether sums are marked: without a mask only padding is masked, and padding is zeros."""
     return spec.programs.mask is not None and spec.contains_nan
 
 
@@ -30,7 +30,7 @@ def mark(*sums: jax.Array) -> jax.Array:
 
 
 class Repairs(NamedTuple):
-    """How the backward pass of one engine is repaired by the kernels of another.
+    """How the backward pass of one backend is repaired by the kernels of another.
 
     Attributes:
       query: ``(dQ, marks of queries) -> dQ``; marks are float32 [B, Hq, T], or [B, Hq, 1] for all of a head.

@@ -1,4 +1,4 @@
-"""What every kernel knows of a tile of scores, once mod and mask are applied."""
+"""A tile of scores, with score mod and mask applied; the same for every kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ScoreTile(NamedTuple):
     """A tile of scores.
 
     Attributes:
-      s: The scores, in the unit of the kernel's own; -inf where nothing is seen.
-      visible: What is seen, or None where everything is.
+      s: The scores, up to the `log2_scale` of the kernel; -inf where masked.
+      visible: False where masked, or None where nothing is masked.
       score: The evaluation of the score mod, for its derivative.
     """
 
@@ -24,5 +24,5 @@ class ScoreTile(NamedTuple):
     score: Evaluation | None
 
     def clear(self, x: jax.Array) -> jax.Array:
-        """A tile with zeros where nothing is seen."""
+        """A tile with zeros where masked."""
         return x if self.visible is None else jnp.where(self.visible, x, 0.0)

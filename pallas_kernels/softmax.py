@@ -12,24 +12,24 @@ from pallas_kernels.spec import LN_2
 
 
 class SoftmaxState(NamedTuple):
-    """Of the rows of a tile, after some of the keys.
+    """The online softmax state of the rows of a tile, after some of the keys.
 
-    Scores are in a unit of the caller's: a weight is ``2 ** (unit * (score - top))``. So the factor of the scores and
-    log2 e cost nothing: with the subtraction they are one fused multiply-add for each element.
+    A weight is ``2 ** (log2_scale * (score - row_max))``, with a scale of the caller's. So the softmax scale and log2 e
+    cost nothing: with the subtraction they are one FMA for each element.
 
     Attributes:
-      top: The largest score so far.
-      total: Sum of the weights.
-      out: Sum of the weights times the values, in chunks of columns.
+      row_max: float32 [rows]: the largest score so far.
+      row_sum: float32 [rows]: sum of the weights.
+      out: float32 [rows, width] each: sum of the weights times the values, in chunks of columns.
     """
 
-    top: jax.Array
-    total: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
     out: tuple[jax.Array, ...]
 
 
 def start(rows: int, out: tuple[jax.Array, ...]) -> SoftmaxState:
-    """No key has been seen; `out` is zeros."""
+    """The state before the first tile of keys; `out` is zeros."""
     return SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), out)
 
 
@@ -37,31 +37,31 @@ def update(
     state: SoftmaxState,
     s: jax.Array,
     *,
-    unit: float,
-    weigh: Callable[[jax.Array, jax.Array], jax.Array],
-    times_values: Callable[[jax.Array], tuple[jax.Array, ...]],
-    may_hide: bool,
+    log2_scale: float,
+    exp2: Callable[[jax.Array, jax.Array], jax.Array],
+    pv_dot: Callable[[jax.Array], tuple[jax.Array, ...]],
+    may_be_empty: bool,
 ) -> SoftmaxState:
-    """Takes in a tile of scores.
+    """One step of the online softmax: rescales the state by alpha, and adds a tile of scores.
 
     Args:
       state: Before.
-      s: Scores; -inf where nothing is seen.
-      unit: Of the scores; positive.
-      weigh: ``(s, shift) -> 2 ** (unit * s - shift)``.
-      times_values: Multiplies a tile of weights by the values.
-      may_hide: Whether a row may have seen nothing yet: then ``-inf - -inf`` is avoided.
+      s: Scores [rows, keys]; -inf where masked.
+      log2_scale: Turns scores into exponents of base 2; positive.
+      exp2: ``(s, row_max_log2) -> 2 ** (log2_scale * s - row_max_log2)``.
+      pv_dot: The PV GEMM: multiplies a tile of weights by the values.
+      may_be_empty: Whether a row may still be fully masked after this tile: then ``-inf - -inf`` is avoided.
     """
-    top = jnp.maximum(state.top, jnp.max(s, axis=1))
-    shift = (jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top) * unit
-    p, keep = weigh(s, shift[:, None]), weigh(state.top, shift)
-    out = tuple(x * keep[:, None] + y for x, y in zip(state.out, times_values(p), strict=True))
-    return SoftmaxState(top, state.total * keep + jnp.sum(p, axis=1), out)
+    row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1))
+    row_max_log2 = (jnp.where(row_max == -jnp.inf, 0.0, row_max) if may_be_empty else row_max) * log2_scale
+    p, alpha = exp2(s, row_max_log2[:, None]), exp2(state.row_max, row_max_log2)
+    out = tuple(x * alpha[:, None] + y for x, y in zip(state.out, pv_dot(p), strict=True))
+    return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)
 
 
-def finish(state: SoftmaxState, unit: float) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Output and lse (natural log); zeros and -inf for rows that have seen nothing."""
-    empty = state.total == 0.0
-    total = jnp.where(empty, 1.0, state.total)
-    lse = jnp.where(empty, -jnp.inf, state.top * (unit * LN_2) + jnp.log(total))
-    return tuple(x * (1.0 / total)[:, None] for x in state.out), lse
+def finish(state: SoftmaxState, log2_scale: float) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Epilogue: output and lse (natural log); zeros and -inf for fully masked rows."""
+    empty = state.row_sum == 0.0
+    row_sum = jnp.where(empty, 1.0, state.row_sum)
+    lse = jnp.where(empty, -jnp.inf, state.row_max * (log2_scale * LN_2) + jnp.log(row_sum))
+    return tuple(x * (1.0 / row_sum)[:, None] for x in state.out), lse

@@ -1,4 +1,4 @@
-"""What a kernel is told about the attention that it computes: the spec, and the arrays."""
+"""What defines a call of attention for the kernels: the static spec, and the operands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Programs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What is static of a BlockMask.
+    """The static part of a BlockMask.
 
     Attributes:
       size: Queries and keys in a block.
@@ -63,11 +63,11 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Paging:
-    """What is static of a paged cache.
+    """The static part of a paged cache.
 
     Attributes:
       page_size: Keys in a page.
-      num_pages: Pages that a table may name (of one layer).
+      num_pages: Physical pages that a table may name (of one layer).
     """
 
     page_size: int
@@ -76,10 +76,10 @@ class Paging:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """All that is static in a call of attention, dense or paged: hashable, so that it keys caches.
+    """Everything static in a call of attention, dense or paged; hashable, so that it keys caches.
 
-    Of a paged call, B counts requests, T packed queries, and S the keys that a request may have; its mods see the
-    request as ``b`` and the number of the packed query as ``q_idx``.
+    In a paged call, B counts requests, T packed queries, and S the keys that a request may have; its mods get the
+    request as ``b`` and the index of the packed query as ``q_idx``.
 
     Attributes:
       B: Batch.
@@ -96,14 +96,14 @@ class AttentionSpec:
       mask_mod: The traced mask.
       platform: Of the device.
       device_kind: Of the device.
-      config: What the user sets.
+      config: The user's settings.
       layout: ``"BTNH"`` or ``"BNTH"``.
       blocks: Of a BlockMask, or None without one.
       paging: Of a paged cache, or None.
-      out_dtype: Of the output; that of query, but for partial results that are merged.
+      out_dtype: Of the output; that of query, except for partial results of splits that are merged.
       precision: Of GEMMs of float32; None for JAX's default.
       kv_lengths: Whether each batch entry has its own number of keys.
-      heads_in_rows: Whether the rows of a tile are of several query heads, as where few queries are decoded.
+      heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
       programs: The tile programs of the mods, once a plan has made them.
     """
 
@@ -184,12 +184,12 @@ class AttentionSpec:
 
     @property
     def contains_nan(self) -> bool:
-        """Whether NaN that the mask hides is kept out of all sums (`pallas_kernels.marks`)."""
+        """Whether masked NaN is kept out of all sums (`pallas_kernels.marks`)."""
         return self.config.contain_nan or self.heads_in_rows or self.paging is not None
 
     @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what the score mod captures."""
+        """Shapes of the captured arrays of the score mod."""
         return () if self.score_mod is None else tuple(shape for shape, _ in self.score_mod.operands)
 
     def out_shape(self) -> tuple[int, ...]:
@@ -201,9 +201,9 @@ class AttentionSpec:
         return (self.T, self.Hq) if self.paging is not None else (self.B, self.Hq, self.T)
 
     def walk_passes_end(self, axis: str, tile: int) -> bool:
-        """Whether a walk over queries (``"q"``) or keys (``"k"``) may have tiles that reach past the end, or lie there.
+        """Whether a walk over queries (``"q"``) or keys (``"k"``) may have tiles with padding, or of padding alone.
 
-        Lists are walked by whole blocks: a last block that is cut short holds tiles of which nothing exists.
+        Lists are walked by whole blocks: a last block that is cut short holds tiles of padding alone.
         """
         length, which = (self.T, 0) if axis == "q" else (self.S, 1)
         return length % (tile if self.block_size is None else self.block_size[which]) != 0
@@ -217,16 +217,16 @@ class AttentionSpec:
         return (self.B, self.S, self.Hkv, size) if self.layout == "BTNH" else (self.B, self.Hkv, self.S, size)
 
 
-class Arrays(NamedTuple):
-    """The inputs of all kernels (in a kernel: the refs to them).
+class Operands(NamedTuple):
+    """The inputs of all kernels (in a kernel: refs to them).
 
     Attributes:
-      query: In the layout of the spec.
-      key: Likewise.
-      value: Likewise.
+      query: [B, T, Hq, D] or [B, Hq, T, D], by the layout of the spec.
+      key: [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D].
+      value: [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv].
       lists: The eight index arrays of a block mask, or None.
-      score_operands: What the score mod captures; booleans as int8.
-      mask_operands: What the mask captures; booleans as int8.
+      score_operands: Captured arrays of the score mod; booleans as int8.
+      mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
     query: Any
@@ -238,5 +238,5 @@ class Arrays(NamedTuple):
 
 
 def as_int8(x: jax.Array) -> jax.Array:
-    """GPU memory has no booleans."""
+    """Booleans as int8, because GPU memory has no booleans."""
     return x.astype("int8") if x.dtype == bool else x

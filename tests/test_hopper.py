@@ -12,7 +12,7 @@ from jflex.backends.gpu import triton
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import Refusal
-from pallas_kernels.spec import Arrays, Blocks
+from pallas_kernels.spec import Blocks, Operands
 from tests import evaluation, gpu_compile
 from tests.hopper_cases import HOPPER, ONE_PASS
 from tests.specs import spec_of
@@ -298,7 +298,7 @@ def test_explain_says_which_kernels_compute_gradients():
 def test_counts_the_tiles_that_a_walk_visits(counts):
     lists = [jnp.full((1, 1, 1), count, jnp.int32) for count in counts]
     index = jnp.zeros((1, 1, 1, 4), jnp.int32)
-    arrays = Arrays(None, None, None, (lists[0], index, lists[1], index), (), ())
+    arrays = Operands(None, None, None, (lists[0], index, lists[1], index), (), ())
     sizes = spec_of(T=128, S=512, Hq=1, blocks=Blocks((128, 128), 1, 1))
     tiles, here = Tiles(64, 64, 4, 2), (0, 0, jnp.int32(0))
     visited = block_walk.over_keys(sizes, tiles, arrays, here, jnp.int32(0), lambda n, *_: n + 1)

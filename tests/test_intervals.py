@@ -13,7 +13,7 @@ from pallas_kernels.program.evaluate import Evaluation, Space
 
 SIZES = Sizes(B=3, Hq=2, T=48, S=64, heads_in_rows=True)
 TILE = 8
-LARGE = [intervals.LARGEST - 1, intervals.LARGEST, intervals.LARGEST + 1, 2**30, -(2**31), 2**31 - 1]
+LARGE = [intervals.MAX_LOADED - 1, intervals.MAX_LOADED, intervals.MAX_LOADED + 1, 2**30, -(2**31), 2**31 - 1]
 
 
 class Rows(Space):

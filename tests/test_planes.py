@@ -1,4 +1,4 @@
-"""Which elements of captured arrays the copy engine brings to the Hopper kernels, and what is declared for them."""
+"""Which captured arrays TMA loads as bias tiles in the Hopper kernels, and what is declared for them."""
 
 import dataclasses
 
@@ -53,7 +53,9 @@ def plus(index):
     ],
 )
 def test_which_loads_are_planes(index, shape, dtype, found):
-    assert [x.shape for x in bias_tiles.planes_of(spec_with(plus(index), (shape, dtype)))] == ([found] if found else [])
+    assert [x.shape for x in bias_tiles.bias_loads(spec_with(plus(index), (shape, dtype)))] == (
+        [found] if found else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,25 +72,25 @@ def test_which_loads_are_planes(index, shape, dtype, found):
 def test_as_many_as_there_is_room_for(dtypes, D, count, transposed):
     mod = lambda s, b, h, q, k, *xs: s + sum(x[q, k].astype(F32) for x in xs)
     spec = spec_with(mod, *(((1024, 2048), dtype) for dtype in dtypes), D=D)
-    assert len(bias_tiles.planes_of(spec)) == count
-    assert len(bias_tiles.planes_of(spec, transposed=True)) == transposed
+    assert len(bias_tiles.bias_loads(spec)) == count
+    assert len(bias_tiles.bias_loads(spec, transposed=True)) == transposed
 
 
 def test_without_a_mod_or_shapes_there_are_none():
     spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
-    assert bias_tiles.planes_of(dataclasses.replace(spec, programs=Programs())) == ()
-    assert bias_tiles.planes_of(dataclasses.replace(spec, score_mod=None)) == ()
+    assert bias_tiles.bias_loads(dataclasses.replace(spec, programs=Programs())) == ()
+    assert bias_tiles.bias_loads(dataclasses.replace(spec, score_mod=None)) == ()
 
 
 @pytest.mark.parametrize(("taken", "stages"), [(0, 3), (smem.LIMIT - 80_000, 2), (smem.LIMIT - 40_000, 1)])
 def test_takes_the_stages_that_fit(taken, stages):
     spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
     make = lambda ring: [smem.tiled((taken // 128 + 1, 64), BF16), ring]
-    found = bias_tiles.beside(make, spec, Tiles(128, 128, 8, 3))
+    found = bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))
     assert found[1].tiles[0].shape == (stages, 128, 128)
 
 
 def test_takes_none_that_does_not_fit():
     spec = spec_with(plus(lambda b, h, q, k: (q, k)), ((1024, 2048), BF16))
     make = lambda ring: [smem.tiled((smem.LIMIT // 128, 64), BF16), ring]
-    assert bias_tiles.beside(make, spec, Tiles(128, 128, 8, 3))[1] is None
+    assert bias_tiles.with_bias_ring(make, spec, Tiles(128, 128, 8, 3))[1] is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.program import cotangents
-from pallas_kernels.program.broadcast_axes import Invariance, invariance
+from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Product, Space
 from tests.specs import spec_of
@@ -104,44 +104,48 @@ def test_sums_of_products_are_one_step(mod, expected):
     np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
 
 
-BATCH, HEADS, DIAGONAL = Invariance(True, False, False), Invariance(False, True, False), Invariance(False, False, True)
+BATCH, HEADS, DIAGONAL = (
+    BroadcastAxes(True, False, False),
+    BroadcastAxes(False, True, False),
+    BroadcastAxes(False, False, True),
+)
 
 
 @pytest.mark.parametrize(("mod", "shape", "expected"), [
-    (lambda s, b, h, q, k, x: s + x[b, h, q, k], (3, 4, 70, 90), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, q, k], (3, 4, 70, 90), BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[h, q, k], (4, 70, 90), BATCH),
     (lambda s, b, h, q, k, x: s + x[b, q, k], (3, 70, 90), HEADS),
     (lambda s, b, h, q, k, x: s + x[b, h, q - k + 90], (3, 4, 160), DIAGONAL),
-    (lambda s, b, h, q, k, x: s + x[h, q - k + 90], (4, 160), Invariance(True, False, True)),
-    (lambda s, b, h, q, k, x: s + x[jnp.clip(k - q, -8, 8) + 8], (17,), Invariance(True, True, True)),
+    (lambda s, b, h, q, k, x: s + x[h, q - k + 90], (4, 160), BroadcastAxes(True, False, True)),
+    (lambda s, b, h, q, k, x: s + x[jnp.clip(k - q, -8, 8) + 8], (17,), BroadcastAxes(True, True, True)),
     (lambda s, b, h, q, k, x: s + x[b, h, jnp.log1p(jnp.abs(q - k).astype(jnp.float32)).astype(jnp.int32)],
      (3, 4, 8), DIAGONAL),
-    (lambda s, b, h, q, k, x: s + x[b, h, (2 * q - 2 * k) // 2 + 90], (3, 4, 200), Invariance(False, False, False)),
-    (lambda s, b, h, q, k, x: s + x[jnp.clip(s, 0, 3).astype(jnp.int32)], (4,), Invariance(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, (2 * q - 2 * k) // 2 + 90], (3, 4, 200), BroadcastAxes(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[jnp.clip(s, 0, 3).astype(jnp.int32)], (4,), BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[b, h, q.astype(jnp.int8) - k.astype(jnp.int8)], (3, 4, 256), DIAGONAL),
     (lambda s, b, h, q, k, x: s + x[b, h, (q.astype(jnp.int8) + jnp.int8(100)).astype(jnp.int32) - k],
-     (3, 4, 256), Invariance(False, False, False)),
+     (3, 4, 256), BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[b, h, q.astype(bool).astype(jnp.int32) - k], (3, 4, 9),
-     Invariance(False, False, False)),
+     BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[b, h, (q.astype(jnp.bfloat16) - k.astype(jnp.bfloat16)).astype(jnp.int32)],
-     (3, 4, 99), Invariance(False, False, False)),
+     (3, 4, 99), BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[b, h, (q.astype(jnp.float32) - 10.5).astype(jnp.int32) - k], (3, 4, 99),
-     Invariance(False, False, False)),
-    (lambda s, b, h, q, k, x: s + x[b, h, q + k], (3, 4, 160), Invariance(False, False, False)),
-    (lambda s, b, h, q, k, x: s + x[b, h, q // 2 - k // 2 + 45], (3, 4, 80), Invariance(False, False, False)),
+     BroadcastAxes(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, q + k], (3, 4, 160), BroadcastAxes(False, False, False)),
+    (lambda s, b, h, q, k, x: s + x[b, h, q // 2 - k // 2 + 45], (3, 4, 80), BroadcastAxes(False, False, False)),
     (lambda s, b, h, q, k, x: s + x[b, h, jnp.clip(s, 0, 3).astype(jnp.int32)], (3, 4, 4),
-     Invariance(False, False, False)),
+     BroadcastAxes(False, False, False)),
 ])  # fmt: skip
 def test_invariance(mod, shape, expected):
     program = program_of(mod, shape)
     [load] = [node for node in program.loads if node.kind == "qk"]
-    assert invariance(spec_with(), load) == expected
+    assert broadcast_axes(spec_with(), load) == expected
 
 
 def test_axes_of_length_1_are_none():
     program = program_of(lambda s, b, h, q, k, x: s + x[q, k], (70, 90))
     [load] = program.loads
-    assert invariance(spec_with(Sizes(1, 1, 70, 90)), load) == Invariance(False, False, False)
+    assert broadcast_axes(spec_with(Sizes(1, 1, 70, 90)), load) == BroadcastAxes(False, False, False)
 
 
 def test_groups_of_loads():
@@ -152,5 +156,5 @@ def test_groups_of_loads():
     groups = cotangents.group_loads(spec_with(), differentiate(program, [True] * 5))
     operand = lambda loads: [load.value for load in loads]
     assert (operand(groups.rows), operand(groups.columns)) == ([0], [1])
-    assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(Invariance(True, True, False), [2])]
+    assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(BroadcastAxes(True, True, False), [2])]
     assert (operand(groups.stores), operand(groups.atomics)) == ([3], [4])

@@ -1,8 +1,8 @@
-"""Elements of captured arrays that are read at the query and the key (a pair bias), brought by the copy engine.
+"""Bias tiles: captured arrays that are indexed by query and key (a pair bias), loaded by TMA into shared memory.
 
-Threads that read such elements by themselves touch 16 bytes of a row at a time. H200, jax 0.11.2, bf16, B 4, S 4096,
-16 heads, a bias of 16 bits for each head, no mask, us so and by the copy engine: forward 1480 and 704 at head size 64,
-1708 and 1167 at 128; backward 2784 and 2012, 3860 and 2553.
+With plain global loads each thread touches 16 bytes of a row at a time. H200, jax 0.11.2, bf16, B 4, S 4096, 16 heads,
+a bias of 16 bits for each head, no mask, us with plain loads and with TMA: forward 1480 and 704 at head size 64, 1708
+and 1167 at 128; backward 2784 and 2012, 3860 and 2553.
 """
 
 from __future__ import annotations
@@ -16,109 +16,115 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.mosaic_gpu import smem as memory
+from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile import evaluation
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec
 
-WIDEST = 192  # head size up to which shared memory may hold tiles of them too
-MOST = 4  # bytes of them for each score
-_SWIZZLE = 128  # bytes: that of their tiles
+MAX_HEAD_SIZE = 192  # up to which shared memory may hold bias tiles too
+MAX_BYTES_PER_SCORE = 4  # of bias tiles in shared memory
+_SWIZZLE = 128  # bytes: the TMA swizzle of bias tiles
 
 
-class Plane(NamedTuple):
-    """A load whose last two indices are the query and the key, and whose others are the same for all of a tile.
+class BiasLoad(NamedTuple):
+    """A load whose last two indices are the query and the key, and whose leading indices are uniform over a tile.
 
     Attributes:
       load: The load.
-      shape: Of the array, its leading axes taken as one.
+      shape: Of the array, with its leading axes flattened into one: [leading, queries, keys].
     """
 
     load: Node
     shape: tuple[int, int, int]
 
     def of(self, operands: Sequence[jax.Array]) -> jax.Array:
-        """The array, with three axes."""
+        """The array as [leading, queries, keys], for TMA."""
         return operands[self.load.value].reshape(self.shape)
 
-    def leading(self, known: Evaluation, sizes: tuple[int, ...]) -> Any:
-        """The index along the first of these axes, by what is known of the mod, and the sizes of the array's own."""
-        at = jnp.int32(0)
+    def leading(self, prepared: Evaluation, sizes: tuple[int, ...]) -> Any:
+        """The index along the flattened leading axis, from the uniform values of the mod and the sizes of the axes."""
+        offset = jnp.int32(0)
         for index, size in zip(self.load.inputs[:-2], sizes[:-2], strict=True):
-            at = at * jnp.int32(size) + known(index)
-        return at
+            offset = offset * jnp.int32(size) + prepared(index)
+        return offset
 
 
-def planes_of(spec: AttentionSpec, *, transposed: bool = False) -> tuple[Plane, ...]:
-    """The loads of the score mod that the copy engine can bring, as many as there is room for.
+def bias_loads(spec: AttentionSpec, *, transposed: bool = False) -> tuple[BiasLoad, ...]:
+    """The loads of the score mod that TMA can do, as many as fit into `MAX_BYTES_PER_SCORE`.
 
-    Tiles of (keys, queries) read them transposed, which Mosaic GPU does with 16 bits alone.
+    Transposed score tiles, (keys, queries), read bias tiles transposed, which Mosaic GPU supports for 16 bits only.
     """
-    if spec.programs.score is None or not spec.score_shapes or max(spec.D, spec.Dv) > WIDEST:
+    if spec.programs.score is None or not spec.score_shapes or max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return ()
-    here, found, room = (spec.programs.score.argument("q"), spec.programs.score.argument("k")), [], MOST
+    q_and_k, chosen, room = (
+        (spec.programs.score.argument("q"), spec.programs.score.argument("k")),
+        [],
+        MAX_BYTES_PER_SCORE,
+    )
     for load in spec.programs.score.loads:
         shape, size = spec.score_shapes[load.value], load.dtype.itemsize
-        is_plane = load.inputs[-2:] == here and not any(index.kind for index in load.inputs[:-2])
+        is_bias = load.inputs[-2:] == q_and_k and not any(index.kind for index in load.inputs[:-2])
         fits = size == 2 or (size == 4 and not transposed)
-        if is_plane and fits and size <= room and _is_tiled(shape, size):
-            found.append(Plane(load, (math.prod(shape[:-2]), *shape[-2:])))
+        if is_bias and fits and size <= room and _is_tiled(shape, size):
+            chosen.append(BiasLoad(load, (math.prod(shape[:-2]), *shape[-2:])))
             room -= size
-    return tuple(found)
+    return tuple(chosen)
 
 
 def _is_tiled(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an array consists of whole tiles of 8 rows and a swizzle, as Mosaic GPU wants it for such copies."""
+    """Whether an array consists of whole tiles of 8 rows by one swizzle, as Mosaic GPU requires for such TMA copies."""
     return shape[-2] % 8 == 0 and shape[-1] * itemsize % _SWIZZLE == 0
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, stages: int, *, transposed: bool = False) -> tuple[Any, ...]:
-    """Shared memory for tiles of them, [stages, queries, keys]."""
+    """Shared memory for the bias tiles, [stages, queries, keys] each."""
     shape = (stages, tiles.block_q, tiles.block_kv)
-    return tuple(memory.tiled(shape, plane.load.dtype) for plane in planes_of(spec, transposed=transposed))
+    return tuple(smem.tiled(shape, bias.load.dtype) for bias in bias_loads(spec, transposed=transposed))
 
 
-def beside(make: Callable[[Ring | None], Any], spec: AttentionSpec, tiles: Tiles, *, transposed: bool = False) -> Any:
-    """What a kernel declares with a ring of them that has as many stages as fit, or with None."""
+def with_bias_ring(
+    make: Callable[[Ring | None], Any], spec: AttentionSpec, tiles: Tiles, *, transposed: bool = False
+) -> Any:
+    """The scratch of a kernel: ``make(ring)`` with a bias ring of as many stages as fit, else ``make(None)``."""
     for stages in range(tiles.num_stages, 0, -1):
         declared = declare(spec, tiles, stages, transposed=transposed)
         if not declared:
             break
-        found = make(Ring.of(declared, tiles.num_warps // 4))
-        if memory.bytes_of(jax.tree.leaves(found)) <= memory.LIMIT:
-            return found
+        chosen = make(Ring.of(declared, tiles.num_warps // 4))
+        if smem.bytes_of(jax.tree.leaves(chosen)) <= smem.LIMIT:
+            return chosen
     return make(None)
 
 
-class Brought(NamedTuple):
-    """The arrays in global memory, for a kernel.
+class BiasTiles(NamedTuple):
+    """The sources of the bias tiles of a kernel, in global memory.
 
     Attributes:
       spec: The spec.
       tiles: Of the kernel.
-      operands: What the score mod captures, each as one dimension.
-      planes: Which loads.
-      refs: Their arrays.
+      operands: Captured arrays of the score mod, each flattened to one dimension.
+      loads: The loads that TMA does.
+      refs: Their arrays, [leading, queries, keys] each.
     """
 
     spec: AttentionSpec
     tiles: Tiles
     operands: Sequence[Any]
-    planes: Sequence[Plane]
+    loads: Sequence[BiasLoad]
     refs: Sequence[Any]
 
     def of_head(self, b: Any, h: Any) -> Callable[[Any, Any], list[Any]]:
-        """Their tiles by first query and first key; what lies past the end comes as zeros."""
-        if not self.planes:
+        """Returns ``(q_first, k_first) -> TMA sources``; TMA fills with zeros past the end."""
+        if not self.loads:
             return lambda q_first, k_first: []
         assert self.spec.programs.score is not None  # whose loads they are
         tile, indices = (self.tiles.block_q, self.tiles.block_kv), {"b": b, "h": h}
         mod, sizes = self.spec.programs.score, self.spec.score_shapes
-        known = evaluation(mod, self.operands, sizes, tile, indices, transposed=False, may_end=False)
-        leading = [plane.leading(known, sizes[plane.load.value]) for plane in self.planes]
+        prepared = evaluation(mod, self.operands, sizes, tile, indices, transposed=False, may_end=False)
+        leading = [bias.leading(prepared, sizes[bias.load.value]) for bias in self.loads]
         return lambda q_first, k_first: [
-            ref.at[at, pl.ds(q_first, tile[0]), pl.ds(k_first, tile[1])]
-            for ref, at in zip(self.refs, leading, strict=True)
+            ref.at[offset, pl.ds(q_first, tile[0]), pl.ds(k_first, tile[1])]
+            for ref, offset in zip(self.refs, leading, strict=True)
         ]

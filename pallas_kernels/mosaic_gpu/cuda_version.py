@@ -1,4 +1,4 @@
-"""Which CUDA compiles the kernels. The one place that asks a private module of JAX."""
+"""Which CUDA compiles the kernels. The one place that imports a private module of JAX."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Element functions and loads that Pallas does not lower for Mosaic GPU by itself, written in its own dialects.
+"""Inline PTX and MLIR: element functions, loads and barriers that Pallas has no lowering for in Mosaic GPU.
 
-The one place that needs MLIR. Arrays are held by a warp group in registers, in a layout that says which thread has
-which element; a function of elements keeps it.
+The one place that needs MLIR. A warp group holds arrays in registers, in a layout that says which thread has which
+element; element-wise functions keep the layout.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> 
 
 
 def exp2(layout: Any, x: jax.Array) -> jax.Array:
-    """The hardware's exponential (relative error 2 ** -22); results below 2 ** -126 are 0."""
+    """The SFU's exponential, ``ex2.approx`` (relative error 2 ** -22); results below 2 ** -126 are 0."""
     return of_elements(lambda r: r.exp2(approx=True), layout, x)
 
 
-def hidden(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
+def mask_scores(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
     """`s` where all of these are true, -inf elsewhere.
 
-    LLVM makes of ``select(a & b, s, -inf)`` two selections, which take the pipe of the comparisons too: documents under
-    a causal mask at head size 64 took 0.674 ms so, and 0.646 in this form (H200, jax 0.11.2, bf16, S 16384).
+    LLVM turns ``select(a & b, s, -inf)`` into two selects, which compete for the pipe of the comparisons: documents
+    under a causal mask at head size 64 took 0.674 ms so, and 0.646 with this PTX (H200, jax 0.11.2, bf16, S 16384).
     """
     both = "".join(f"and.pred shown, shown, ${i}; " for i in range(3, 2 + len(visible)))
     text = "{ .reg .pred shown; mov.pred shown, $2; " + both + "selp.f32 $0, $1, 0fff800000, shown; }"
@@ -59,23 +59,23 @@ def hidden(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array
     return of_elements(run, layout, s, *visible)
 
 
-def weights(layout: Any, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
-    """``2 ** (unit * s - shift)``, by one multiply-add and the hardware's exponential."""
-    return of_elements(lambda r, c: r._pointwise(math.fma, unit, -c).exp2(approx=True), layout, s, shift)
+def weights(layout: Any, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
+    """``2 ** (log2_scale * s - row_max_log2)``: one FMA and one ``ex2.approx`` for each element."""
+    return of_elements(lambda r, c: r._pointwise(math.fma, log2_scale, -c).exp2(approx=True), layout, s, row_max_log2)
 
 
 def tanh(layout: Any, x: jax.Array) -> jax.Array:
-    """The hardware's tanh (relative error 2 ** -11)."""
+    """The SFU's tanh, ``tanh.approx`` (relative error 2 ** -11)."""
     return of_elements(lambda r: r.tanh(approx=True), layout, x)
 
 
 def from_library(name: str, layout: Any, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """A function of MLIR's ``math`` dialect, which becomes one of CUDA's device library."""
+    """A function of MLIR's ``math`` dialect, which lowers to one of CUDA's device library (libdevice)."""
     return of_elements(lambda r, *rest: r._pointwise(getattr(math, name), *rest), layout, x, *others)
 
 
 def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Array:
-    """Elements of an array of one dimension in global memory; every index must be in range."""
+    """Gathers elements of a one-dimensional array in global memory; every index must be in range."""
 
     @plg.inline_mgpu(
         arg_types=(plg.RefType(), layout),
@@ -90,9 +90,9 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
 
 
 def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array:
-    """Elements of an array of one dimension in global memory, `step` of them from a column of a tile to the next.
+    """Gathers from a one-dimensional array in global memory, where neighbouring columns of a tile are `step` apart.
 
-    Each thread computes the address of its first element of a row alone; the others are a constant further.
+    Each thread computes only the address of its first element of a row; the others are at constant offsets.
     """
     size = jnp.dtype(dtype).itemsize
     constraint, bits = {4: ("r", 32), 2: ("h", 16), 1: ("h", 16)}[size]
@@ -106,17 +106,17 @@ def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array
         element, byte = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), ir.IntegerType.get_signless(8)
         base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(wide, size)
 
-        def at(place: Any, columns: int) -> Any:
+        def at(address: Any, columns: int) -> Any:
             text = f"ld.global.nc.{'u8' if size == 1 else f'b{bits}'} $0, [$1+{columns * step * size}];"
-            x: Any = llvm.inline_asm(word, [place], text, f"={constraint},l")
+            x: Any = llvm.inline_asm(word, [address], text, f"={constraint},l")
             return llvm.bitcast(element, arith.trunci(byte, x) if size == 1 else x)
 
         registers = np.empty_like(numbers.registers)
         for where in np.ndindex(registers.shape):
             first = numbers.registers[(where[0], 0, *where[2:])]
             offset = arith.muli(arith.extsi(wide, vector.extract(first, [], [0])), bytes_of_element)
-            place = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
-            pair: Any = [at(place, TILE_COLUMNS * where[1] + i) for i in range(2)]
+            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            pair: Any = [at(address, TILE_COLUMNS * where[1] + i) for i in range(2)]
             registers[where] = vector.from_elements(ir.VectorType.get((2,), element), pair)
         signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
         return type(numbers)(_registers=registers, _layout=numbers.layout, _is_signed=signed)
@@ -124,10 +124,10 @@ def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array
     return load(ref, index)  # pyright: ignore[reportCallIssue]
 
 
-def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
-    """``bar.arrive`` or ``bar.sync`` of one of the 16 barriers that the hardware numbers.
+def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
+    """``bar.arrive`` or ``bar.sync`` of one of the 16 named barriers of a CTA.
 
-    Threads that wait sleep there; at barriers in shared memory they ask again and again.
+    Threads that wait at a named barrier sleep; at an mbarrier in shared memory they poll.
     """
 
     @plg.inline_mgpu(arg_types=(plg.Layout.WG_SPLAT,))
@@ -136,14 +136,14 @@ def hardware_barrier(operation: str, number: jax.Array, threads: int) -> None:
         nothing = ir.Type.parse("!llvm.void")
         llvm.inline_asm(nothing, [which.registers[()]], text, "r,~{memory}", has_side_effects=True)
 
-    run(number)  # pyright: ignore[reportCallIssue]
+    run(barrier)  # pyright: ignore[reportCallIssue]
 
 
-TILE_COLUMNS = 8  # of the pattern that is repeated in the layout of accumulators; a thread holds two of a row
+TILE_COLUMNS = 8  # of the pattern that repeats in the layout of wgmma accumulators; a thread holds two of a row
 
 
 def continue_columns(layout: Any, x: jax.Array, columns: int, sign: int) -> jax.Array:
-    """Continues rows of numbers, of which the first `TILE_COLUMNS` are given, in steps of `sign`."""
+    """Extends rows of consecutive numbers, of which the first `TILE_COLUMNS` are given, in steps of `sign`."""
 
     @plg.inline_mgpu(
         arg_types=(layout,), return_type=plg.ShapeDtypeStruct((x.shape[0], columns), x.dtype, layout=layout)
@@ -156,10 +156,10 @@ def continue_columns(layout: Any, x: jax.Array, columns: int, sign: int) -> jax.
 
 
 def sum_columns(layout: Any, x: jax.Array) -> jax.Array:
-    """Sums over every `TILE_COLUMNS` columns: each thread sums what it holds of a row.
+    """Row sums over every `TILE_COLUMNS`-th column: each thread sums its own registers of a row.
 
-    The sums begin in the middle: the assembler adds up as soon as it can, and each addition would wait for the
-    exponential just started.
+    The sums start in the middle: ptxas schedules each addition as early as it can, where it would wait for the
+    exponential that was just issued.
     """
 
     @plg.inline_mgpu(
@@ -168,39 +168,39 @@ def sum_columns(layout: Any, x: jax.Array) -> jax.Array:
     def run(_, tile):
         count = tile.registers.shape[1]
         parts = [tile.registers[:, i : i + 1] for i in range(count)]
-        found = parts.pop(count // 2).copy()
+        result = parts.pop(count // 2).copy()
         for part in parts:
-            for at in np.ndindex(found.shape):
-                found[at] = arith.addf(found[at], part[at])
-        return _like(tile, found)
+            for at in np.ndindex(result.shape):
+                result[at] = arith.addf(result[at], part[at])
+        return _like(tile, result)
 
     return run(x)  # pyright: ignore[reportCallIssue]
 
 
-def after_barrier(number: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    """``bar.sync``, and `x` as a value that comes after it.
+def after_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+    """``bar.sync``, and `x` as a value that depends on it.
 
-    The assembler moves arithmetic over barriers, and sees through copies. So the value is chosen by the upper half of
-    the clock, which never gets to all ones.
+    ptxas moves arithmetic across barriers, and sees through copies. So the value is selected by the upper half of the
+    clock, which never gets to all ones.
     """
     text = f"bar.sync $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
-    return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", number, layout, x)
+    return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", barrier, layout, x)
 
 
-def before_barrier(number: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    """``bar.arrive``, not before `x` is known, of which no element is negative: if one were, at another barrier."""
+def before_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+    """``bar.arrive``, ordered after `x`, which must not be negative: a negative element would name another barrier."""
     return _tied(
         "setp.ne.u32 never, 0, 0;",
         "mov.b32 $to, $of; setp.lt.or.f32 never, $of, 0f00000000, never;",
-        number,
+        barrier,
         layout,
         x,
         after=f"selp.u32 word, 1, 0, never; add.u32 word, word, $number; bar.arrive word, {threads};",
     )
 
 
-def _tied(before: str, each: str, number: jax.Array, layout: Any, x: jax.Array, *, after: str = "") -> jax.Array:
-    """Assembly around the registers of an array: `each` makes ``$to`` of ``$of``."""
+def _tied(before: str, each: str, barrier: jax.Array, layout: Any, x: jax.Array, *, after: str = "") -> jax.Array:
+    """Inline PTX over all registers of an array: `each` computes ``$to`` from ``$of``."""
 
     @plg.inline_mgpu(
         arg_types=(plg.Layout.WG_SPLAT, layout), return_type=plg.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
@@ -212,42 +212,42 @@ def _tied(before: str, each: str, number: jax.Array, layout: Any, x: jax.Array, 
         count = len(values)
         lines = [each.replace("$to", f"${i}").replace("$of", f"${count + i}") for i in range(count)]
         text = " ".join(("{ .reg .pred never; .reg .b32 word;", before, *lines, after, "}"))
-        found: Any = llvm.inline_asm(
+        result: Any = llvm.inline_asm(
             ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>"),
             [*values, which.registers[()]],
             text.replace("$number", f"${2 * count}"),
             ",".join(["=f"] * count + ["f"] * count + ["r"]),
             has_side_effects=True,
         )
-        values = [llvm.extractvalue(element, found, [i]) for i in range(count)]
+        values = [llvm.extractvalue(element, result, [i]) for i in range(count)]
         new = np.empty_like(array.registers)
         for i, at in enumerate(np.ndindex(new.shape)):
             new[at] = vector.from_elements(registers[0].type, values[width * i : width * (i + 1)])
         return _like(array, new)
 
-    return run(number, x)  # pyright: ignore[reportCallIssue]
+    return run(barrier, x)  # pyright: ignore[reportCallIssue]
 
 
 def _like(array: Any, registers: Any) -> Any:
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
 
 
-def count_up(counter: Any, into: Any, at: jax.Array) -> None:
-    """One thread adds 1 to a number in global memory, and leaves what it was in an array in shared memory.
+def atomic_increment(counter: Any, into: Any, at: jax.Array) -> None:
+    """One thread atomically adds 1 to a counter in global memory, and stores the old value in shared memory.
 
-    The addition orders no other access: with MLIR's own, which does for the whole system, the L1 cache is emptied.
+    The atomic is relaxed: MLIR's own, with system-wide ordering, flushes the L1 cache.
     """
 
     @plg.inline_mgpu(arg_types=(plg.RefType(), plg.RefType(), plg.Layout.WG_SPLAT))
-    def run(_, number, numbers, place):
+    def run(_, source, target, offset):
         with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
             before: Any = llvm.inline_asm(
                 ir.IntegerType.get_signless(32),
-                [mgpu.utils.memref_ptr(number)],
+                [mgpu.utils.memref_ptr(source)],
                 "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
                 "=r,l,~{memory}",
                 has_side_effects=True,
             )
-            memref.store(before, numbers, [arith.index_cast(ir.IndexType.get(), place.registers[()])])
+            memref.store(before, target, [arith.index_cast(ir.IndexType.get(), offset.registers[()])])
 
     run(counter, into, at)  # pyright: ignore[reportCallIssue]

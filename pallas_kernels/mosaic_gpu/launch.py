@@ -9,10 +9,10 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.spec import Arrays
+from pallas_kernels.spec import Operands
 
 WARP_GROUP = "warp_group"
-_BLOCK = "block"
+_CTA = "block"
 
 
 def launch(
@@ -22,32 +22,32 @@ def launch(
     scratch: Any,
     *,
     name: str,
-    blocks: int,
+    num_ctas: int,
     warp_groups: int,
 ) -> Any:
-    """Runs ``kernel(number, inputs, outputs, scratch)``, the number being that of the block of threads.
+    """Runs ``kernel(cta_id, inputs, outputs, scratch)`` in every warp group of every CTA.
 
     Args:
       kernel: The kernel; it gets pytrees of refs.
       inputs: A pytree of arrays.
-      outputs: What it computes.
+      outputs: Shapes and dtypes of the outputs.
       scratch: A pytree of declarations: shared memory and barriers.
       name: In profiles.
-      blocks: How many blocks of threads.
-      warp_groups: Of each block.
+      num_ctas: Size of the grid.
+      warp_groups: Warp groups of a CTA: consumers and one producer.
     """
     flat, tree = jax.tree.flatten(inputs)
 
     def body(*refs: Any, declared: Any) -> None:
         ins, outs = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
-        kernel(lax.axis_index(_BLOCK), ins, outs, declared)
+        kernel(lax.axis_index(_CTA), ins, outs, declared)
 
     return plg.kernel(
         body,
         out_type=list(outputs),
         scratch_types={"declared": scratch},
-        grid=(blocks,),  # one axis: the hardware bounds the others by 65535
-        grid_names=(_BLOCK,),
+        grid=(num_ctas,),  # one axis: the hardware bounds the others by 65535
+        grid_names=(_CTA,),
         num_threads=warp_groups,
         thread_name=WARP_GROUP,
         kernel_name=name,
@@ -57,7 +57,7 @@ def launch(
     )(*flat)
 
 
-def flat_operands(arrays: Arrays) -> Arrays:
-    """What the mods capture, as arrays of one dimension."""
+def flatten_captured(arrays: Operands) -> Operands:
+    """The operands, with captured arrays flattened to one dimension."""
     flat = lambda operands: tuple(x.reshape(-1) for x in operands)
     return arrays._replace(score_operands=flat(arrays.score_operands), mask_operands=flat(arrays.mask_operands))

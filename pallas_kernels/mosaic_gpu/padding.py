@@ -1,6 +1,6 @@
-"""Arrays of sizes that the copy engine does not take, padded with zeros.
+"""Pads arrays with zeros to shapes that TMA takes.
 
-It wants rows of a multiple of 16 numbers, and their number a multiple of the 8 that a swizzled tile has.
+TMA needs a multiple of 16 numbers in a row, and a multiple of 8 rows, which is what a swizzled tile has.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 
 ROWS = 8
 
 
-def padded(spec: AttentionSpec, arrays: Arrays) -> tuple[AttentionSpec, Arrays]:
+def padded(spec: AttentionSpec, arrays: Operands) -> tuple[AttentionSpec, Operands]:
     """The spec with padded head sizes, and the arrays; lengths in the spec stay the true ones."""
     D, Dv = head_sizes(spec, arrays.query.dtype)
     wide = arrays._replace(
@@ -29,7 +29,7 @@ def padded(spec: AttentionSpec, arrays: Arrays) -> tuple[AttentionSpec, Arrays]:
 
 
 def head_sizes(spec: AttentionSpec, dtype: Any) -> tuple[int, ...]:
-    """Head sizes of query and key, and of value, padded to what a swizzle divides."""
+    """Head sizes of query and key, and of value, padded to a multiple of a swizzle."""
     return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (spec.D, spec.Dv))
 
 
@@ -47,7 +47,7 @@ def like_rows(x: jax.Array, size: int) -> jax.ShapeDtypeStruct:
 
 
 def cut_rows(spec: AttentionSpec, x: jax.Array, length: int, size: int) -> jax.Array:
-    """What `pad_rows` padded."""
+    """Slices off what `pad_rows` padded."""
     return jax.lax.slice_in_dim(x, 0, length, axis=_axis(spec))[..., :size]
 
 

@@ -1,4 +1,4 @@
-"""How warp groups hand tiles to each other, by rings in shared memory, and take turns at what is scarce."""
+"""Warp specialisation: rings of stages between producer and consumer warp groups, and ping-pong of two consumers."""
 
 from __future__ import annotations
 
@@ -9,100 +9,100 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline_ptx
-from pallas_kernels.mosaic_gpu import smem as memory
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 
-# Registers of a thread after the roles part: 65536 are shared by two groups that compute and one that copies.
-COMPUTING, COPYING = 240, 24
+# Register budget of a thread, set by setmaxnreg: two consumer warp groups and one producer share 65536 registers.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 WARP_GROUP_THREADS = 128
 
 
 class Ring(NamedTuple):
-    """Tiles that one warp group fills by the copy engine and others read, in order, again and again.
+    """A ring of shared-memory stages: the producer fills them by TMA, the consumers read them in order.
 
     Attributes:
       tiles: Shared memory [stages, rows, size] of each array of which a stage holds a tile.
-      filled: A barrier a stage: the copies have arrived.
-      emptied: A barrier a stage: all readers are done.
+      full: An mbarrier for each stage: the TMA copies have arrived.
+      empty: An mbarrier for each stage: all consumers are done.
     """
 
     tiles: tuple[Any, ...]
-    filled: Any
-    emptied: Any
+    full: Any
+    empty: Any
 
     @classmethod
     def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: Any, readers: int) -> Ring:
-        """What to allocate for rows of these sizes."""
-        return cls.of(tuple(memory.tiled((stages, rows, size), dtype) for size in sizes), readers)
+        """Declares a ring for rows of these sizes; `readers` consumer warp groups release each stage."""
+        return cls.of(tuple(smem.tiled((stages, rows, size), dtype) for size in sizes), readers)
 
     @classmethod
     def of(cls, tiles: tuple[Any, ...], readers: int) -> Ring:
-        """The same for tiles that are declared."""
+        """The same for tiles that are already declared."""
         stages = tiles[0].shape[0]
-        filled = plg.Barrier(num_arrivals=len(tiles), num_barriers=stages)
-        return cls(tiles, filled, plg.Barrier(num_arrivals=readers, num_barriers=stages))
+        full = plg.Barrier(num_arrivals=len(tiles), num_barriers=stages)
+        return cls(tiles, full, plg.Barrier(num_arrivals=readers, num_barriers=stages))
 
-    def slot(self, nth: Any) -> Any:
-        """Where the nth stage lies."""
-        return lax.rem(nth, jnp.int32(self.tiles[0].shape[0]))
+    def slot(self, i: Any) -> Any:
+        """The slot of the ith tile in the ring."""
+        return lax.rem(i, jnp.int32(self.tiles[0].shape[0]))
 
-    def fill(self, nth: Any, *sources: Any) -> None:
-        """Starts to copy the nth stage, once the one that lies there has been read; None is not copied."""
-        slot = self.slot(nth)
-        pl.when(nth >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.emptied.at[slot]))
+    def fill(self, i: Any, *sources: Any) -> None:
+        """Producer: waits until the slot of the ith tile is empty, and starts its TMA copies; None is not copied."""
+        slot = self.slot(i)
+        pl.when(i >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.empty.at[slot]))
         for source, tiles in zip(sources, self.tiles, strict=True):
             if source is None:
-                plg.barrier_arrive(self.filled.at[slot])
+                plg.barrier_arrive(self.full.at[slot])
             else:
-                plg.copy_gmem_to_smem(source, tiles.at[slot], self.filled.at[slot])
+                plg.copy_gmem_to_smem(source, tiles.at[slot], self.full.at[slot])
 
-    def wait(self, nth: Any) -> None:
-        """Waits for the nth stage."""
-        plg.barrier_wait(self.filled.at[self.slot(nth)])
+    def wait(self, i: Any) -> None:
+        """Consumer: waits until the ith tile is there."""
+        plg.barrier_wait(self.full.at[self.slot(i)])
 
-    def stage(self, nth: Any) -> tuple[Any, ...]:
-        """The tiles of the nth stage, which has been waited for."""
-        slot = self.slot(nth)
+    def stage(self, i: Any) -> tuple[Any, ...]:
+        """The arrays of the ith tile, which has been waited for."""
+        slot = self.slot(i)
         return tuple(tiles.at[slot] for tiles in self.tiles)
 
-    def release(self, nth: Any) -> None:
-        """Says that this warp group has read the nth stage."""
-        plg.barrier_arrive(self.emptied.at[self.slot(nth)])
+    def release(self, i: Any) -> None:
+        """Consumer: this warp group has read the ith tile."""
+        plg.barrier_arrive(self.empty.at[self.slot(i)])
 
 
-FIRST_FREE_BARRIER = 4  # Mosaic GPU takes the lower ones
+FIRST_FREE_BARRIER = 4  # named barrier; Mosaic GPU takes the lower ones
 
 
-class Turns(NamedTuple):
-    """Two warp groups take turns at what is scarce, so that one does something else meanwhile.
+class PingPong(NamedTuple):
+    """Ping-pong scheduling: two consumer warp groups alternate at the bottleneck.
 
-    Without it both tend to do the same at the same time (Shah et al. 2024, arXiv:2407.08608, section 3.1). Each group
-    waits at a barrier of its own, at which the other arrives. One group alone needs none.
+    So the softmax of one overlaps the GEMMs of the other. Without it both tend to do the same at the same time (Shah et
+    al. 2024, arXiv:2407.08608, section 3.1). Each group waits at a named barrier of its own, at which the other
+    arrives. A single group needs none.
 
     Attributes:
-      group: Of this warp group; None if there is but one.
+      group: Index of this warp group; None if there is but one, or no ping-pong.
     """
 
     group: Any
 
-    def take(self) -> None:
-        """Waits for the other group to end its turn."""
+    def acquire(self) -> None:
+        """Waits until the other group releases the bottleneck."""
         if self.group is not None:
             inline_ptx.hardware_barrier("sync", FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS)
 
-    def end(self) -> None:
-        """Lets the other group begin."""
+    def release(self) -> None:
+        """Lets the other group acquire the bottleneck."""
         if self.group is not None:
             inline_ptx.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
 
-    def take_before(self, layout: Any, x: Any) -> Any:
-        """As `take`, before all arithmetic on what it returns, which is `x`."""
+    def acquire_before(self, layout: Any, x: Any) -> Any:
+        """As `acquire`, ordered before all arithmetic on what it returns, which is `x`."""
         if self.group is None:
             return x
         return inline_ptx.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
 
-    def end_after(self, layout: Any, x: Any) -> Any:
-        """As `end`, after the arithmetic that led to `x`, which is not negative; returns `x`."""
+    def release_after(self, layout: Any, x: Any) -> Any:
+        """As `release`, ordered after the arithmetic that led to `x`, which must not be negative; returns `x`."""
         if self.group is None:
             return x
         return inline_ptx.before_barrier(FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS, layout, x)

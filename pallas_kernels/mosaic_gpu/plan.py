@@ -15,7 +15,7 @@ from pallas_kernels.mosaic_gpu.backward import gradients
 from pallas_kernels.mosaic_gpu.backward.gradients import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
 from pallas_kernels.mosaic_gpu.limits import ROWS, limit_of_arrays
-from pallas_kernels.mosaic_gpu.support import lacking
+from pallas_kernels.mosaic_gpu.support import unsupported_primitive
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
@@ -107,7 +107,7 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
         return Refusal(f"its tile needs {needed} bytes of shared memory, of which there are {smem.LIMIT}")
-    return Plan(spec, choice, bool(declared.brings))
+    return Plan(spec, choice, bool(declared.has_bias_tiles))
 
 
 def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
@@ -157,8 +157,8 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
     reason = gradients.unsupported_groups(groups)
     if reason is None and derivative is not None:
-        reason = lacking(derivative.nodes)
-        if cost.too_much_arithmetic(derivative):
+        reason = unsupported_primitive(derivative.nodes)
+        if cost.exceeds_registers(derivative):
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return Refusal(reason)
@@ -212,11 +212,11 @@ def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None
     The mods there compute little, and the elements that they read are loaded by TMA.
     """
     programs, itemsize = spec.programs, jnp.dtype(spec.dtype).itemsize
-    if cost.much_arithmetic(programs.score) or cost.much_arithmetic(programs.mask):
+    if cost.is_heavy(programs.score) or cost.is_heavy(programs.mask):
         return None
     key = tables.key_of(name, max(spec.D, spec.Dv), itemsize, programs, length)
     tiles = tables.look_up(spec.device_kind, key)
-    if tiles is None or (key.mods == "elements" and not bias_tiles.planes_of(spec)):
+    if tiles is None or (key.mods == "elements" and not bias_tiles.bias_loads(spec)):
         return None
     size = spec.block_size
     divides = size is None or (size[0] % tiles.block_q == 0 and size[1] % tiles.block_kv == 0)
@@ -228,7 +228,7 @@ def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None
 
 def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
     for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
-        missing = None if program is None else lacking(program.nodes)
+        missing = None if program is None else unsupported_primitive(program.nodes)
         if missing is not None:
             assert mod is not None
             return Refusal(f"cannot run in its kernels: {missing}", mod.kind)

@@ -6,7 +6,7 @@ import math
 
 from pallas_kernels.mosaic_gpu.cost import is_periodic
 from pallas_kernels.mosaic_gpu.plan import Plan
-from pallas_kernels.mosaic_gpu.tile_order import MULTIPROCESSORS
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4
@@ -30,8 +30,8 @@ def slower_forward(plan: Plan) -> str | None:
         return f"below {MIN_LENGTH} queries or keys only the kernels of 'triton' were tuned"
     if length < 4 * MIN_LENGTH and widest <= VERY_NARROW and spec.score_mod is None:
         return f"below {4 * MIN_LENGTH} queries or keys, at head sizes up to {VERY_NARROW}, 'triton' is faster"
-    if length < 2 * MIN_LENGTH and tiles < MULTIPROCESSORS and widest <= NARROW:
-        return f"{tiles} tiles of 128 queries leave some of the {MULTIPROCESSORS} SMs without work"
+    if length < 2 * MIN_LENGTH and tiles < NUM_SMS and widest <= NARROW:
+        return f"{tiles} tiles of 128 queries leave some of the {NUM_SMS} SMs without work"
     if plan.forward.tiles.num_warps == WARPS_PER_GROUP:
         return "blocks of 64 queries keep one of its two consumer warp groups idle (a `block_size` of 128 does not)"
     if is_periodic(spec.programs.score):

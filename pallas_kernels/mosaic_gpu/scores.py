@@ -1,4 +1,4 @@
-"""One tile of scores: mod and mask, from the products. The same for every kernel, in both orientations."""
+"""One tile of scores: applies score mod and mask to the QK^T accumulator, for every kernel and both orientations."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import bias_tiles as planes
-from pallas_kernels.mosaic_gpu import inline_ptx
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, numbers
+from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, indices_of
 from pallas_kernels.program import intervals, patterns
 from pallas_kernels.program.evaluate import Evaluation, Product
+from pallas_kernels.program.ir import Axes
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
+from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 
 
 class Captured(NamedTuple):
-    """Shapes of the arrays that the mods capture; in a kernel they have one dimension."""
+    """Shapes of the captured arrays of the mods; in a kernel they are flattened to one dimension."""
 
     score: tuple[tuple[int, ...], ...]
     mask: tuple[tuple[int, ...], ...]
 
 
 class Walk(NamedTuple):
-    """An axis that a loop goes along: its name, how much of it a tile takes, its length, and whether tiles pass it."""
+    """The axis of the mainloop: its name, the tile size along it, its length, and whether tiles may pass its end."""
 
     axis: str
     count: int
@@ -37,15 +37,15 @@ class Walk(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How a warp group computes scores: statics, and what is known of the mods ahead of the loop.
+    """How a consumer warp group computes scores: statics, and the values of the mods that the prologue evaluates.
 
     Attributes:
       spec: The spec.
-      tile: Queries and keys.
-      transposed: Whether tiles are (keys, queries), and the loop goes over queries.
-      score: The score mod, evaluated so far.
-      mask: The mask, evaluated so far.
-      fixed: The first index along the axis that the loop does not go along.
+      tile: Queries and keys of a tile.
+      transposed: Whether tiles are (keys, queries), and the mainloop goes over queries.
+      score: The score mod, with its loop-invariant values.
+      mask: The mask mod, with its loop-invariant values.
+      fixed: The first index along the axis that the mainloop does not go along.
     """
 
     spec: AttentionSpec
@@ -57,17 +57,18 @@ class Scores(NamedTuple):
 
     @property
     def walk(self) -> Walk:
-        """The axis that the loop goes along."""
+        """The axis of the mainloop."""
         if self.transposed:
             return Walk("q", self.tile[0], self.spec.T, self.spec.walk_passes_end("q", self.tile[0]))
         return Walk("k", self.tile[1], self.spec.S, self.spec.walk_passes_end("k", self.tile[1]))
 
     @property
-    def unit(self) -> float:
-        """What the scores of a tile are to be multiplied by for weights in base 2; positive.
+    def log2_scale(self) -> float:
+        """The positive factor that turns the scores of a tile into exponents of base 2.
 
-        Without a mod they are the products themselves, up to the sign of the scale; with one that adds something to
-        the score they are the products and that much over the scale; with one that multiplies last, what it multiplies.
+        Without a score mod, tiles hold the QK^T accumulator itself, up to the sign of the scale. With a mod that adds a
+        term to the score, they hold the accumulator plus that term over the scale. With a mod that multiplies last,
+        they hold what it multiplies.
         """
         if self.score is None or patterns.addend(self.spec.programs.score, self.spec.scale) is not None:
             return LOG2_E * abs(self.spec.scale)
@@ -77,7 +78,7 @@ class Scores(NamedTuple):
 
 def prepare(
     spec: AttentionSpec,
-    arrays: Arrays,
+    arrays: Operands,
     captured: Captured,
     tile: tuple[int, int],
     b: Any,
@@ -88,46 +89,46 @@ def prepare(
     may_end: bool,
     nodes: Any = None,
 ) -> Scores:
-    """Evaluates what of the mods does not depend on the axis of the loop.
+    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
       spec: The spec.
       arrays: The refs.
-      captured: Shapes of what the mods capture.
+      captured: Shapes of the captured arrays.
       tile: Queries and keys of a warp group.
       b: Batch.
       h: Query head.
-      q_first: The first query, if the loop goes over keys.
+      q_first: The first query, if the mainloop goes over keys.
       k_first: The first key, if it goes over queries; then tiles are transposed.
       may_end: Whether these queries or keys may reach past the end.
-      nodes: Nodes to prepare for the score mod, if they are more than those of its program.
+      nodes: Nodes of the score mod to prepare, if more than those of its program.
     """
     transposed = k_first is not None
     fixed = {"b": b, "h": h}
     if transposed:
-        fixed["k"] = numbers(k_first, tile[1], spec.S, ROW, may_end=may_end)
+        fixed["k"] = indices_of(k_first, tile[1], spec.S, ROW, may_end=may_end)
     else:
-        fixed["q"] = numbers(q_first, tile[0], spec.T, ROW, may_end=may_end)
-    kinds = ("", "k" if transposed else "q")
+        fixed["q"] = indices_of(q_first, tile[0], spec.T, ROW, may_end=may_end)
+    kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
 
-    def prepared(program: Any, refs: Any, shapes: Any, wanted: Any) -> Evaluation | None:
+    def evaluate_fixed(program: Any, refs: Any, shapes: Any, requested: Any) -> Evaluation | None:
         if program is None:
             return None
         passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
-        known = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
-        known.prepare(wanted or program.nodes, kinds)
-        return known
+        prepared = evaluation(program, refs, shapes, tile, fixed, transposed=transposed, may_end=passes_end)
+        prepared.prepare(requested or program.nodes, kinds)
+        return prepared
 
-    score = prepared(spec.programs.score, arrays.score_operands, captured.score, nodes)
-    mask = prepared(spec.programs.mask, arrays.mask_operands, captured.mask, None)
+    score = evaluate_fixed(spec.programs.score, arrays.score_operands, captured.score, nodes)
+    mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, captured.mask, None)
     return Scores(spec, tile, transposed, score, mask, k_first if transposed else q_first)
 
 
-class Begun(NamedTuple):
-    """What of a tile was loaded ahead of its products.
+class Prefetched(NamedTuple):
+    """Values of the mods that were loaded while the GEMMs of their tile run.
 
     Attributes:
-      score: The score mod, evaluated so far; None if nothing was.
+      score: The score mod, evaluated so far; None if nothing was prefetched.
       mask: The mask, likewise.
     """
 
@@ -135,33 +136,36 @@ class Begun(NamedTuple):
     mask: Evaluation | None
 
 
-NOTHING = Begun(None, None)
+NOT_PREFETCHED = Prefetched(None, None)
 
 
-def begin(scores: Scores, first: Any, is_partial: bool) -> Begun:
-    """Loads what mods want for each index along the axis of the loop, from `first` on, while products run.
+def prefetch(scores: Scores, first: Any, is_partial: bool) -> Prefetched:
+    """Prefetches the loads of mods along the loop axis, from `first` on, while the wgmma instructions run.
 
-    Not where they load elements of the tile too: those take the registers.
+    Not where a mod also loads tile values: those need the registers.
     """
     spec, axis = scores.spec, scores.walk.axis
 
-    def begun(known: Evaluation | None, program: Any) -> Evaluation | None:
-        kinds = {load.kind for load in program.loads} if known is not None else set()
-        if axis not in kinds or "qk" in kinds:
+    def prefetched(prepared: Evaluation | None, program: Any) -> Evaluation | None:
+        kinds = {load.kind for load in program.loads} if prepared is not None else set()
+        if axis not in kinds or Axes.TILE in kinds:
             return None
-        ahead = _at(scores, known, program, first)
-        ahead.prepare(program.loads, (axis,))
-        return ahead
+        loaded = _at(scores, prepared, program, first)
+        loaded.prepare(program.loads, (axis,))
+        return loaded
 
-    return Begun(
-        begun(scores.score, spec.programs.score), begun(scores.mask, spec.programs.mask) if is_partial else None
+    return Prefetched(
+        prefetched(scores.score, spec.programs.score),
+        prefetched(scores.mask, spec.programs.mask) if is_partial else None,
     )
 
 
-def _at(scores: Scores, known: Any, program: Any, first: Any) -> Evaluation:
-    """The evaluation of a program for a tile."""
+def _at(scores: Scores, prepared: Any, program: Any, first: Any) -> Evaluation:
+    """The evaluation of a program at a tile."""
     index = {program.argument(scores.walk.axis): _walked(scores, first)}
-    return known.child({**index, **_distances(scores, known, program, first), **_runs(scores, known, program, first)})
+    return prepared.child(
+        {**index, **_distances(scores, prepared, program, first), **_runs(scores, prepared, program, first)}
+    )
 
 
 def modify(
@@ -169,22 +173,22 @@ def modify(
     raw: jax.Array,
     first: Any,
     is_partial: bool,
-    begun: Begun = NOTHING,
-    brought: Sequence[Any] = (),
+    prefetched: Prefetched = NOT_PREFETCHED,
+    bias: Sequence[Any] = (),
     *,
     by_clause: bool = False,
 ) -> ScoreTile:
-    """Scores of a tile.
+    """Applies score mod and mask to a tile.
 
     Args:
-      scores: What is known ahead of the loop.
-      raw: The products of queries and keys, float32.
-      first: First index along the axis of the loop.
+      scores: Statics and loop-invariant values.
+      raw: The QK^T accumulator, float32 [queries, keys], or transposed.
+      first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter.
-      begun: What `begin` gave for it.
-      brought: Its elements of `planes`, in shared memory.
-      by_clause: Whether to hide clause by clause of the mask, which is faster where registers are left: beside the sums
-        of the backward kernels it stores up to 184 bytes more of them away.
+      prefetched: What `prefetch` returned for this tile.
+      bias: Its bias tiles, in shared memory.
+      by_clause: Whether to apply the mask clause by clause, which is faster where there are spare registers. Beside the
+        accumulators of the backward kernels it spills up to 184 bytes more.
     """
     spec, score = scores.spec, None
     if scores.score is None:
@@ -192,11 +196,11 @@ def modify(
     else:
         assert spec.programs.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
-        score = begun.score or _at(scores, scores.score, spec.programs.score, first)
-        elements = zip(planes.planes_of(spec, transposed=scores.transposed) if brought else (), brought, strict=True)
-        load: Any = plg.load  # jax < 0.11: wants an index
-        given = {plane.load: load(ref, layout=TILE) for plane, ref in elements}
-        score = score.child(given, {spec.programs.score.argument("score"): scaled})
+        score = prefetched.score or _at(scores, scores.score, spec.programs.score, first)
+        tiles = zip(bias_tiles.bias_loads(spec, transposed=scores.transposed) if bias else (), bias, strict=True)
+        load_tile: Any = plg.load  # jax < 0.11: wants an index
+        loaded = {bias_load.load: load_tile(ref, layout=TILE) for bias_load, ref in tiles}
+        score = score.child(loaded, {spec.programs.score.argument("score"): scaled})
         added, multiple = patterns.addend(spec.programs.score, spec.scale), patterns.multiple(spec.programs.score)
         if added is not None:
             s = _added(spec, score, raw, added)
@@ -204,61 +208,61 @@ def modify(
             s = score.tile(spec.programs.score.output if multiple is None else multiple.term)
     if not is_partial:
         return ScoreTile(s, None, score)
-    mask = Mask.at(scores, first, begun)
+    mask = Mask.at(scores, first, prefetched)
     visible = mask.visible()
     if by_clause:
-        return ScoreTile(mask.hide(s), visible, score)
+        return ScoreTile(mask.apply(s), visible, score)
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
 def _added(spec: AttentionSpec, score: Evaluation, raw: jax.Array, added: patterns.Addend) -> jax.Array:
-    """The scores over the scale: one multiply-add for each element, and what the term itself takes."""
+    """The scores over the scale: one FMA for each element, besides the instructions of the term itself."""
     factor = jnp.float32(added.sign / spec.scale)
     if added.factor is not None:
         factor = factor * score(added.factor)
     return raw + score.tile(added.term) * factor
 
 
-def _distances(scores: Scores, known: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
-    """Distances between query and key: one addition for each element, of a constant to what a row has."""
+def _distances(scores: Scores, prepared: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """Distances between query and key: one addition for each element, of a constant to a row value."""
     walked, fixed = ("q", "k") if scores.transposed else ("k", "q")
     rows, columns = scores.tile[::-1] if scores.transposed else scores.tile
-    found = {}
+    result = {}
     for distance in patterns.distances(program, walked, fixed):
-        other = known(distance.other) * distance.other_sign + jnp.float32(distance.walked_sign) * jnp.float32(first)
+        other = prepared(distance.other) * distance.other_sign + jnp.float32(distance.walked_sign) * jnp.float32(first)
         number = plg.broadcasted_iota(jnp.float32, (rows, inline_ptx.TILE_COLUMNS), 1, layout=TILE)
         start = lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
-        found[distance.node] = inline_ptx.continue_columns(TILE, start, columns, distance.walked_sign)
-    return found
+        result[distance.node] = inline_ptx.continue_columns(TILE, start, columns, distance.walked_sign)
+    return result
 
 
-def _runs(scores: Scores, known: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
-    """Loads of elements that follow each other along the loop: each thread loads its pairs from one address on.
+def _runs(scores: Scores, prepared: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+    """Contiguous loads along the loop axis: each thread loads its pairs at constant offsets from one address.
 
     H200, jax 0.11.2, bf16, S 16384, a mask of equal documents: 0.625 ms became 0.575.
     """
     walk = scores.walk
     if walk.passes_end:
         return {}
-    space: Any = known.space
+    space: Any = prepared.space
     runs = patterns.runs(program, walk.axis, space.operand_shapes)
-    return {run: space.load_run(run, [known(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
+    return {run: space.load_run(run, [prepared(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
 
 
 def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
     _, count, length, passes_end = scores.walk
-    return numbers(first, count, length, COLUMN, may_end=clamped and passes_end)
+    return indices_of(first, count, length, COLUMN, may_end=clamped and passes_end)
 
 
 class Mask(NamedTuple):
-    """What is seen of a partial tile: what every clause of the mask shows, of what exists along the axis of the loop.
+    """The mask of a partial tile: the conjunction of the clauses of the mask mod, and padding along the loop axis.
 
-    Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
+    Padding along the other axis needs no mask: it has rows of its own, which are never stored.
 
     Attributes:
-      scores: What is known ahead of the loop.
-      first: First index along the axis of the loop.
-      evaluation: Of the mask at this tile; None without a mask.
+      scores: Statics and loop-invariant values.
+      first: First index along the axis of the mainloop.
+      evaluation: Of the mask mod at this tile; None without one.
     """
 
     scores: Scores
@@ -266,52 +270,52 @@ class Mask(NamedTuple):
     evaluation: Evaluation | None
 
     @classmethod
-    def at(cls, scores: Scores, first: Any, begun: Begun) -> Mask:
-        """At a tile, of which the mask may have been begun."""
+    def at(cls, scores: Scores, first: Any, prefetched: Prefetched) -> Mask:
+        """The mask at a tile, of which some loads may have been prefetched."""
         if scores.mask is None:
             return cls(scores, first, None)
         assert scores.spec.programs.mask is not None  # what `prepare` began to evaluate
-        return cls(scores, first, begun.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
+        return cls(scores, first, prefetched.mask or _at(scores, scores.mask, scores.spec.programs.mask, first))
 
-    def hide(self, s: jax.Array) -> jax.Array:
-        """Scores, with -inf where nothing is seen.
+    def apply(self, s: jax.Array) -> jax.Array:
+        """Scores, with -inf where they are masked.
 
-        Clauses that compare indices (causal, a window) are skipped where they cut nothing off the tile, one by one.
+        Clauses that compare indices (causal, a window) are skipped one by one where they mask nothing of the tile.
         H200, jax 0.11.2, bf16, S 16384, 16 heads, 12 documents of about equal length under a causal mask: 0.595 ms
         instead of 0.604 at head size 64 (B 4), 0.418 instead of 0.443 at 128 (B 2); with code for all clauses beside
         code for all but these 0.681 and 0.460.
         """
         ordered, others = patterns.clauses(self.scores.spec.programs.mask)
-        shown = self._shown_by(others)
-        s = inline_ptx.hidden(TILE, s, shown) if shown else s
+        conjuncts = self._conjuncts(others)
+        s = inline_ptx.mask_scores(TILE, s, conjuncts) if conjuncts else s
         for clause in ordered:
-            hide = lambda s, clause=clause: inline_ptx.hidden(TILE, s, self._values([clause]))
-            s = lax.cond(self._cuts(clause), hide, lambda s: s, s)
+            apply = lambda s, clause=clause: inline_ptx.mask_scores(TILE, s, self._values([clause]))
+            s = lax.cond(self._may_mask(clause), apply, lambda s: s, s)
         return s
 
     def visible(self) -> jax.Array | None:
-        """What is seen; None if that is everything."""
+        """True where not masked; None if nothing is masked."""
         ordered, others = patterns.clauses(self.scores.spec.programs.mask)
-        found = self._shown_by([*ordered, *others])
-        return functools.reduce(jnp.logical_and, found) if found else None
+        result = self._conjuncts([*ordered, *others])
+        return functools.reduce(jnp.logical_and, result) if result else None
 
-    def _shown_by(self, clauses: list[Any]) -> list[jax.Array]:
-        """What each of these clauses shows, and what exists along the axis of the loop."""
-        walk, found = self.scores.walk, self._values(clauses)
+    def _conjuncts(self, clauses: list[Any]) -> list[jax.Array]:
+        """The value of each of these clauses, and which indices along the loop axis are not padding."""
+        walk, result = self.scores.walk, self._values(clauses)
         if walk.passes_end:
             shape = self.scores.tile[::-1] if self.scores.transposed else self.scores.tile
             exists = _walked(self.scores, self.first, clamped=False) < walk.length
-            found.append(lax.broadcast_in_dim(exists, shape, (1,)))
-        return found
+            result.append(lax.broadcast_in_dim(exists, shape, (1,)))
+        return result
 
     def _values(self, clauses: list[Any]) -> list[jax.Array]:
         if self.evaluation is None:
             return []
-        here = self.evaluation.child({})  # what is computed in a branch ends with it
-        return [here.tile(clause) for clause in clauses]
+        branch = self.evaluation.child({})  # values computed in a branch must not outlive it
+        return [branch.tile(clause) for clause in clauses]
 
-    def _cuts(self, clause: Any) -> jax.Array:
-        """Whether a clause may hide any of the tile."""
+    def _may_mask(self, clause: Any) -> jax.Array:
+        """Whether a clause may mask any of the tile."""
         scores = self.scores
         assert scores.mask is not None  # whose clause it is
         firsts = (self.first, scores.fixed) if scores.transposed else (scores.fixed, self.first)

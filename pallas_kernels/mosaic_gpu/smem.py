@@ -1,4 +1,4 @@
-"""Shared memory of a block of threads: how rows lie there, what is declared, and how many bytes that is."""
+"""Shared memory of a CTA: swizzled layouts, declarations, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.spec import AttentionSpec
 
-LIMIT = 232448  # bytes that a block of threads may have on Hopper: 227 KiB
-BARRIER = 8  # bytes
-WARP_GROUP_ROWS = 64  # rows of a product of one warp group
+LIMIT = 232448  # bytes that a CTA may have on Hopper: 227 KiB
+BARRIER_BYTES = 8  # bytes
+WARP_GROUP_ROWS = 64  # M of a wgmma
 
 
 def swizzle_of(size: int, itemsize: int) -> int:
-    """The widest swizzle, in bytes, whose columns divide rows of this size.
+    """The widest swizzle, in bytes, that divides rows of this size.
 
-    Rows are cut into tiles of 8 rows and so many bytes, and their 16-byte pieces are permuted, so that neither the
-    tensor cores nor the copy engine meet two of them in one bank.
+    Rows are cut into tiles of 8 rows and so many bytes, and their 16-byte pieces are permuted, so that neither wgmma
+    nor TMA has bank conflicts.
 
     >>> swizzle_of(128, 2), swizzle_of(96, 2), swizzle_of(80, 2)
     (128, 64, 32)
@@ -40,7 +40,7 @@ def rows_padded(size: int, itemsize: int) -> int:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None) -> Any:
-    """Declares rows as the copy engine writes them and the tensor cores read them; by a swizzle, or the widest."""
+    """Declares rows in the layout that TMA writes and wgmma reads, with the given swizzle or the widest."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(shape[-1], itemsize)
     transforms = (plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle))
@@ -48,7 +48,7 @@ def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None) -> Any
 
 
 def bytes_of(declared: Iterable[Any]) -> int:
-    """Bytes of what is declared: arrays, aligned as Mosaic GPU aligns them, and barriers, which lie side by side.
+    """Bytes of declarations: arrays, aligned as Mosaic GPU aligns them, and barriers, which are packed.
 
     >>> bytes_of([tiled((2, 64, 128), jnp.bfloat16), plg.Barrier(num_barriers=3)])
     32792
@@ -57,7 +57,7 @@ def bytes_of(declared: Iterable[Any]) -> int:
     for x in declared:
         if isinstance(x, plg.Barrier):
             count = x.num_barriers if isinstance(x.num_barriers, int) else math.prod(x.num_barriers)
-            total += count * BARRIER
+            total += count * BARRIER_BYTES
         else:
             total += -(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) * 1024
     return total

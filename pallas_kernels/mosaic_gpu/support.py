@@ -1,4 +1,4 @@
-"""What of a mod the kernels through Mosaic GPU can compute."""
+"""Which primitives and dtypes of a mod the Mosaic GPU kernels support."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DTYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16", "float16"
 _LOADED = _DTYPES | {"int8", "int16", "uint8", "uint16"}
 
 
-def lacking(nodes: Iterable[Node]) -> str | None:
-    """What of a program has no lowering, as part of a sentence, or None."""
+def unsupported_primitive(nodes: Iterable[Node]) -> str | None:
+    """The first primitive or dtype of a program without a lowering, as part of a sentence, or None."""
     for node in nodes:
         if node.op not in _KNOWN:
             return f"primitive `{node.op}` has no lowering for Mosaic GPU"

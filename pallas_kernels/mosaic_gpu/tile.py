@@ -1,4 +1,4 @@
-"""Mods on a tile of a warp group."""
+"""Evaluation of mods on the tile of a consumer warp group, in the layout of wgmma accumulators."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 
-TILE = plg.Layout.WGMMA  # accumulators of products, 64 rows to a warp group
-ROW = TILE.reduce(1)  # one value a row: what a sum over the columns of a tile leaves
-COLUMN = TILE.reduce(0)  # one value a column
+TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
+ROW = TILE.reduce(1)  # one value for each row: what a sum over the columns of a tile leaves
+COLUMN = TILE.reduce(0)  # one value for each column
 
 # Primitives that are computed by CUDA's device library, by their names in MLIR: Pallas has no lowering for them.
 LIBRARY = {
@@ -32,9 +32,9 @@ LIBRARY = {
 
 
 class TileSpace(Space):
-    """Values as a warp group holds them: scalars, rows, columns and tiles, the latter three spread over its threads.
+    """Values as a warp group holds them: uniform values, and row, column and tile values spread over its threads.
 
-    A captured array is seen as one dimension.
+    Captured arrays are flattened to one dimension.
     """
 
     def __init__(
@@ -48,28 +48,36 @@ class TileSpace(Space):
     ) -> None:
         block_q, block_kv = tile
         self.refs, self.operand_shapes, self.transposed, self.may_end = refs, shapes, transposed, may_end
-        self.shapes = {"q": (block_q,), "k": (block_kv,), "qk": (block_kv, block_q) if transposed else tile}
-        self.layouts = {"q": COLUMN if transposed else ROW, "k": ROW if transposed else COLUMN, "qk": TILE}
+        self.shapes = {
+            Axes.ROW: (block_q,),
+            Axes.COLUMN: (block_kv,),
+            Axes.TILE: (block_kv, block_q) if transposed else tile,
+        }
+        self.layouts = {
+            Axes.ROW: COLUMN if transposed else ROW,
+            Axes.COLUMN: ROW if transposed else COLUMN,
+            Axes.TILE: TILE,
+        }
 
     def literal(self, node: Node) -> jax.Array:
         """A constant of the kernel."""
         return jnp.full((), node.value.item(), node.dtype)
 
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        """Repeats along the axes that are new; threads hold what is repeated once."""
+        """Broadcasts along the axes that are new; a thread holds a repeated value once."""
         if kind == to:
             return x
-        if kind == "":
+        if kind == Axes.UNIFORM:
             return plg.layout_cast(lax.broadcast_in_dim(x, self.shapes[to], ()), self.layouts[to])
-        return lax.broadcast_in_dim(x, self.shapes[to], (int((kind == "k") != self.transposed),))
+        return lax.broadcast_in_dim(x, self.shapes[to], (int((kind == Axes.COLUMN) != self.transposed),))
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        """Loads by element; the program has made sure that the indices are in range."""
+        """Gathers elements; the program has made sure that the indices are in range."""
         ref, at = self.refs[node.value], self._place(node, indices)
         step = None
-        if node.kind == "qk" and not self.may_end:
+        if node.kind == Axes.TILE and not self.may_end:
             step = patterns.step(node, "q" if self.transposed else "k", self.operand_shapes[node.value])
-        if node.kind == "":
+        if node.kind == Axes.UNIFORM:
             x = ref[at]
         elif step is not None:
             x = inline_ptx.load_strided(ref, at, ref.dtype, step)
@@ -78,29 +86,29 @@ class TileSpace(Space):
         return _boolean(x) if node.dtype == np.bool_ else x
 
     def load_run(self, node: Node, indices: Sequence[jax.Array], first: jax.Array, count: int) -> jax.Array:
-        """Loads elements that follow each other, at the given indices and from `first` on, an even place."""
-        here = self.refs[node.value].at[pl.ds(self._place(node, [*indices, first]), count)]
+        """Loads contiguous elements, at the given indices and from `first` on, which is even."""
+        source = self.refs[node.value].at[pl.ds(self._place(node, [*indices, first]), count)]
         layout: Any = self.layouts[node.kind]
-        x = plg.load(here, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (jax < 0.11: an index)
+        x = plg.load(source, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (jax < 0.11: an index)
         return _boolean(x) if node.dtype == np.bool_ else x
 
     def _place(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        """Where an element is in the one dimension."""
+        """The offset of an element in the flattened array."""
         at = jnp.int32(0)
         for index, size in zip(indices, self.operand_shapes[node.value], strict=True):
             at = at * jnp.int32(size) + index
         return at
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
-        """What Pallas cannot lower for Mosaic GPU, and the hardware's tanh: its inputs are no more exact than that."""
-        layout = plg.Layout.WG_SPLAT(()) if kind == "" else self.layouts[kind]
-        found = {
+        """Primitives without a lowering for Mosaic GPU, and the SFU's tanh: its inputs are no more exact than that."""
+        layout = plg.Layout.WG_SPLAT(()) if kind == Axes.UNIFORM else self.layouts[kind]
+        result = {
             name: functools.partial(_without_parameters, functools.partial(inline_ptx.from_library, mlir, layout))
             for name, mlir in LIBRARY.items()
         }
-        if kind != "":
-            found["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
-        return found
+        if kind != Axes.UNIFORM:
+            result["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
+        return result
 
 
 def _boolean(x: jax.Array) -> jax.Array:
@@ -125,10 +133,10 @@ def evaluation(
 
     Args:
       program: Of a mod.
-      refs: What it captures, each as one dimension.
-      shapes: The shapes of what it captures.
+      refs: Its captured arrays, flattened.
+      shapes: Their shapes.
       tile: Queries and keys.
-      indices: Those of ``b``, ``h``, ``q``, ``k`` that are known ahead of the loop.
+      indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
       may_end: Whether tiles pass the end of the axis of their columns, where the last index is repeated.
     """
@@ -136,7 +144,7 @@ def evaluation(
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
-def numbers(first: Any, count: int, length: int, layout: Any, *, may_end: bool) -> jax.Array:
-    """Numbers of `count` queries or keys from `first` on; past the end the last one, so that nothing is read there."""
+def indices_of(first: Any, count: int, length: int, layout: Any, *, may_end: bool) -> jax.Array:
+    """Indices of `count` queries or keys from `first` on, clamped to the last one, so that loads stay in range."""
     index = first + plg.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
     return jnp.minimum(index, length - 1) if may_end else index

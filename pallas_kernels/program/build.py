@@ -1,8 +1,8 @@
-"""From a traced mod to a tile program, the one that every GPU backend evaluates.
+"""Builds the tile program of a traced mod, which every GPU backend evaluates.
 
-`trace_program` runs a jaxpr on nodes (see nodes.py): calls are inlined, loops unrolled, branches become selects,
+`trace_program` interprets a jaxpr on nodes (see ir.py): calls are inlined, loops unrolled, branches become selects,
 indexing becomes loads. `Derivative` is the program of ``jax.vjp`` of it, with the loads as arguments: so the cotangent
-of a load comes out at the size of a tile, and a kernel sums it to the size of the load before anything is written.
+of a load is a tile value, which a kernel reduces to the kind of the load before anything is written.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 from jax.extend import core
 
 from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
-from pallas_kernels.program.ir import Graph, Node, reachable
+from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
 
 MAX_STEPS = 64  # of an unrolled loop
 _CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
 _RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-# The identity, and so is their derivative.
+# Identities, whose derivative is the identity too.
 _IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
-# Whose rules in `structural` have other derivatives at ties than JAX has.
+# Primitives whose rules in `primitive_rules` have other derivatives at ties than JAX's.
 _TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Over what the indices run: batch, query heads, queries, keys.
+    """Ranges of the indices: batch, query heads, queries, keys.
 
     Attributes:
-      heads_in_rows: Whether the rows of a tile are of several heads: then a head is of kind ``"q"``, as a query is.
+      heads_in_rows: Whether the rows of a tile belong to several heads: then the head is a row value, as the query is.
     """
 
     B: int
@@ -48,10 +48,10 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A mod as nodes.
+    """The tile program of a mod.
 
     Attributes:
-      graph: Where they were made.
+      graph: Owner of the nodes.
       arguments: ``(score,) b, h, q, k``.
       output: The score, or the boolean.
       nodes: All that the output needs, inputs first.
@@ -81,10 +81,10 @@ class Derivative:
     """The derivative of a score program.
 
     Attributes:
-      program: What it is the derivative of.
+      program: The primal program.
       cotangent: The argument: cotangent of the program's output.
       d_score: Cotangent of the score.
-      d_loads: Cotangent of each load that is wanted, float32.
+      d_loads: Cotangent of each load of a captured array with a requested gradient, float32.
     """
 
     program: Program
@@ -99,45 +99,45 @@ class Derivative:
 
 
 def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
-    """Makes the tile program of a mod.
+    """Builds the tile program of a mod.
 
     Args:
       jaxpr: Of ``(score,) b, h, q, k, *operands -> scalar``.
       operands: Shape and dtype of each captured array.
-      sizes: Over what the indices run.
+      sizes: Ranges of the indices.
 
     Raises:
       NotOnTile: A primitive has no meaning on a tile.
     """
-    graph, head_kind = Graph(), "q" if sizes.heads_in_rows else ""
+    graph, head_kind = Graph(), Axes.ROW if sizes.heads_in_rows else Axes.UNIFORM
     arguments = [
         graph.input(name, kind, np.int32, (0, max(size - 1, 0)))
         for name, kind, size in (
-            ("b", "", sizes.B),
+            ("b", Axes.UNIFORM, sizes.B),
             ("h", head_kind, sizes.Hq),
-            ("q", "q", sizes.T),
-            ("k", "k", sizes.S),
+            ("q", Axes.ROW, sizes.T),
+            ("k", Axes.COLUMN, sizes.S),
         )
     ]
     opened, consts = open_jaxpr(jaxpr)
     if len(opened.invars) - len(operands) == 5:
-        arguments.insert(0, graph.input("score", "qk", np.float32))
+        arguments.insert(0, graph.input("score", Axes.TILE, np.float32))
     views = [View.whole(graph, i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
     ins = [*(_box(node) for node in arguments), *views]
     [out] = _Run(graph).jaxpr(opened, consts, ins)
     return Program(graph, tuple(arguments), element(graph, out))
 
 
-def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
-    """Makes the program of the derivative with respect to the score and the loads of wanted operands.
+def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
+    """Builds the derivative with respect to the score and the loads of requested captured arrays.
 
     Raises:
       NotOnTile: A primitive of the derivative has no meaning on a tile.
     """
     graph = program.graph
-    # A function with a derivative of its own may read more for it than its value needs.
+    # A function with a custom derivative rule may load more for it than its value needs.
     every = dict.fromkeys((*program.loads, *(n for n in _needed(program.output) if n.op == "load")))
-    loads = [n for n in every if jnp.issubdtype(n.dtype, jnp.floating) and wanted[n.value]]
+    loads = [n for n in every if jnp.issubdtype(n.dtype, jnp.floating) and requested[n.value]]
 
     def pulled(cotangent, *arguments_and_loads):
         arguments, values = arguments_and_loads[:5], arguments_and_loads[5:]
@@ -148,7 +148,7 @@ def differentiate(program: Program, wanted: Sequence[bool]) -> Derivative:
         return jax.vjp(f, arguments[0], *values[: len(loads)])[1](cotangent)
 
     rest = [n for n in every if n not in loads]
-    ct = graph.input("cotangent", "qk", np.float32)
+    ct = graph.input("cotangent", Axes.TILE, np.float32)
     exact = [graph.cast(n, np.float32) for n in loads]  # 16-bit loads: cotangents are summed before they are rounded
     ins = [ct, *program.arguments, *exact, *rest]
     try:
@@ -174,14 +174,14 @@ def _stopped(graph: Graph, x: Scalars) -> Scalars:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A call with a derivative rule of its own, as it stood in the jaxpr."""
+    """A call with a custom derivative rule, with its equation in the jaxpr."""
 
     eqn: Any
     inputs: tuple[Scalars, ...]
 
 
 class _Run:
-    """Runs jaxprs on nodes."""
+    """Interprets jaxprs on nodes."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -252,7 +252,7 @@ class _Run:
         return scalars(shape, lambda i: self._formula(eqn, formula, at(i), dtype))
 
     def _formula(self, eqn: Any, formula: Callable[..., Any], ins: Sequence[Node], dtype: Any) -> Node:
-        """Evaluates a primitive by a formula, and differentiates it as itself."""
+        """Evaluates a primitive by a substitute formula, and differentiates the primitive itself."""
         graph = self.graph
         exact = [graph.cast(n, np.float32) for n in ins]
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
@@ -260,7 +260,7 @@ class _Run:
         return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
 
     def _division(self, eqn: Any, ins: list[Value]) -> Sequence[Value] | None:
-        """``//`` and ``%`` of numbers that cannot be negative need no repair of the sign."""
+        """``//`` and ``%`` of non-negative integers, which need no correction of the sign."""
         op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
         if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
             return None
@@ -270,7 +270,7 @@ class _Run:
             return None
         own = jax.make_jaxpr(jnp.floor_divide if op == "div" else jnp.remainder)(*(v.aval for v in eqn.invars))
         if str(open_jaxpr(own)[0].eqns[0].params["jaxpr"]) != str(eqn.params["jaxpr"]):
-            return None  # a function of the user's with that name
+            return None  # a user's function of that name
         return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
     def _differentiated_as(self, eqn: Any, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
@@ -280,17 +280,17 @@ class _Run:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
             return outs
         call = _Call(eqn, tuple(load(graph, x) for x in ins))
-        number = iter(range(1 << 30))
-        return [scalars(x.shape, lambda i, x=x: graph.call(x[i], call, next(number))) for x in outs]
+        index = iter(range(1 << 30))
+        return [scalars(x.shape, lambda i, x=x: graph.call(x[i], call, next(index))) for x in outs]
 
     def _cond(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         graph, (which, *operands) = self.graph, ins
-        number = element(graph, which)
+        index = element(graph, which)
         branches = [
             [load(graph, x) for x in self.jaxpr(*open_jaxpr(branch), operands)] for branch in eqn.params["branches"]
         ]
         return [
-            scalars(outs[0].shape, lambda i, outs=outs: choose(graph, number, [x[i] for x in outs]))
+            scalars(outs[0].shape, lambda i, outs=outs: choose(graph, index, [x[i] for x in outs]))
             for outs in zip(*branches, strict=True)
         ]
 
@@ -337,18 +337,18 @@ def _body(eqn: Any) -> tuple[Any, tuple[Any, ...]]:
 def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[Node, Any]) -> Any:
     """Evaluates a program on scalars as plain JAX, with its own derivative rules; for `jax.vjp`."""
     env: dict[Node, Any] = {}
-    given = dict(zip(program.arguments, arguments, strict=True)) | {n: x for group in loads for n, x in group.items()}
+    values = dict(zip(program.arguments, arguments, strict=True)) | {n: x for group in loads for n, x in group.items()}
     called: dict[_Call, list[Any]] = {}
     for node in _needed(program.output):
-        if node in given:
-            env[node] = given[node]
+        if node in values:
+            env[node] = values[node]
         elif node.op == "literal":
             env[node] = jnp.asarray(node.value)
         elif node.op == "call":
-            call, number = node.value
+            call, index = node.value
             if call not in called:
                 called[call] = _bind_call(call, env)
-            env[node] = called[call][number]
+            env[node] = called[call][index]
         else:
             assert node.apply is not None  # all that is left are primitives
             env[node] = node.apply(*(_as_used(node, n, env[n]) for n in node.inputs))
@@ -356,7 +356,7 @@ def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[N
 
 
 def _as_used(user: Node, used: Node, x: Any) -> Any:
-    """16-bit loads are given as float32: a cast to float32 takes them as they are, all else takes them rounded."""
+    """16-bit loads are passed as float32: a cast to float32 uses them as they are, all other users round them."""
     return x if user.op == "convert_element_type" or x.dtype == used.dtype else x.astype(used.dtype)
 
 
@@ -372,7 +372,7 @@ def _bind_call(call: _Call, env: dict[Node, Any]) -> list[Any]:
 
 
 def _needed(output: Node) -> list[Node]:
-    """As `reachable`, but through the inputs of calls rather than through what they were inlined to."""
+    """As `reachable`, but through the inputs of calls rather than through their inlined bodies."""
     seen: dict[int, Node] = {}
     stack = [output]
     while stack:

@@ -1,4 +1,4 @@
-"""Which primitives are elementwise, and formulas for those that GPU compilers behind Pallas lack."""
+"""The elementwise primitives, and substitute formulas for those that the GPU compilers behind Pallas lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates tile programs: each value at the size of its kind, each load once, sums of products in one step."""
+"""Evaluates tile programs: each value in the shape of its kind, each load once, ``a * b + c`` as FMA."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.program.ir import Node, reachable
+from pallas_kernels.program.ir import Axes, Node, reachable
 
 
 class Space(abc.ABC):
-    """Where a program is evaluated: what values of each kind are, and how elements are loaded."""
+    """A backend of evaluation: shapes and layouts of values of each kind, and how elements are loaded."""
 
     @abc.abstractmethod
     def literal(self, node: Node) -> jax.Array:
-        """A constant, of kind ``""``."""
+        """A constant, as a uniform value."""
 
     @abc.abstractmethod
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        """Repeats a value of one kind to a kind that includes it."""
+        """Broadcasts a value of one kind to a kind with more axes."""
 
     @abc.abstractmethod
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
@@ -33,25 +33,25 @@ class Space(abc.ABC):
         return a * b + c
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
-        """Functions that replace primitives here, for values of a kind: an approximate tanh, say."""
+        """Functions that replace primitives in this backend, for values of a kind: an approximate tanh, say."""
         return {}
 
 
 class Product(NamedTuple):
-    """A value of the size of a tile that need not be computed by itself: a tile times something smaller, or a tile."""
+    """A tile value that is kept as a product, ``tile * factor``, to be fused into FMAs; the factor may be smaller."""
 
     tile: jax.Array
     factor: jax.Array
 
 
 class Evaluation:
-    """Values of the nodes of a program; what is computed once is kept.
+    """Memoised values of the nodes of a program.
 
-    Values that were computed before a loop are used inside of it: `child` makes an evaluation for the body, whose own
-    values end with it.
+    Loop-invariant values are computed in the prologue and used in the mainloop: `child` makes an evaluation for the
+    body, whose own values end with it.
 
-    Sums of a product are computed as one multiply-add: compilers behind Pallas may not fuse them (XLA's Triton emits
-    ``mul.rn`` and ``add.rn``). What is then not used of the product, the compiler drops.
+    ``a * b + c`` is one FMA: compilers behind Pallas may not contract it (XLA's Triton emits ``mul.rn`` and
+    ``add.rn``). An unused product is dead code, which the compiler drops.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class Evaluation:
         self.products = dict(products or {})
 
     def child(self, values: Mapping[Node, jax.Array], products: Mapping[Node, Product] | None = None) -> Evaluation:
-        """An evaluation that starts from these values too; `products` says of which some are products."""
+        """An evaluation that starts from these values too; `products` has those that are kept as products."""
         products = products or {}
-        given = {node: x.tile * x.factor for node, x in products.items()}
-        return Evaluation(self.space, {**self.values, **given, **values}, {**self.products, **products})
+        computed = {node: x.tile * x.factor for node, x in products.items()}
+        return Evaluation(self.space, {**self.values, **computed, **values}, {**self.products, **products})
 
     def prepare(self, nodes: Iterable[Node], kinds: Sequence[str]) -> None:
-        """Computes all nodes of these kinds, ahead of a loop."""
+        """Computes all nodes of these kinds, in the prologue of a loop."""
         for node in nodes:
             if node.kind in kinds and node.op != "literal":
                 self(node)
 
     def __call__(self, output: Node) -> jax.Array:
-        """The value of a node, at the size of its kind."""
+        """The value of a node, in the shape of its kind."""
         if output not in self.values:
             for node in reachable([output]):
                 if node not in self.values:
@@ -82,8 +82,8 @@ class Evaluation:
         return self.values[output]
 
     def tile(self, output: Node) -> jax.Array:
-        """The value of a node, at the size of a tile."""
-        return self.space.spread(self(output), output.kind, "qk")
+        """The value of a node, as a tile value."""
+        return self.space.spread(self(output), output.kind, Axes.TILE)
 
     def _compute(self, node: Node) -> jax.Array:
         if node.op == "literal":
@@ -92,10 +92,10 @@ class Evaluation:
             return self.values[node.inputs[0]]
         if node.op == "input":
             raise AssertionError(f"argument {node.value} of a mod was not given")
-        if node.kind == "qk" and node.dtype == np.float32:
-            short = self._scaled_product(node) if node.op == "mul" else self._sum_of_product(node)
-            if short is not None:
-                return short
+        if node.kind == Axes.TILE and node.dtype == np.float32:
+            fused = self._scaled_product(node) if node.op == "mul" else self._sum_of_product(node)
+            if fused is not None:
+                return fused
         ins = [self._spread(n, node.kind) for n in node.inputs]
         if node.op == "load":
             return self.space.load(node, ins)
@@ -106,23 +106,23 @@ class Evaluation:
         return self.space.spread(self.values[node], node.kind, to)
 
     def _scaled_product(self, node: Node) -> jax.Array | None:
-        """The value of a product with a known factor times a uniform value: the factors are multiplied first."""
+        """A product times a uniform value: multiplies the factors first."""
         for product, other in (node.inputs, node.inputs[::-1]):
-            if product in self.products and other.kind == "":
+            if product in self.products and other.kind == Axes.UNIFORM:
                 tile, factor = self.products[product]
                 self.products[node] = Product(tile, factor * self.values[other])
                 return tile * self.products[node].factor
         return None
 
     def _sum_of_product(self, node: Node) -> jax.Array | None:
-        """The value of ``a * b + c``, ``a * b - c`` or ``c - a * b`` as one step; None of anything else."""
+        """``a * b + c``, ``a * b - c`` or ``c - a * b`` as one FMA; None for anything else."""
         if node.op not in ("add", "sub"):
             return None
         for i, (product, other) in enumerate((node.inputs, node.inputs[::-1])):
             factors = self._factors(product)
             if factors is not None:
                 a, b = factors
-                c = self._spread(other, "qk")
+                c = self._spread(other, Axes.TILE)
                 if node.op == "sub":
                     a, c = (a, -c) if i == 0 else (-a, c)
                 return self.space.multiply_add(a, b, c)
@@ -132,7 +132,7 @@ class Evaluation:
         if node in self.products:
             tile, factor = self.products[node]
             return tile, jnp.broadcast_to(factor, tile.shape)
-        if node.op == "mul" and node.kind == "qk":
-            a, b = (self._spread(n, "qk") for n in node.inputs)
+        if node.op == "mul" and node.kind == Axes.TILE:
+            a, b = (self._spread(n, Axes.TILE) for n in node.inputs)
             return a, b
         return None

@@ -1,9 +1,9 @@
-"""Which tiles of keys a mask may show, and which it shows whole, by interval arithmetic on its program.
+"""Which tiles of keys are empty, partial or full under a mask, by interval arithmetic on its program.
 
-What depends on rows alone is known exactly when a walk over keys begins, so its least and largest value are; what
-depends on keys lies between bounds that follow from the first and last key of a tile. A causal mask or a window then
-decides most tiles without a look at their elements (Moore 1966, Interval Analysis). What cannot be bounded (a load at a
-key, a hash that wraps) leaves a tile undecided, which is always safe.
+Uniform and row values are known exactly when a walk over keys begins, so their minimum and maximum are; column and tile
+values have bounds that follow from the first and last key of a tile. So a causal mask or a window decides most tiles
+without evaluating their elements (Moore 1966, Interval Analysis). What cannot be bounded (a load at a key, a hash that
+wraps) leaves a tile undecided (partial), which is always safe.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax import lax
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation
-from pallas_kernels.program.ir import RANGES, Bounds, Node, reachable
+from pallas_kernels.program.ir import RANGES, Axes, Bounds, Node, reachable
 
-LARGEST = 1 << 24  # a loaded number is believed to be no larger, and if one is, nothing is decided: so nothing wraps
+MAX_LOADED = 1 << 24  # assumed bound of loaded numbers; if one is larger, nothing is decided: so nothing wraps
 _INT32 = np.iinfo(np.int32)
 
 
 class Interval(NamedTuple):
-    """Least and largest value, int32 (booleans are 0 and 1), and static bounds of both."""
+    """Minimum and maximum, int32 (booleans are 0 and 1), and static bounds of both."""
 
     low: jax.Array
     high: jax.Array
@@ -33,70 +33,70 @@ class Interval(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Of tiles of keys, booleans: whether the mask may show any of it, and whether it shows all of it."""
+    """Booleans for tiles of keys: `some` is False for empty tiles, `all` is True for full ones only."""
 
     some: jax.Array
     all: jax.Array
 
 
 class Span(NamedTuple):
-    """The first and last index of each tile along an axis, int32; the last may lie past the last that there is."""
+    """The first and last index of each tile along an axis, int32; the last may be padding."""
 
     first: jax.Array
     last: jax.Array
 
 
-def visibility(program: Program, known: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
-    """Judges tiles of keys.
+def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
+    """Classifies tiles of keys.
 
     Args:
-      program: Of a mask.
-      known: Its evaluation, with the values of all but the keys.
+      program: Of a mask mod.
+      evaluation: Of that program, with the values of all arguments but the keys.
       first: The first key of each tile, int32 of any shape.
-      last: The last key of each; it may lie past the last that there is.
+      last: The last key of each; it may be padding.
     """
-    return _Judge(known, {"k": Span(first, last)}).verdict(program.output)
+    return _IntervalAnalysis(evaluation, {"k": Span(first, last)}).visibility(program.output)
 
 
-def visibility_of(node: Node, known: Evaluation, q: Span, k: Span) -> Visibility:
-    """Judges one tile by a boolean of a mask's program, from the ends of both axes alone; spans are of scalars."""
-    return _Judge(known, {"q": q, "k": k}).verdict(node)
+def visibility_of(node: Node, evaluation: Evaluation, q: Span, k: Span) -> Visibility:
+    """Classifies one tile by a boolean node of a mask's program, from the ends of both axes; spans are of scalars."""
+    return _IntervalAnalysis(evaluation, {"q": q, "k": k}).visibility(node)
 
 
-class _Judge:
+class _IntervalAnalysis:
     """Intervals of the nodes of one program."""
 
-    def __init__(self, known: Evaluation, spans: dict[str, Span]) -> None:
-        self.known, self.spans = known, spans
-        self.found: dict[Node, Interval | None] = {}
-        self.doubts: list[jax.Array] = []  # where a number is larger than believed
+    def __init__(self, evaluation: Evaluation, spans: dict[str, Span]) -> None:
+        self.evaluation, self.spans = evaluation, spans
+        self.intervals: dict[Node, Interval | None] = {}
+        self.out_of_range: list[jax.Array] = []  # where a loaded number is larger than assumed
 
-    def verdict(self, output: Node) -> Visibility:
+    def visibility(self, output: Node) -> Visibility:
         for node in reachable([output]):
             if any(axis in node.kind for axis in self.spans):
-                self.found[node] = self._of_tiles(node)
+                self.intervals[node] = self._of_tiles(node)
         out = self._interval(output) or self._undecided()
         low, high = (jnp.broadcast_to(x, jnp.shape(self.spans["k"].first)) for x in out[:2])
         some, everything = high != 0, low != 0
-        for doubt in self.doubts:
-            some, everything = some | doubt, everything & ~doubt
+        for unsafe in self.out_of_range:
+            some, everything = some | unsafe, everything & ~unsafe
         return Visibility(some, everything)
 
     def _interval(self, node: Node) -> Interval | None:
-        if node not in self.found:
-            self.found[node] = self._of_rows(node)
-        return self.found[node]
+        if node not in self.intervals:
+            self.intervals[node] = self._of_rows(node)
+        return self.intervals[node]
 
     def _of_rows(self, node: Node) -> Interval | None:
-        """Of a value that is known: its least and largest over the rows."""
+        """The interval of a value that is known: its minimum and maximum over the rows."""
         if node.dtype not in (np.int32, np.bool_):
             return None
-        value = self.known(node).astype(jnp.int32)
-        low, high = (value, value) if node.kind == "" else (jnp.min(value), jnp.max(value))
+        value = self.evaluation(node).astype(jnp.int32)
+        low, high = (value, value) if node.kind == Axes.UNIFORM else (jnp.min(value), jnp.max(value))
         if node.bounds is not None:
             return Interval(low, high, node.bounds)
-        self.doubts.append((low < -LARGEST) | (high > LARGEST))
-        return Interval(low, high, (-LARGEST, LARGEST))
+        self.out_of_range.append((low < -MAX_LOADED) | (high > MAX_LOADED))
+        return Interval(low, high, (-MAX_LOADED, MAX_LOADED))
 
     def _of_tiles(self, node: Node) -> Interval | None:
         if node.op == "input":
@@ -122,14 +122,14 @@ class _Judge:
         return Interval(low, high, bounds)
 
     def _indices(self, axis: str, bounds: Bounds) -> Interval:
-        """Of those there are: a tile that is cut short ends with the last one, for what is proven holds up to it."""
+        """Clamps the span: bounds are proven only for existing indices, not for padding."""
         first, last = (jnp.minimum(x, bounds[1]) for x in self.spans[axis])
         return Interval(first, last, bounds)
 
     def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
         """Static bounds of an integer; None if it might wrap."""
-        known = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
-        low, high = RANGES[node.op](*known)
+        evaluation = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
+        low, high = RANGES[node.op](*evaluation)
         return (low, high) if _INT32.min <= low and high <= _INT32.max else None
 
     def _undecided(self) -> Interval:

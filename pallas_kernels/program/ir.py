@@ -1,9 +1,9 @@
-"""Scalar programs: what a mod becomes before a kernel evaluates it on tiles.
+"""The IR of mods: scalar programs, which kernels evaluate on tiles.
 
-A node is one scalar value of the mod. Nodes are made once for each distinct computation, so equal ones are the same
-object. Each knows its *kind*, what it depends on (nothing, the query, the key, both), because that is the size at which
-a kernel holds it; and, if it is an integer, the bounds between which it lies, because what is proven to be in range
-needs neither the repair of negative indices nor a clamp.
+A node is one scalar value of the mod. Nodes are hash-consed (common subexpressions are one object). Each has a *kind*:
+whether it is a uniform, row, column or tile value (see `Axes`), because that is the shape in which a kernel holds it;
+and, if it is an integer, bounds, because an index that is proven to be in range needs neither the wrapping of negative
+indices nor a clamp.
 """
 
 from __future__ import annotations
@@ -19,18 +19,28 @@ from jax import lax
 Bounds = tuple[int, int]
 
 
+class Axes:
+    """Kinds of values: the axes of a tile along which they vary, beside the batch and the head."""
+
+    UNIFORM = ""
+    ROW = "q"
+    COLUMN = "k"
+    TILE = "qk"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
     """One scalar value.
 
     Attributes:
-      number: Its place in the order of creation; inputs come before what uses them.
+      number: In topological order; inputs come before their users.
       op: ``input``, ``literal``, ``load``, ``call``, or the name of a primitive.
-      kind: ``""``, ``"q"``, ``"k"`` or ``"qk"``: what it depends on, beside the batch and the head.
+      kind: One of `Axes`.
       dtype: Of the value.
-      inputs: What it is computed from; the indices of a load.
+      inputs: Operands of the op; the indices of a load.
       apply: Computes a primitive from arrays of one shape.
-      value: The number of a literal, the operand of a load, the name of an input, or ``(call, output)``.
+      value: The number of a literal, the index of the captured array of a load, the name of an input, or
+        ``(call, output)``.
       bounds: Smallest and largest value of an integer or a boolean, if known.
     """
 
@@ -44,8 +54,8 @@ class Node:
     bounds: Bounds | None = None
 
 
-def join_kinds(nodes: Sequence[Node]) -> str:
-    """The kind of what is computed from these nodes."""
+def join_axes(nodes: Sequence[Node]) -> str:
+    """The kind of a value that is computed from these nodes."""
     return "".join(axis for axis in "qk" if any(axis in node.kind for node in nodes))
 
 
@@ -62,7 +72,7 @@ def reachable(outputs: Sequence[Node]) -> list[Node]:
 
 
 class Graph:
-    """Makes nodes: equal ones once, and none where bounds decide the value."""
+    """Builds nodes: equal ones once (hash-consing), with constant folding by bounds."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Node] = {}
@@ -73,7 +83,9 @@ class Graph:
         number = np.asarray(value, dtype)
         exact = number.dtype.kind in "iub"
         bounds = (int(number), int(number)) if exact else None
-        return self._make(("literal", str(dtype), number.tobytes()), "literal", "", dtype, value=number, bounds=bounds)
+        return self._make(
+            ("literal", str(dtype), number.tobytes()), "literal", Axes.UNIFORM, dtype, value=number, bounds=bounds
+        )
 
     def input(self, name: str, kind: str, dtype: Any, bounds: Bounds | None = None) -> Node:
         """An argument of the mod."""
@@ -84,11 +96,11 @@ class Graph:
         key = ("load", operand, *(i.number for i in indices))
         bounds = (0, 1) if np.dtype(dtype) == np.bool_ else None
         return self._make(
-            key, "load", join_kinds(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds
+            key, "load", join_axes(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds
         )
 
     def call(self, inlined: Node, call: Any, output: int) -> Node:
-        """A value with a derivative rule of its own: evaluated as `inlined`, differentiated as `call`."""
+        """A value with a custom derivative rule: evaluated as `inlined`, differentiated as `call`."""
         key = ("call", id(call), output)
         return self._make(
             key, "call", inlined.kind, inlined.dtype, (inlined,), value=(call, output), bounds=inlined.bounds
@@ -97,7 +109,7 @@ class Graph:
     def apply(
         self, op: str, function: Callable[..., Any], inputs: Sequence[Node], dtype: Any, params: Any = ()
     ) -> Node:
-        """A primitive, folded where bounds decide it."""
+        """A primitive, folded where bounds determine its value."""
         dtype = np.dtype(dtype)
         inputs = tuple(inputs)
         if op not in _TAKE_16_BITS and any(x in _FLOATS_OF_16_BITS for x in (dtype, *(n.dtype for n in inputs))):
@@ -107,10 +119,10 @@ class Graph:
         folded = self._fold(op, inputs, dtype)
         if folded is not None:
             return folded
-        if op == "div" and dtype == np.float32 and inputs[0].kind == "qk" and inputs[1].kind != "qk":
-            return self._times_reciprocal(*inputs)
+        if op == "div" and dtype == np.float32 and inputs[0].kind == Axes.TILE and inputs[1].kind != Axes.TILE:
+            return self._multiply_by_reciprocal(*inputs)
         key = (op, str(dtype), repr(params), *(i.number for i in inputs))
-        return self._make(key, op, join_kinds(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
+        return self._make(key, op, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
 
     def same_dtype(self, op: str, function: Callable[..., Any], *inputs: Node) -> Node:
         """A primitive whose result has the dtype of its first input."""
@@ -134,13 +146,13 @@ class Graph:
             return self.literal(node.value.astype(dtype), dtype)
         if np.float32 not in (node.dtype, dtype) and not _FLOATS_OF_16_BITS.isdisjoint({node.dtype, dtype}):
             return self.cast(self.cast(node, np.float32), dtype)  # compilers convert 16 bits to and from float32 alone
-        by_parts = dtype == np.float32 and node.kind == "qk" and node.op in _EXACT_IN_FLOAT
+        by_parts = dtype == np.float32 and node.kind == Axes.TILE and node.op in _EXACT_IN_FLOAT
         if by_parts and is_exact_in_float(node, *node.inputs):
             return self.apply(node.op, _EXACT_IN_FLOAT[node.op], [self.cast(x, dtype) for x in node.inputs], dtype)
         return self.apply("convert_element_type", lambda x: lax.convert_element_type(x, dtype), (node,), dtype)
 
     def stop_gradient(self, node: Node) -> Node:
-        """The value, without derivative; what has none is left as it is."""
+        """The value, without derivative; integers and booleans are left as they are."""
         if not jnp.issubdtype(node.dtype, jnp.floating):
             return node
         return self.same_dtype("stop_gradient", lax.stop_gradient, node)
@@ -169,7 +181,7 @@ class Graph:
         return self._made[key]
 
     def _fold(self, op: str, inputs: tuple[Node, ...], dtype: np.dtype) -> Node | None:
-        """The node that a primitive over integers or booleans comes to, where bounds decide it."""
+        """The node that a primitive over integers or booleans folds to, where bounds determine it."""
         if op == "select_n":
             return self._fold_select(inputs)
         if len(inputs) != 2:
@@ -209,7 +221,7 @@ class Graph:
         result = self.apply(op, function, wide, np.float32 if dtype in _FLOATS_OF_16_BITS else dtype, params)
         return self.cast(result, dtype)
 
-    def _times_reciprocal(self, a: Node, b: Node) -> Node:
+    def _multiply_by_reciprocal(self, a: Node, b: Node) -> Node:
         """``a / b`` by one division for a row, a column or the tile, instead of one for each element.
 
         Within two roundings of the quotient; XLA's Triton divides no better, in about eight instructions.
@@ -231,8 +243,8 @@ _FLOATS_OF_16_BITS = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
 _EXACT_CASTS = frozenset((narrow, np.dtype(np.float32)) for narrow in _FLOATS_OF_16_BITS)
 _TAKE_16_BITS = frozenset({"bitcast_convert_type", "convert_element_type", "select_n", "stop_gradient"})
 
-# Of integers that float32 holds exactly, the float32 result of these is the same: then the cast is made of rows and
-# columns instead of each element (ALiBi's distance: one subtraction instead of one and a conversion).
+# On integers that float32 holds exactly, these have the same result in float32: so row and column values are cast
+# instead of tile values (ALiBi's distance: one subtraction for each element instead of one and a conversion).
 _EXACT_IN_FLOAT = {"add": lax.add, "sub": lax.sub, "neg": lax.neg, "abs": lax.abs, "max": lax.max, "min": lax.min}
 
 
@@ -272,12 +284,12 @@ def _bounds(op: str, inputs: Sequence[Node], dtype: np.dtype) -> Bounds | None:
         return (0, 1)
     if dtype.kind not in "iu":
         return None
-    known = [x.bounds for x in inputs]
+    ranges = [x.bounds for x in inputs]
     if op == "select_n":
-        known = known[1:]
-    if not known or None in known or op not in RANGES:
+        ranges = ranges[1:]
+    if not ranges or None in ranges or op not in RANGES:
         return None
-    low, high = RANGES[op](*known)
+    low, high = RANGES[op](*ranges)
     limits = jnp.iinfo(dtype)
     return (low, high) if limits.min <= low and high <= limits.max else None
 
@@ -301,7 +313,7 @@ def _quotient(a: Bounds, b: Bounds) -> Bounds:
 def _remainder(a: Bounds, b: Bounds) -> Bounds:
     size = max(abs(b[0]), abs(b[1])) - 1
     if b[0] <= 0 <= b[1]:
-        size = max(size, abs(a[0]), abs(a[1]))  # what a remainder by 0 gives is the dividend
+        size = max(size, abs(a[0]), abs(a[1]))  # a remainder by 0 is the dividend
     return (0 if a[0] >= 0 else -size), (0 if a[1] <= 0 else min(size, a[1]) if b[0] > 0 else size)
 
 

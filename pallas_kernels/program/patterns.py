@@ -1,4 +1,4 @@
-"""Forms of a score mod that take less on each element than its program says."""
+"""Patterns in the programs of mods, for peephole rewrites that cut per-element work in the kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import Node, reachable
+from pallas_kernels.program.ir import Axes, Node, reachable
 
-LEAST_SCALE = 2.0**-24  # by whose inverse an addend may be multiplied
+MIN_SCALE = 2.0**-24  # an addend may be multiplied by its inverse
 
 
 class Addend(NamedTuple):
-    """What a score mod adds: ``score + sign * factor * term``, the factor the same for all of a tile, or None for 1."""
+    """An additive score mod: ``score + sign * factor * term``, with a uniform factor, or None for 1."""
 
     sign: int
     factor: Node | None
@@ -22,8 +22,8 @@ class Addend(NamedTuple):
 
 
 def addend(program: Program | None, scale: float) -> Addend | None:
-    """What a mod adds to the score, if that is all it does (ALiBi, a bias, a table), for products of this scale."""
-    if program is None or scale < LEAST_SCALE or program.output.op not in ("add", "sub"):
+    """Matches a mod that only adds to the score (ALiBi, a bias, a table), where QK^T has this scale."""
+    if program is None or scale < MIN_SCALE or program.output.op not in ("add", "sub"):
         return None
     score, (left, right) = program.argument("score"), program.output.inputs
     if right is score and program.output.op == "add":
@@ -31,49 +31,49 @@ def addend(program: Program | None, scale: float) -> Addend | None:
     if left is not score or score in reachable([right]):
         return None
     sign = 1 if program.output.op == "add" else -1
-    if right.op == "mul" and right.kind == "qk":
+    if right.op == "mul" and right.kind == Axes.TILE:
         for factor, term in (right.inputs, right.inputs[::-1]):
-            if factor.kind == "":
+            if factor.kind == Axes.UNIFORM:
                 return Addend(sign, factor, term)
     return Addend(sign, None, right)
 
 
 class Multiple(NamedTuple):
-    """What a score mod multiplies last: ``factor * term``, the factor a positive number."""
+    """A score mod that multiplies last: ``factor * term``, with a positive constant factor."""
 
     factor: float
     term: Node
 
 
 def multiple(program: Program | None) -> Multiple | None:
-    """The positive number by which a mod multiplies last, if it does (a soft cap); softmax multiplies anyway."""
+    """Matches a mod that multiplies last by a positive constant (a soft cap), which the softmax scale can absorb."""
     if program is None or program.output.op != "mul":
         return None
     for factor, term in (program.output.inputs, program.output.inputs[::-1]):
-        if factor.op == "literal" and term.kind == "qk" and 0.0 < float(factor.value) < float("inf"):
+        if factor.op == "literal" and term.kind == Axes.TILE and 0.0 < float(factor.value) < float("inf"):
             return Multiple(float(factor.value), term)
     return None
 
 
-# Functions whose values are at most 1 in size, whatever they are given.
+# Functions whose values are at most 1 in size, whatever their arguments.
 _AT_MOST_ONE = frozenset({"tanh", "logistic", "sin", "cos", "erf", "sign"})
 
 
 def bound(program: Program | None) -> float | None:
-    """How large a score can get in size, whatever the products are, if its program tells (a soft cap)."""
+    """A bound of the size of scores, whatever QK^T is, if the program of the mod implies one (a soft cap)."""
     if program is None:
         return None
-    found: dict[Node, float | None] = {}
+    result: dict[Node, float | None] = {}
     for node in program.nodes:
-        sizes = [found.get(x) for x in node.inputs]
-        known = [x for x in sizes if x is not None]
-        found[node] = None if node.op not in _AT_MOST_ONE and len(known) < len(sizes) else _size(node, known)
-    size = found[program.output]
+        sizes = [result.get(x) for x in node.inputs]
+        bounded = [x for x in sizes if x is not None]
+        result[node] = None if node.op not in _AT_MOST_ONE and len(bounded) < len(sizes) else _size(node, bounded)
+    size = result[program.output]
     return None if size is None or not np.isfinite(size) else size
 
 
 def _size(node: Node, inputs: list[float]) -> float | None:
-    """A bound for the size of a node's value by those of its inputs."""
+    """A bound of the size of a node's value, from those of its inputs."""
     match node.op:
         case "literal":
             return abs(float(node.value)) if node.dtype.kind == "f" else None
@@ -95,7 +95,7 @@ def _size(node: Node, inputs: list[float]) -> float | None:
 
 
 class Distance(NamedTuple):
-    """A float32 node ``walked_sign * (index along the loop) + other_sign * other``, `other` known ahead of the loop."""
+    """A float32 node ``walked_sign * (index along the loop) + other_sign * other``, with a loop-invariant `other`."""
 
     node: Node
     walked_sign: int
@@ -104,20 +104,20 @@ class Distance(NamedTuple):
 
 
 def distances(program: Program, walked: str, fixed: str) -> list[Distance]:
-    """Distances between query and key, as numbers; exact in float32 in whatever order they are summed up."""
-    found = []
+    """Matches distances between query and key; exact in float32 in whatever order they are summed."""
+    result = []
     for node in program.nodes:
-        if node.op not in ("add", "sub") or node.kind != "qk" or node.dtype != "float32":
+        if node.op not in ("add", "sub") or node.kind != Axes.TILE or node.dtype != "float32":
             continue
         second = 1 if node.op == "add" else -1
         (a, b), integers = node.inputs, [x.inputs[0] for x in node.inputs if x.op == "convert_element_type"]
         if len(integers) != 2 or not _sum_is_exact(*integers):
             continue
         if integers[0] is program.argument(walked) and integers[1].kind == fixed:
-            found.append(Distance(node, 1, second, b))
+            result.append(Distance(node, 1, second, b))
         elif integers[1] is program.argument(walked) and integers[0].kind == fixed:
-            found.append(Distance(node, second, 1, a))
-    return found
+            result.append(Distance(node, second, 1, a))
+    return result
 
 
 def _sum_is_exact(*integers: Node) -> bool:
@@ -126,17 +126,17 @@ def _sum_is_exact(*integers: Node) -> bool:
 
 
 def runs(program: Program, walked: str, shapes: Sequence[tuple[int, ...]]) -> list[Node]:
-    """Loads at the index along the loop, of the last axis of an array, in rows of even length (`docs[b, k]`).
+    """Contiguous loads: their last index is the loop axis (`docs[b, k]`), along an array axis of even length.
 
-    Also of an array of one dimension: under `jax.vmap` it is a row of another.
+    Also of a one-dimensional array: under `jax.vmap` it is a row of another.
     """
     index = program.argument(walked)
-    is_run = lambda load: load.inputs[-1:] == (index,) and all(x.kind == "" for x in load.inputs[:-1])
+    is_run = lambda load: load.inputs[-1:] == (index,) and all(x.kind == Axes.UNIFORM for x in load.inputs[:-1])
     return [load for load in program.loads if is_run(load) and shapes[load.value][-1] % 2 == 0]
 
 
 def step(load: Node, axis: str, shape: tuple[int, ...]) -> int | None:
-    """By how many places a load goes on in its array from an index of an axis to the next, if always by as many."""
+    """The stride of a load, in elements, from one index of an axis to the next, if it is constant."""
     steps, stride = [], 1
     for index, size in zip(load.inputs[::-1], shape[::-1], strict=True):
         factor = _factor(index, axis)
@@ -148,7 +148,7 @@ def step(load: Node, axis: str, shape: tuple[int, ...]) -> int | None:
 
 
 def _factor(node: Node, axis: str) -> int | None:
-    """What an integer is multiplied by in a sum, of which the rest does not depend on it; None of anything else."""
+    """The coefficient of an axis in an index that is affine in it; None otherwise."""
     if axis not in node.kind:
         return 0
     if node.dtype != np.int32:
@@ -156,17 +156,17 @@ def _factor(node: Node, axis: str) -> int | None:
     if node.op == "input":
         return 1
     factors = [_factor(x, axis) for x in node.inputs]
-    known = [x for x in factors if x is not None]
-    if node.op not in ("add", "sub", "neg", "mul") or len(known) < len(factors):
+    bounded = [x for x in factors if x is not None]
+    if node.op not in ("add", "sub", "neg", "mul") or len(bounded) < len(factors):
         return None
     if node.op == "mul":
         numbers = [int(x.value) for x in node.inputs if x.op == "literal"]
-        return sum(known) * numbers[0] if numbers else None
-    return known[0] + known[1] if node.op == "add" else known[0] - known[1] if node.op == "sub" else -known[0]
+        return sum(bounded) * numbers[0] if numbers else None
+    return bounded[0] + bounded[1] if node.op == "add" else bounded[0] - bounded[1] if node.op == "sub" else -bounded[0]
 
 
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
-    """What must all hold for a mask to show an element: first what compares indices alone, then the rest."""
+    """The conjuncts of a mask: first those that compare indices alone, then the rest."""
     ordered, others, left = [], [], [] if program is None else [program.output]
     while left:
         node = left.pop()
@@ -178,4 +178,6 @@ def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
 
 
 def _is_of_indices(node: Node) -> bool:
-    return node.kind != "" and not any(x.kind and (x.op == "load" or x.dtype.kind == "f") for x in reachable([node]))
+    return node.kind != Axes.UNIFORM and not any(
+        x.kind and (x.op == "load" or x.dtype.kind == "f") for x in reachable([node])
+    )

@@ -1,4 +1,4 @@
-"""Primitives that move, stack or reduce the few values that a mod holds for one element."""
+"""Rules of structural primitives: they move, stack or reduce the few values that a mod holds for one element."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def squeeze(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Another shape; of a view, only dimensions of size 1 come and go without loading it."""
+    """Another shape; a view must be loaded unless only dimensions of size 1 are added or dropped."""
     x = ins[0]
     if isinstance(x, View):
         kept = [d for d, size in enumerate(x.shape) if size != 1]
@@ -38,7 +38,7 @@ def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
 
 
 def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Repeats along new dimensions."""
+    """Broadcasts along new dimensions."""
     x, dimensions = ins[0], params["broadcast_dimensions"]
     if isinstance(x, View):
         return x.broadcast(shape, dimensions)
@@ -70,10 +70,10 @@ def dynamic_slice(graph: Graph, ins: Sequence[Value], params: dict[str, Any], sh
     if isinstance(x, View):
         return x.dynamic(graph, nodes, params["slice_sizes"])
     for d, (node, size) in enumerate(zip(nodes, params["slice_sizes"], strict=True)):
-        places = range(x.shape[d] - size + 1)
-        node = graph.clamp(graph.cast(node, np.int32), 0, places[-1])
-        windows = [np.take(x, range(p, p + size), axis=d) for p in places]
-        x = functools.reduce(lambda rest, p: _where(graph, node, p, windows[p], rest), places[1:], windows[0])
+        positions = range(x.shape[d] - size + 1)
+        node = graph.clamp(graph.cast(node, np.int32), 0, positions[-1])
+        windows = [np.take(x, range(p, p + size), axis=d) for p in positions]
+        x = functools.reduce(lambda rest, p: _where(graph, node, p, windows[p], rest), positions[1:], windows[0])
     return x
 
 
@@ -81,15 +81,15 @@ def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: dict[str, A
     """Replaces a window at computed indices."""
     x, update, *starts = ins
     x, update = load(graph, x), load(graph, update)
-    places = [range(have - size + 1) for have, size in zip(x.shape, update.shape, strict=True)]
+    positions = [range(have - size + 1) for have, size in zip(x.shape, update.shape, strict=True)]
     nodes = [
-        graph.clamp(graph.cast(element(graph, s), np.int32), 0, p[-1]) for s, p in zip(starts, places, strict=True)
+        graph.clamp(graph.cast(element(graph, s), np.int32), 0, p[-1]) for s, p in zip(starts, positions, strict=True)
     ]
     out = x
-    for place in itertools.product(*places):
-        there = [graph.compare("eq", n, graph.literal(p, np.int32)) for n, p in zip(nodes, place, strict=True)]
+    for position in itertools.product(*positions):
+        there = [graph.compare("eq", n, graph.literal(p, np.int32)) for n, p in zip(nodes, position, strict=True)]
         hit = functools.reduce(lambda a, b: graph.same_dtype("and", lax.bitwise_and, a, b), there)
-        window = tuple(slice(p, p + size) for p, size in zip(place, update.shape, strict=True))
+        window = tuple(slice(p, p + size) for p, size in zip(position, update.shape, strict=True))
         out = out.copy()
         for i in itertools.product(*map(range, update.shape)):
             out[window][i] = graph.select(hit, update[i], out[window][i])
@@ -126,17 +126,17 @@ def rev(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple
 
 def unstack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
     """Element ``params["place"]`` along a dimension."""
-    [x], axis, place = ins, params["axis"], params["place"]
+    [x], axis, position = ins, params["axis"], params["place"]
     if isinstance(x, View):
-        starts = [place if d == axis else 0 for d in range(len(x.shape))]
+        starts = [position if d == axis else 0 for d in range(len(x.shape))]
         sizes = [1 if d == axis else size for d, size in enumerate(x.shape)]
         kept = [d for d in range(len(x.shape)) if d != axis]
         return x.window(graph, starts, sizes, (1,) * len(sizes)).select_dimensions(kept)
-    return np.asarray(np.moveaxis(x, axis, 0)[place], object)
+    return np.asarray(np.moveaxis(x, axis, 0)[position], object)
 
 
 def pad(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Puts values around and between; negative padding cuts."""
+    """Pads around and between; negative padding cuts."""
     x, value = load(graph, ins[0]), element(graph, ins[1])
     out = scalars(shape, lambda _: value)
     steps = [(int(low), int(inner) + 1) for low, _, inner in params["padding_config"]]
@@ -172,7 +172,7 @@ def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tup
 
 
 def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
-    """Sums of products over own axes."""
+    """A small GEMM over the mod's own axes, unrolled into multiplies and adds."""
     a, b = (load(graph, x) for x in ins)
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     free = lambda x, used: [d for d in range(x.ndim) if d not in used]
@@ -230,11 +230,14 @@ def _position(better: str) -> Callable[..., Value]:
         x = np.moveaxis(load(graph, ins[0]), axis, -1)
 
         def at(i: tuple[int, ...]) -> Node:
-            best, place = x[i][0], graph.literal(0, dtype)
+            best, position = x[i][0], graph.literal(0, dtype)
             for p, candidate in enumerate(x[i][1:], start=1):
                 wins = graph.compare(better, candidate, best)
-                best, place = graph.select(wins, candidate, best), graph.select(wins, graph.literal(p, dtype), place)
-            return place
+                best, position = (
+                    graph.select(wins, candidate, best),
+                    graph.select(wins, graph.literal(p, dtype), position),
+                )
+            return position
 
         return scalars(shape, at)
 
@@ -242,17 +245,17 @@ def _position(better: str) -> Callable[..., Value]:
 
 
 def accumulator(dtype: np.dtype) -> np.dtype:
-    """In what sums and products of many values are computed: 16-bit floats are rounded once, at the end."""
+    """The dtype of reductions: 16-bit floats are accumulated in float32 and rounded once, at the end."""
     return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2 else dtype
 
 
 def load(graph: Graph, x: Value) -> Scalars:
-    """The values themselves, loaded if they still are a view."""
+    """The values themselves, loaded if they are still a view."""
     return x.load(graph) if isinstance(x, View) else x
 
 
 def element(graph: Graph, x: Value) -> Node:
-    """The one value of an array without dimensions."""
+    """The value of an array without dimensions."""
     return load(graph, x).item()
 
 
@@ -266,8 +269,8 @@ def choose(graph: Graph, which: Node, cases: Sequence[Node]) -> Node:
     return chosen
 
 
-def _where(graph: Graph, node: Node, place: int, if_there: Scalars, otherwise: Scalars) -> Scalars:
-    there = graph.compare("eq", node, graph.literal(place, np.int32))
+def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise: Scalars) -> Scalars:
+    there = graph.compare("eq", node, graph.literal(position, np.int32))
     return scalars(if_there.shape, lambda i: graph.select(there, if_there[i], otherwise[i]))
 
 

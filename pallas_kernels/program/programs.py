@@ -1,4 +1,4 @@
-"""The tile programs of a call's mods, or why there are none."""
+"""The tile programs of the mods of a call, or why a mod is not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured arrays under the indices applied so far: nothing is loaded before one element is wanted."""
+"""Lazy views of captured arrays: indexing composes windows, and nothing is loaded before an element is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.program.ir import Graph, Node
 
-SMALL = 64  # values that one mod may hold at once: vectors of positions, stacks, sums over an own axis
+MAX_VALUES = 64  # values that one mod may hold at once: vectors of positions, stacks, sums over an own axis
 
 
 class NotOnTile(Exception):
@@ -36,15 +36,15 @@ class View:
     """A window on an operand.
 
     Attributes:
-      operand: Its number.
+      operand: Index of the captured array.
       dtype: Its dtype.
       index: Where the window starts, one node for each dimension of the operand.
       axes: For each dimension of the window, the dimension of the operand along which it runs (None: repeated) and the
         step.
       shape: Of the window.
-      valid: Whether the elements exist; None if they surely do.
-      fill: What stands for elements that do not exist.
-      stopped: Whether a `stop_gradient` lies between the operand and the window.
+      valid: Whether the elements are in range; None if they surely are.
+      fill: Value of elements out of range.
+      stopped: Whether a `stop_gradient` was applied.
     """
 
     operand: int
@@ -114,18 +114,18 @@ class View:
         """Loads all elements.
 
         Raises:
-          NotOnTile: They are more than `SMALL`.
+          NotOnTile: They are more than `MAX_VALUES`.
         """
-        if math.prod(self.shape) > SMALL:
+        if math.prod(self.shape) > MAX_VALUES:
             raise NotOnTile(
-                f"it uses {list(self.shape)} values of a captured array at once, and a tile holds at most {SMALL} "
+                f"it uses {list(self.shape)} values of a captured array at once, and a tile holds at most {MAX_VALUES} "
                 "for each element: index the array until few are left"
             )
         return scalars(self.shape, lambda position: self.element(graph, position))
 
 
 def gather(graph: Graph, source: View, indices: Scalars, params: dict[str, Any]) -> View | Scalars:
-    """``lax.gather`` from an operand: a view if there is one start index, else the few elements that are meant."""
+    """``lax.gather`` from an operand: a view if there is one start index, else the few gathered elements."""
     numbers = params["dimension_numbers"]
     sizes = params["slice_sizes"]
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -155,8 +155,8 @@ def gather(graph: Graph, source: View, indices: Scalars, params: dict[str, Any])
     shape = [0] * rank
     for d, size in [*zip(outer, batch_shape, strict=True), *zip(offsets, (sizes[k] for k in kept), strict=True)]:
         shape[d] = size
-    if math.prod(shape) > SMALL:
-        raise NotOnTile(f"it gathers {shape} values at once, and a tile holds at most {SMALL} for each element")
+    if math.prod(shape) > MAX_VALUES:
+        raise NotOnTile(f"it gathers {shape} values at once, and a tile holds at most {MAX_VALUES} for each element")
     return scalars(shape, lambda i: at(tuple(i[d] for d in outer)).element(graph, [i[d] for d in offsets]))
 
 

@@ -1,4 +1,4 @@
-"""What the kernels that compute outputs share: the online softmax over tiles of keys, and its repair.
+"""What the forward, decoding and paged kernels share: online softmax over tiles of keys, and its repair.
 
 See `containment` for what is repaired.
 """
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import softmax
-from pallas_kernels.marks import mark, may_hide
+from pallas_kernels.marks import mark, needs_marks
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.triton.containment import Attended, cleared
-from pallas_kernels.triton.head_chunks import Columns, times, zero_rows
+from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
 from pallas_kernels.triton.scores import Scores
 from pallas_kernels.triton.tile import weights
 
 
 class Tile(NamedTuple):
-    """A tile of keys: its scores, and its values [Bk, Dv]."""
+    """A tile of keys: its scores [rows, Bk], and its values [Bk, Dv]."""
 
     scores: ScoreTile
     values: Columns
@@ -30,14 +30,14 @@ class Attention(NamedTuple):
     """Attention of the rows of a tile over the keys that it visits.
 
     Attributes:
-      known: What is known of the mods ahead of the loop.
+      prepared: Statics and loop-invariant values of the mods.
       rows: How many.
-      walk: ``(state, step) -> state``: folds ``step(state, *place)`` over tiles of keys.
-      tile_at: ``(*place) -> Tile``.
-      may_be_empty: Whether a row may have seen nothing after a tile.
+      walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
+      tile_at: ``(*key) -> Tile``.
+      may_be_empty: Whether a row may still be fully masked after a tile.
     """
 
-    known: Scores
+    prepared: Scores
     rows: int
     walk: Callable[..., Any]
     tile_at: Callable[..., Tile]
@@ -46,36 +46,36 @@ class Attention(NamedTuple):
     def attend(self) -> tuple[Columns, jax.Array]:
         """Output [rows, Dv], in chunks of columns, and lse [rows] (natural log), NaN where the output must be repaired.
 
-        Zeros and -inf for rows that see nothing.
+        Zeros and -inf for fully masked rows.
         """
 
-        def step(state: softmax.SoftmaxState, *place: Any) -> softmax.SoftmaxState:
-            return self._fold(state, *self.tile_at(*place))
+        def step(state: softmax.SoftmaxState, *key: Any) -> softmax.SoftmaxState:
+            return self._fold(state, *self.tile_at(*key))
 
-        out, lse = softmax.finish(self.walk(self._start, step), self.known.unit)
-        return out, lse + mark(*out) if may_hide(self.known.spec) else lse
+        out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
+        return out, lse + mark(*out) if needs_marks(self.prepared.spec) else lse
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
-        """The same from values that are cleared, lse as it is, and which rows must keep what `attend` gave."""
+        """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""
 
-        def step(state: tuple[softmax.SoftmaxState, Attended], *place: Any) -> Any:
-            tile, values = self.tile_at(*place)
+        def step(state: tuple[softmax.SoftmaxState, Attended], *key: Any) -> Any:
+            tile, values = self.tile_at(*key)
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)
-        return *softmax.finish(state, self.known.unit), attended
+        return *softmax.finish(state, self.prepared.log2_scale), attended
 
     @property
     def _start(self) -> softmax.SoftmaxState:
-        return softmax.start(self.rows, zero_rows(self.rows, self.known.spec.Dv))
+        return softmax.start(self.rows, zero_rows(self.rows, self.prepared.spec.Dv))
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
-        spec, unit = self.known.spec, self.known.unit
+        spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
         return softmax.update(
             state,
             tile.s,
-            unit=unit,
-            weigh=lambda s, shift: weights(spec, s, unit, shift),
-            times_values=lambda p: times(spec, p, values),
-            may_hide=self.may_be_empty,
+            log2_scale=log2_scale,
+            exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
+            pv_dot=lambda p: pv_dot(spec, p, values),
+            may_be_empty=self.may_be_empty,
         )

@@ -1,6 +1,6 @@
-"""Repairs: tiles with marks (`pallas_kernels.marks`) are computed again, with operands that are cleared.
+"""Repairs: tiles with marks (`pallas_kernels.marks`) are recomputed with cleared operands.
 
-What is attended to keeps its NaN: for dS it comes through the scores, for weights `Attended` tells which rows to leave
+What is attended to keeps its NaN: for dS it comes through the scores, for weights `Attended` says which rows to leave
 alone.
 
 A repair is a launch of its own because registers are allocated for a whole kernel: in the same kernel it took decoding
@@ -22,8 +22,8 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.marks import mark
 from pallas_kernels.triton.head_chunks import Columns
 
-LARGEST_TILE = 64  # of a repair, in queries and keys
-PROGRAMS = 132  # of a repair of many tiles: one for each SM
+MAX_TILE = 64  # of a repair, in queries and keys
+MAX_PROGRAMS = 132  # of a repair of many tiles: one for each SM
 MARKS_AT_ONCE = 4096  # marks that a program reads at once
 
 
@@ -33,7 +33,7 @@ def cleared(rows: Columns) -> Columns:
 
 
 class Attended(NamedTuple):
-    """Which sums are NaN by right: those of rows that attend to a row which is not finite.
+    """Rows whose sums must be NaN: those that attend to a row which is not finite.
 
     Attributes:
       bad: float32 [rows]: 1 or 0.
@@ -47,21 +47,21 @@ class Attended(NamedTuple):
         return cls(jnp.zeros((rows,), jnp.float32))
 
     def to(self, rows: Columns, visible: jax.Array | None) -> Attended:
-        """With a tile: rows of the other operand, and which are visible, [rows, rows of the other operand]."""
-        found = mark(*rows)
-        bad = jnp.where(found == found, 0.0, 1.0)
+        """Adds a tile: rows of the other operand, and the mask [rows, rows of the other operand]."""
+        has_nan = mark(*rows)
+        bad = jnp.where(has_nan == has_nan, 0.0, 1.0)
         attended = jnp.max(bad) if visible is None else jnp.max(jnp.where(visible, bad[None, :], 0.0), axis=1)
         return Attended(jnp.maximum(self.bad, attended))
 
     def keep(self, before: Columns, clean: Columns) -> Columns:
-        """What was there before where it is NaN by right, clean sums elsewhere."""
+        """The old sums where they must be NaN, the recomputed ones elsewhere."""
         bad = (self.bad > 0.0)[:, None]
         return tuple(jnp.where(bad, x.astype(y.dtype), y) for x, y in zip(before, clean, strict=True))
 
 
 def repair_tiles(tiles: Tiles) -> Tiles:
-    """Small ones, for a launch that hardly ever computes; they divide the blocks of the mask as the given ones do."""
-    return Tiles(min(tiles.block_q, LARGEST_TILE), min(tiles.block_kv, LARGEST_TILE), 4, 1)
+    """Small tiles, for a launch that hardly ever computes; they divide the blocks of the mask as the given ones do."""
+    return Tiles(min(tiles.block_q, MAX_TILE), min(tiles.block_kv, MAX_TILE), 4, 1)
 
 
 class Marked(NamedTuple):
@@ -81,13 +81,13 @@ class Marked(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Of all heads and batch entries."""
+        """Tiles of all heads and batch entries."""
         return self.heads * self.batch * pl.cdiv(self.length, self.tile)
 
     @property
     def programs(self) -> int:
-        """That share the tiles."""
-        return min(PROGRAMS, self.tiles)
+        """Size of the grid: programs that take the tiles in a grid-stride loop."""
+        return min(MAX_PROGRAMS, self.tiles)
 
     def repair(self, marks: Any, fix: Callable[[Any, Any, Any], None]) -> None:
         """Runs ``fix(b, h, first row)`` for this program's tiles that hold a mark.
@@ -98,27 +98,27 @@ class Marked(NamedTuple):
           marks: Ref, float32 [B, heads, length], or [B, heads, 1] for all of a head; NaN is a mark.
           fix: Computes and stores a tile.
         """
-        own, programs, last = pl.program_id(0), pl.num_programs(0), marks.shape[2] - 1
+        program, programs, last = pl.program_id(0), pl.num_programs(0), marks.shape[2] - 1
         count = max(1, MARKS_AT_ONCE // self.tile)
 
         def one(number: Any) -> None:
-            b, h, first = self._place(number)
+            b, h, first = self._index(number)
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
             pl.when(any_nan(plgpu.load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
 
-        def run(nth: Any, state: Any) -> Any:
-            begin = own + nth * count * programs
-            number = begin + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
-            b, h, first = self._place(jnp.minimum(number, self.tiles - 1))
+        def run(chunk: Any, state: Any) -> Any:
+            start = program + chunk * count * programs
+            number = start + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
+            b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, number.shape, 1), last)
-            found = any_nan(jnp.sum(plgpu.load(marks.at[(b, h, row)]), axis=1))
-            left = jnp.minimum(lax.div(self.tiles - begin + (programs - 1), programs), count)
-            each = lambda i, state: (one(begin + i * programs), state)[1]
-            return lax.fori_loop(0, jnp.where(found, left, 0), each, state)
+            has_nan = any_nan(jnp.sum(plgpu.load(marks.at[(b, h, row)]), axis=1))
+            left = jnp.minimum(lax.div(self.tiles - start + (programs - 1), programs), count)
+            each = lambda i, state: (one(start + i * programs), state)[1]
+            return lax.fori_loop(0, jnp.where(has_nan, left, 0), each, state)
 
         lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
 
-    def _place(self, number: Any) -> tuple[Any, Any, Any]:
+    def _index(self, number: Any) -> tuple[Any, Any, Any]:
         per_head = pl.cdiv(self.length, self.tile)
         head, tile = lax.div(number, per_head), lax.rem(number, per_head)
         return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile

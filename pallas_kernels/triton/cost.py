@@ -1,4 +1,4 @@
-"""What a tile of the Triton kernels takes, counted from what they hold: rules out configurations before compiling."""
+"""Shared memory and registers of Triton kernels, estimated from their tiles, to rule out configurations early."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import reachable
+from pallas_kernels.program.ir import Axes, reachable
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.tuning import triton_rules
 
-# Bytes that a block may have, by a part of the name of the device; elsewhere at least so many.
-HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, LEAST_SHARED_MEMORY = 232448, 166912, 101376
-# Of values that live through a loop. A thread has 255, and some values are rounded to 16 bits early.
-MOST_REGISTERS = 272
+# Bytes of shared memory that a CTA may have, by a part of the name of the device; elsewhere the minimum.
+HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 101376
+# Register budget for values live through the mainloop. A thread has 255, and some values are rounded to 16 bits early.
+MAX_REGISTERS = 272
 
 
 def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> int:
     """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
 
-    What is not multiplied has a stage less: what mods read by element, and the lse and delta of the queries that the
-    kernel for dK and dV walks. It is what Triton takes for sm_90a, where tests compile it.
+    What is no MMA operand has a stage less: tile loads of mods, and the lse and delta of the queries that the dK/dV
+    kernel walks. It is what Triton takes for sm_90a, where tests compile it.
 
     Args:
       kernel: Its name.
@@ -29,8 +29,8 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_
       D: Head size of query and key.
       Dv: Head size of value.
       itemsize: Bytes of an element of query, key and value.
-      by_element: Bytes that mods read for each score; in the kernel for dK and dV count 4 for a value of 16 bits, which
-        Triton holds there in one of two ways, and this bounds both.
+      by_element: Bytes that tile loads of mods read for each score; in the dK/dV kernel count 4 for a value of 16 bits,
+        which Triton holds there in one of two ways, and this bounds both.
 
     >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
     81920
@@ -48,7 +48,7 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_
 
 
 def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
-    """Registers of a thread that accumulators, scores and weights take.
+    """Estimated registers of a thread for accumulators, scores and weights.
 
     >>> registers("forward", Tiles(128, 64, 4, 2), 128, 128)
     224.0
@@ -56,7 +56,7 @@ def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
     size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
     scores = tiles.block_q * tiles.block_kv
     held = {
-        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights stand beside the scores, in 16 bits
+        "forward": tiles.block_q * size_v + 1.5 * scores,  # the weights live beside the scores, in 16 bits
         "dq": tiles.block_q * size + 2.5 * scores,
         "dkv": tiles.block_kv * (size + size_v) + 2.5 * scores,
     }
@@ -64,23 +64,23 @@ def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
 
 
 def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> bool:
-    """Whether a configuration has a chance on Hopper."""
+    """Whether a configuration may fit into the shared memory and registers of Hopper."""
     fits = shared_memory(kernel, tiles, D, Dv, itemsize, by_element) <= HOPPER_SHARED_MEMORY
-    return fits and registers(kernel, tiles, D, Dv) <= MOST_REGISTERS
+    return fits and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
 
 
 def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
-    """What mods read for each score, as `shared_memory` counts it."""
-    loads = [node for program in programs if program is not None for node in program.loads if node.kind == "qk"]
+    """Bytes that tile loads of mods read for each score, as `shared_memory` counts them."""
+    loads = [node for program in programs if program is not None for node in program.loads if node.kind == Axes.TILE]
     return sum(max(node.dtype.itemsize, 4 if kernel == "dkv" else 1) for node in loads)
 
 
 def can_pipeline(score: Program | None) -> bool:
-    """Whether the loop may be pipelined: not where a score mod indexes an array by the score.
+    """Whether the mainloop may be software-pipelined: not where a score mod indexes an array by the score.
 
-    Such a load waits for a product of the same step, which Triton (XLA of JAX 0.11) then moves to a step before. On an
-    H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read off
-    the PTX, where with one stage nothing is moved.
+    Such a load waits for an MMA of the same iteration, which Triton (XLA of JAX 0.11) then moves to an earlier one. On
+    an H200 (bf16, tiles of 64 x 64, wgmma) dK came out wrong, by 0.25 in the mean; that the move is the cause was read
+    off the PTX, where with one stage nothing is moved.
     """
     if score is None:
         return True
@@ -90,7 +90,7 @@ def can_pipeline(score: Program | None) -> bool:
 def stages_that_fit(
     kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, by_element: int, device_kind: str
 ) -> int:
-    """The stages of tiles, or as many of them as a device's shared memory holds.
+    """The stages of `tiles`, or fewer if the shared memory of the device does not hold them.
 
     >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, 32, "NVIDIA H200")
     2
@@ -105,4 +105,4 @@ def stages_that_fit(
 def _memory_of(device_kind: str) -> int:
     if triton_rules.has_large_memory(device_kind):
         return HOPPER_SHARED_MEMORY
-    return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else LEAST_SHARED_MEMORY
+    return AMPERE_SHARED_MEMORY if any(name in device_kind for name in ("A100", "A800", "A30")) else MIN_SHARED_MEMORY

@@ -1,14 +1,15 @@
-"""Forward kernel.
+"""Forward kernel through Triton.
 
-One program computes a tile of queries of one head: it walks the listed blocks of keys, partial ones with the mask and
-full ones without, and keeps the query, the running softmax and the output in registers (Dong et al. 2024,
-arXiv:2412.05496, section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads,
+One program (CTA) computes a tile of queries of one head: it walks the listed blocks of keys, partial ones with the mask
+and full ones without, and keeps the query, the online softmax state and the O accumulator in registers (Dong et al.
+2024, arXiv:2412.05496, section 4; Dao 2023, arXiv:2307.08691, algorithm 1). The grid is (tiles of queries, query heads,
 batch).
 
-Floor on an H200: products at 817 TFLOP/s as measured; one exponential for each score at 16 a cycle and multiprocessor,
+Roofline on an H200: GEMMs at 817 TFLOP/s as measured; the SFU at one exponential for each score, 16 a cycle and SM, is
 1070 TFLOP/s at head size 64 and 2140 at 128. One after the other that is 463 and 591, and 450 and 501 to 553 are
-reached without a mod: Triton lets a program wait for its products before it takes exponents, and only the other program
-of the multiprocessor fills the time. To do better, one program must do both at once, which Triton cannot say.
+reached without a mod: a Triton program waits for its MMAs before it computes exponentials, and only the other resident
+program of the SM (occupancy 2) overlaps. To do better, one program must overlap both (ping-pong), which Triton cannot
+express.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import block_walk as blocks
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import may_hide
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.marks import needs_marks
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import Marked, repair_tiles
@@ -33,14 +34,21 @@ from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_row
 from pallas_kernels.triton.launch import launch
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T]."""
-    order = blocks.row_order(spec, tiles, arrays)
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
+    """
+    order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
         jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
     ]
-    found = launch(
+    result = launch(
         functools.partial(_kernel, spec, tiles),
         (arrays, order),
         outputs,
@@ -49,21 +57,21 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Arra
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    out, lse = repair(spec, tiles, arrays, found) if may_hide(spec) else found
+    out, lse = repair(spec, tiles, arrays, result) if needs_marks(spec) else result
     return out, lse
 
 
 def repair(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, found: Sequence[jax.Array]
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, result: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the tiles again that have an lse of NaN; see `containment`."""
+    """Recomputes the tiles that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
     marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))
     out, lse = launch(
         functools.partial(_repair_kernel, spec, tiles, marked),
-        (arrays, tuple(found)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        (arrays, tuple(result)),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_forward_repair",
         grid=(marked.programs,),
         tiles=tiles,
@@ -73,9 +81,16 @@ def repair(
     return out, lse
 
 
-def _kernel(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, order: Any, out: Any, lse: Any) -> None:
-    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = blocks.row_at(spec, order, b, h, nth, pl.num_programs(0))
+def _kernel(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands,
+    order: Any,  # [list batch, list heads, tiles of queries], or None
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Any,  # [B, Hq, T]
+) -> None:
+    i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
     rows, row_lse = _attention(spec, tiles, arrays, b, h, tile).attend()
     first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
     store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
@@ -83,7 +98,13 @@ def _kernel(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, order: Any, out: 
 
 
 def _repair_kernel(
-    spec: AttentionSpec, tiles: Tiles, marked: Marked, arrays: Arrays, before: Any, out: Any, lse: Any
+    spec: AttentionSpec,
+    tiles: Tiles,
+    marked: Marked,
+    arrays: Operands,
+    before: Any,  # out and lse, as the forward kernel left them
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
+    lse: Any,  # [B, Hq, T], the same memory
 ) -> None:
     rows_end = spec.T % tiles.block_q != 0
 
@@ -98,20 +119,20 @@ def _repair_kernel(
     marked.repair(before[1], fix)
 
 
-def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Arrays, b: Any, h: Any, tile: Any) -> Attention:
-    """Of a tile of queries of a head."""
+def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands, b: Any, h: Any, tile: Any) -> Attention:
+    """The attention of a tile of queries of a head."""
     rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
-    known = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
+    prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
 
     def tile_at(key: Any, is_partial: bool) -> Tile:
         load = functools.partial(
             load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )
-        found = scores.compute(known, q, load(arrays.key), key, is_partial)
-        return Tile(found, load(arrays.value))
+        result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
+        return Tile(result, load(arrays.value))
 
-    walk = functools.partial(blocks.over_keys, spec, tiles, arrays, (b, h, tile))
+    walk = functools.partial(block_walk.over_keys, spec, tiles, arrays, (b, h, tile))
     may_be_empty = spec.programs.mask is not None or spec.programs.score is not None
-    return Attention(known, tiles.block_q, walk, tile_at, may_be_empty)
+    return Attention(prepared, tiles.block_q, walk, tile_at, may_be_empty)

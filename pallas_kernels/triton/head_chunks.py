@@ -1,7 +1,7 @@
-"""Rows of a head in a Triton kernel: loaded, stored and multiplied as one or two chunks of columns.
+"""Rows of a head in a Triton kernel: loads, stores and dot products in one or two chunks of columns.
 
-Triton's tiles are powers of two. A head size that is none is held as two: 80 as 64 and 16, 96 as 64 and 32, 192 as 128
-and 64. So it costs about what its size says, in shared memory, registers and products, and not what the next power of
+Triton's tiles are powers of two. Other head sizes are held as two chunks: 80 as 64 and 16, 96 as 64 and 32, 192 as 128
+and 64. So they cost about what their size says, in shared memory, registers and MMAs, and not what the next power of
 two would.
 """
 
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
 
-SMALLEST_DOT = 16  # rows, columns and depth of a product
+MIN_DOT_SIZE = 16  # M, N and K of an MMA
 
 Columns = tuple[jax.Array, ...]  # chunks of rows: [rows, width] each, zeros beyond the head size
 
@@ -34,7 +34,7 @@ def chunks(size: int) -> list[tuple[int, int]]:
 
 
 def _power_of_two(size: int) -> int:
-    return max(SMALLEST_DOT, 1 << (size - 1).bit_length())
+    return max(MIN_DOT_SIZE, 1 << (size - 1).bit_length())
 
 
 def load_rows(
@@ -54,14 +54,14 @@ def load_rows(
     """
 
     def load(start: int, width: int) -> jax.Array:
-        at, mask = _place(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
+        at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
         return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 
 
 def load_queries(spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
-    """Rows of the query, or of what has its shape, of a query head."""
+    """Rows of the query, or of an array like it, of a query head: [rows, D]."""
     return load_rows(spec, ref, b, h, first, rows, spec.T, may_end=may_end)
 
 
@@ -76,14 +76,14 @@ def store_rows(
 ) -> None:
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
-        at, mask = _place(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
+        at, mask = _index_and_mask(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
         plgpu.store(ref.at[at], columns.astype(ref.dtype), mask=mask)
 
 
-def _place(
+def _index_and_mask(
     spec: AttentionSpec, ref: Any, head: tuple[Any, Any], rows: tuple[Any, int, int, bool], chunk: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """The index of a chunk of rows, and the mask of what exists of it, or None if all does."""
+    """The index of a chunk of rows, and the mask of what is not padding, or None if nothing is."""
     (first, count, length, may_end), (start, width), size = rows, chunk, ref.shape[3]
     if not may_end and start + width <= size:
         row, column, mask = pl.ds(first, count), pl.ds(start, width), None
@@ -117,28 +117,28 @@ def store_vector(ref: Any, at: tuple[Any, ...], first: Any, x: jax.Array, length
 
 
 def zero_rows(rows: int, size: int) -> Columns:
-    """Float32 rows to which products are added."""
+    """A float32 accumulator of rows [rows, size]."""
     return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
 
 
-def inner(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:
-    """Products of the rows of `a` with the rows of `b`, float32 [rows of a, rows of b]."""
-    return sum((_product(spec, x, y, over=(1, 1)) for x, y in zip(a[1:], b[1:], strict=True)),
-               start=_product(spec, a[0], b[0], over=(1, 1)))  # fmt: skip
+def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:
+    """``a @ b.T`` (QK^T and its like), float32 [rows of a, rows of b]."""
+    return sum((_dot(spec, x, y, over=(1, 1)) for x, y in zip(a[1:], b[1:], strict=True)),
+               start=_dot(spec, a[0], b[0], over=(1, 1)))  # fmt: skip
 
 
-def times(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
-    """Float32 sums of rows: ``weights @ rows``, the weights rounded to the dtype of the rows."""
+def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
+    """``weights @ rows`` (PV and its like) in float32, with the weights rounded to the dtype of the rows."""
     weights = weights.astype(rows[0].dtype)
-    return tuple(_product(spec, weights, x, over=(1, 0)) for x in rows)
+    return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
 
 
-def plus(a: Columns, b: Columns) -> Columns:
-    """Sum of rows."""
+def add_rows(a: Columns, b: Columns) -> Columns:
+    """The sum of two rows of chunks."""
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _product(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
-    """Sums over axis ``over[0]`` of `a` and ``over[1]`` of `b`, in float32."""
+def _dot(spec: AttentionSpec, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+    """MMA with a float32 accumulator, contracting axis ``over[0]`` of `a` with ``over[1]`` of `b`."""
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=spec.precision, preferred_element_type=jnp.float32)

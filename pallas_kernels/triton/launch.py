@@ -39,7 +39,7 @@ def launch(
       aliases: Numbers of (flattened) inputs that are also the memory of outputs.
     """
     params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    # A `jax.shard_map` around all this wants to be told, in this form, that nothing varies over its mesh here.
+    # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.
     nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
     call = pl.pallas_call(

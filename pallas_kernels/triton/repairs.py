@@ -1,4 +1,4 @@
-"""Repairs of what the Hopper kernels marked (`pallas_kernels.marks`), by the kernels here."""
+"""Triton kernels recompute what the Hopper kernels marked (`pallas_kernels.marks`)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import row_statistics
 from pallas_kernels.marks import Repairs
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import forward as forward_kernel
 from pallas_kernels.triton.backward import dkv, dq
-from pallas_kernels.triton.containment import LARGEST_TILE
+from pallas_kernels.triton.containment import MAX_TILE
 
-TILES = Tiles(LARGEST_TILE, LARGEST_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
+TILES = Tiles(MAX_TILE, MAX_TILE, 4, 1)  # they divide the blocks that the Hopper kernels take
 
 
-def forward(spec: AttentionSpec, arrays: Arrays, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Out and lse, of which the lse is NaN where the output is to be computed again."""
-    return forward_kernel.repair(spec, TILES, arrays, found)
+def forward(spec: AttentionSpec, arrays: Operands, result: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Out and lse, recomputed where the lse is NaN."""
+    return forward_kernel.repair(spec, TILES, arrays, result)
 
 
 def backward(
     spec: AttentionSpec,
-    arrays: Arrays,
+    arrays: Operands,
     derivative: Derivative | None,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
 ) -> Repairs:
-    """How gradients are computed again, from output and lse of the forward pass and their cotangents."""
+    """How gradients are recomputed, from output and lse of the forward pass and their cotangents."""
     rows = row_statistics(spec, saved, d_saved)
     return Repairs(
         functools.partial(dq.repair, spec, TILES, arrays, rows, derivative),

@@ -1,4 +1,4 @@
-"""One tile of scores: products, mod, mask. The same for every kernel, in both orientations."""
+"""One tile of scores: QK^T, score mod, mask. The same for every kernel, in both orientations."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import jax.numpy as jnp
 
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
-from pallas_kernels.triton.head_chunks import Columns, inner
+from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
+from pallas_kernels.triton.head_chunks import Columns, qk_dot
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
 
 
 class Scores(NamedTuple):
-    """How a program computes scores: statics, and what is known of the mods ahead of the loop.
+    """How a program computes scores: statics, and the loop-invariant values of the mods.
 
     Attributes:
       spec: The spec.
       tile: Queries and keys.
       transposed: Whether tiles are (keys, queries).
-      score: The score mod, evaluated so far.
-      mask: The mask, evaluated so far.
-      walked: ``"q"`` or ``"k"``: the axis of the loop.
-      end: Where the axis of the loop ends, a number known at run time; None for where its array ends.
+      score: The score mod, with its loop-invariant values.
+      mask: The mask mod, with its loop-invariant values.
+      walked: ``"q"`` or ``"k"``: the axis of the mainloop.
+      end: Where that axis ends, known at run time; None for the end of its array.
     """
 
     spec: AttentionSpec
@@ -37,17 +37,17 @@ class Scores(NamedTuple):
     end: Any = None
 
     @property
-    def unit(self) -> float:
-        """What the scores of a tile are to be multiplied by for weights in base 2; positive.
+    def log2_scale(self) -> float:
+        """The positive factor that turns the scores of a tile into exponents of base 2.
 
-        Without a mod they are the products themselves, up to the sign of the scale.
+        Without a score mod, tiles hold QK^T itself, up to the sign of the scale.
         """
         return LOG2_E * (abs(self.spec.scale) if self.score is None else 1.0)
 
 
 def prepare(
     spec: AttentionSpec,
-    arrays: Arrays,
+    arrays: Operands,
     tile: tuple[int, int],
     b: Any,
     h: Any,
@@ -58,20 +58,20 @@ def prepare(
     end: Any = None,
     programs: Mapping[str, Any] | None = None,
 ) -> Scores:
-    """Evaluates what of the mods does not depend on the axis of the loop.
+    """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
     Args:
       spec: The spec.
       arrays: The refs.
       tile: Queries and keys.
       b: Batch.
-      h: Query head; where rows are of several heads, that of each, [Bq, 1].
-      q_first: The first query, if the loop goes over keys.
-      q: The queries themselves, [Bq, 1], if they are not one after the other.
+      h: Query head; where rows belong to several heads, that of each, [Bq, 1].
+      q_first: The first query, if the mainloop goes over keys.
+      q: The indices of the queries, [Bq, 1], if they are not contiguous.
       k_first: The first key, if it goes over queries; then tiles are transposed.
-      end: Where the axis of the loop ends, at or before the end of its array, if a number known at run time says so:
-        what lies beyond is hidden in partial tiles.
-      programs: Nodes to prepare for the score mod, if they are more than those of its program.
+      end: Where the axis of the mainloop ends, at or before the end of its array, if known only at run time: what lies
+        beyond is masked in partial tiles.
+      programs: Nodes of the score mod to prepare, if more than those of its program.
     """
     transposed = k_first is not None
     fixed = {"b": b, "h": h}
@@ -81,37 +81,37 @@ def prepare(
         fixed["k"] = k_indices(k_first, tile, spec.S, transposed=True, may_end=spec.S % tile[1] != 0)
     else:
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
-    kinds = ("", "k" if transposed else "q")
+    states = ("", "k" if transposed else "q")
     approximate = (
         arrays.query.dtype.itemsize == 2 and not spec.config.interpret
     )  # the interpreter has no such functions
 
-    def begin(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
+    def evaluate_fixed(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
         if program is None:
             return None
-        begun = evaluation(
+        evaluation_ = evaluation(
             program, refs, tile, fixed, transposed=transposed, approximate=approximate, interpret=spec.config.interpret
         )
-        begun.prepare(nodes or program.nodes, kinds)
-        return begun
+        evaluation_.prepare(nodes or program.nodes, states)
+        return evaluation_
 
-    score = begin(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
-    mask = begin(spec.programs.mask, arrays.mask_operands, None)
+    score = evaluate_fixed(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
+    mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, None)
     return Scores(spec, tile, transposed, score, mask, "q" if transposed else "k", end)
 
 
 def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> ScoreTile:
-    """Scores of a tile.
+    """Computes a tile of scores.
 
     Args:
-      scores: What is known ahead of the loop.
+      scores: Statics and loop-invariant values.
       q: [Bq, D].
       k: [Bk, D].
-      first: First index along the axis of the loop.
+      first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
     """
     spec = scores.spec
-    raw = inner(spec, k, q) if scores.transposed else inner(spec, q, k)
+    raw = qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw
@@ -129,7 +129,7 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
 
 
 def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
-    """The indices along the axis of the loop, from `first` on, as the value of a program's argument."""
+    """The indices along the axis of the mainloop, from `first` on, as the value of a program's argument."""
     spec = scores.spec
     if scores.walked == "q":
         may_end = spec.walk_passes_end("q", scores.tile[0])
@@ -139,9 +139,9 @@ def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Arra
 
 
 def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
-    """What a partial tile shows: the mask, and what exists along the axis of the loop.
+    """The mask of a partial tile: that of the mask mod, and padding along the axis of the mainloop.
 
-    Along the other axis nothing need be hidden: what does not exist there is a row of its own, which is never stored.
+    Padding along the other axis needs no mask: it has rows of its own, which are never stored.
     """
     spec, visible = scores.spec, None
     if scores.mask is not None:

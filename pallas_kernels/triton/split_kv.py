@@ -1,7 +1,7 @@
-"""Dividing the keys of uneven rows among programs, inside of the kernels.
+"""Split-KV: divides the keys of ragged rows into splits, inside of the kernels, and maps programs to work items.
 
 Each row (a sequence, or a tile of its queries) has its own number of tiles of keys, known only on the device. Rows get
-parts in proportion to their tiles, so that a few long ones keep the whole GPU busy (as the planner of FlashInfer does
+splits in proportion to their tiles, so that a few long ones keep the whole GPU busy (as the planner of FlashInfer does
 on the host: Ye et al. 2025, arXiv:2501.01005, section 3.3). Every program computes the plan for itself, from one load
 of the counts: a kernel for it alone would take 2 to 3 us, of the 70 to 130 that decoding takes on an H200.
 """
@@ -16,62 +16,62 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-MULTIPROCESSORS = 132  # of an H200
-ENOUGH_PROGRAMS = 2 * MULTIPROCESSORS  # as many as run at once; with 528 and 1056, 2 to 8 % and 5 to 15 % slower
-LEAST_TILES = 2  # of a part: with fewer, starting and merging would take longer than they do
-LEAST_BUSY = 0.75  # of the multiprocessors, for one program on each to be enough
-MERGING_PROGRAMS = 16 * MULTIPROCESSORS  # of one warp each: what runs at once
-SORTED = 64  # rows that are put in order by comparing each with each
-# What is added to the share of a row before it is cut to a whole number of parts: 1.2 shares are halved, else they
-# would end last; of 8.25 or 16.5 the rest is little, and another part for each row would be more than run at once.
+NUM_SMS = 132  # of an H200
+MAX_RESIDENT_PROGRAMS = 2 * NUM_SMS  # one wave at occupancy 2; with 528 and 1056, 2 to 8 % and 5 to 15 % slower
+MIN_TILES_PER_SPLIT = 2  # tiles of keys; with fewer, starting and merging would take longer than they do
+MIN_BUSY_FRACTION = 0.75  # of the SMs, for one program on each to be enough
+MAX_MERGE_PROGRAMS = 16 * NUM_SMS  # of one warp each: those resident at once
+MAX_SORTED_ROWS = 64  # rows that are sorted by comparing each with each
+# Added to the exact number of splits of a row before it is rounded down: 1.2 becomes 2, else such rows would end last;
+# of 8.25 or 16.5 the fraction is little, and one more split for each row would be more than are resident at once.
 ROUND_UP, ROUND_MANY = 0.8, 2.0
 
 
-def shares_for(heads: int) -> int:
-    """How many shares the work of each of so many key heads is divided into: no more than run at once.
+def num_splits(heads: int) -> int:
+    """KV splits for each of so many key heads, over all rows: no more than are resident at once.
 
-    With more, the last programs run alone: H200, jax 0.11.2, bf16, 64 queries of 32 heads over 8192 keys of their own
-    head, D 128, the kernel alone: 49.5 us in 9 shares (288 programs), 45.7 in 8.
+    With more, the last programs run alone (tail wave): H200, jax 0.11.2, bf16, 64 queries of 32 heads over 8192 keys of
+    their own head, D 128, the kernel alone: 49.5 us in 9 splits (288 programs), 45.7 in 8.
     """
-    return max(1, ENOUGH_PROGRAMS // heads)
+    return max(1, MAX_RESIDENT_PROGRAMS // heads)
 
 
-def even_parts(rows: int) -> int:
-    """Into how many parts each of so many equal rows is divided: one program for each multiprocessor, if that may be.
+def even_splits(rows: int) -> int:
+    """Splits of each of so many equal rows: one program for each SM, if that keeps enough SMs busy.
 
     H200, jax 0.11.2, bf16, one query, kernels and merging in us, with one and with two programs for each: (B, Hq, Hkv,
     S, D) = (8, 32, 8, 16384, 128) 132 and 134, (1, 32, 8, 65536, 128) 74.1 and 77, (4, 16, 16, 16384, 64) 75.1 and
-    76.4. Twice as many parts as programs run at once: (32, 32, 8, 4096, 128) 132 undivided, 138 in two.
+    76.4. With two waves: (32, 32, 8, 4096, 128) 132 without splits, 138 with two.
     """
-    parts = max(1, MULTIPROCESSORS // rows)
-    idle = rows * parts < LEAST_BUSY * MULTIPROCESSORS
-    return max(1, ENOUGH_PROGRAMS // rows) if idle else parts
+    splits = max(1, NUM_SMS // rows)
+    idle = rows * splits < MIN_BUSY_FRACTION * NUM_SMS
+    return max(1, MAX_RESIDENT_PROGRAMS // rows) if idle else splits
 
 
-def most_items(rows: int, shares: int) -> int:
-    """The most parts that `parts_of` makes of so many rows."""
-    return rows + shares
+def max_items(rows: int, target: int) -> int:
+    """The most work items (splits) that `row_splits` makes of so many rows."""
+    return rows + target
 
 
-def parts_of(tiles: jax.Array, copies: jax.Array, shares: int, least: int = LEAST_TILES) -> jax.Array:
-    """How many parts each row is divided into; 0 where there are no copies of it.
+def row_splits(tiles: jax.Array, copies: jax.Array, target: int, min_tiles: int = MIN_TILES_PER_SPLIT) -> jax.Array:
+    """Splits of each row, int32 [rows]; 0 where there are no copies of it.
 
     Args:
       tiles: Tiles of keys that a row visits, int32 [rows].
       copies: How many rows there are of that kind, int32 [rows].
-      shares: Into how many the work is divided; the parts of all rows are at most ``most_items`` of it.
-      least: Fewest tiles of a part.
+      target: Splits to aim at, over all rows; there are at most ``max_items`` of it.
+      min_tiles: Fewest tiles of a split.
     """
     total = jnp.sum((tiles * copies).astype(jnp.float32))
-    share = tiles.astype(jnp.float32) * (shares / jnp.maximum(total, 1.0))
-    most = jnp.maximum(lax.div(tiles, least), 1)
-    rounded = jnp.floor(share + jnp.minimum(ROUND_UP, ROUND_MANY / jnp.maximum(share, 1.0))).astype(jnp.int32)
-    parts = jnp.minimum(jnp.maximum(rounded, 1), most)
-    return jnp.where(copies > 0, parts, 0)
+    size = tiles.astype(jnp.float32) * (target / jnp.maximum(total, 1.0))
+    limit = jnp.maximum(lax.div(tiles, min_tiles), 1)
+    rounded = jnp.floor(size + jnp.minimum(ROUND_UP, ROUND_MANY / jnp.maximum(size, 1.0))).astype(jnp.int32)
+    splits = jnp.minimum(jnp.maximum(rounded, 1), limit)
+    return jnp.where(copies > 0, splits, 0)
 
 
-def locate(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """In which row an item is, where each row has so many, and which of the row's it is.
+def find_work_item(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row of a work item, where row i has ``counts[i]`` items, and the item's index in the row.
 
     Past the last item, the row is ``len(counts)``.
     """
@@ -79,25 +79,23 @@ def locate(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(before.astype(jnp.int32)), item - jnp.sum(jnp.where(before, counts, 0))
 
 
-def locate_longest_first(tiles: jax.Array, counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `locate`, rows with the longest parts first, so that short ones fill what long ones leave; few rows only.
+def find_longest_first(tiles: jax.Array, counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `find_work_item`, but rows with the longest splits first, so that short ones fill the tail; few rows only.
 
     Args:
-      tiles: Of each row.
-      counts: Parts of each row, 0 for rows that there are not.
-      item: The item.
+      tiles: Tiles of keys of each row.
+      counts: Splits of each row, 0 for padding rows.
+      item: The work item.
     """
-    if counts.shape[0] > SORTED:
-        return locate(counts, item)
+    if counts.shape[0] > MAX_SORTED_ROWS:
+        return find_work_item(counts, item)
     length = lax.div(tiles + (counts - 1), jnp.maximum(counts, 1))
-    nth = lax.broadcasted_iota(jnp.int32, counts.shape, 0)
-    longer = (length[None, :] > length[:, None]) | (
-        (length[None, :] == length[:, None]) & (nth[None, :] < nth[:, None])
-    )
+    i = lax.broadcasted_iota(jnp.int32, counts.shape, 0)
+    longer = (length[None, :] > length[:, None]) | ((length[None, :] == length[:, None]) & (i[None, :] < i[:, None]))
     before = jnp.sum(jnp.where(longer, counts[None, :], 0), axis=1)
-    here = (before <= item) & (item < before + counts)
-    row = jnp.min(jnp.where(here, nth, counts.shape[0]))
-    return row, item - jnp.sum(jnp.where(here, before, 0))
+    is_here = (before <= item) & (item < before + counts)
+    row = jnp.min(jnp.where(is_here, i, counts.shape[0]))
+    return row, item - jnp.sum(jnp.where(is_here, before, 0))
 
 
 def at(values: jax.Array, row: jax.Array) -> jax.Array:
@@ -105,19 +103,19 @@ def at(values: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(lax.broadcasted_iota(jnp.int32, values.shape, 0) == row, values, 0))
 
 
-def by_turns(rows: jax.Array, take: Callable[[jax.Array], None]) -> None:
-    """Calls ``take(row)`` for each row that is this program's, where all of a grid of one axis take rows by turns."""
+def grid_stride(rows: jax.Array, work: Callable[[jax.Array], None]) -> None:
+    """Grid-stride loop: calls ``work(row)`` for every row that belongs to this program of a one-dimensional grid."""
     first, programs = pl.program_id(0), pl.num_programs(0)  # not in the loop, where the interpreter does not know them
-    turns = lax.div(jnp.maximum(rows - first, 0) + (programs - 1), programs)
+    rounds = lax.div(jnp.maximum(rows - first, 0) + (programs - 1), programs)
 
-    def turn(nth: jax.Array, done: Any) -> Any:
-        take(nth * programs + first)
+    def round_(i: jax.Array, done: Any) -> Any:
+        work(i * programs + first)
         return done
 
-    lax.fori_loop(0, turns, turn, 0)
+    lax.fori_loop(0, rounds, round_, 0)
 
 
-def part_of(total: jax.Array, nth: jax.Array, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the nth of so many even parts of a walk starts and ends."""
-    share = lax.div(total + (parts - 1), jnp.maximum(parts, 1))
-    return jnp.minimum(nth * share, total), jnp.minimum((nth + 1) * share, total)
+def split_range(total: jax.Array, i: jax.Array, splits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First tile and end of the ith of so many even splits of a walk."""
+    size = lax.div(total + (splits - 1), jnp.maximum(splits, 1))
+    return jnp.minimum(i * size, total), jnp.minimum((i + 1) * size, total)

@@ -1,4 +1,4 @@
-"""Joins what several programs found of one row of queries, each over a part of the keys."""
+"""Split-KV merge: combines the partial results of a row of queries, one for each split of its keys."""
 
 from __future__ import annotations
 
@@ -13,63 +13,65 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.triton.head_chunks import chunks
 
 
-class Parts(NamedTuple):
-    """Where the parts of rows are kept: refs to out [slots, heads, rows, Dv] and lse [slots, heads, rows], float32."""
+class Partials(NamedTuple):
+    """Partial results of splits: refs to out [slots, heads, rows, Dv] and lse [slots, heads, rows], float32."""
 
     out: Any
     lse: Any
 
 
-RUN = 16  # parts that a warp reads at once: 64 registers of a thread at 128 columns
-MANY_ROWS = 132  # from which on there are programs enough without more warps
+PARTIALS_PER_WARP = 16  # read at once: 64 registers of a thread at 128 columns
+MAX_FEW_ROWS = 132  # up to which the merge needs more warps in a program to fill the GPU
 
 
-def parts_at_once(most: int, rows: int) -> tuple[int, int]:
-    """How many parts a program that merges reads at once, and its warps.
+def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
+    """How many partial results a merge program reads at once, and its warps.
 
     Args:
-      most: Parts that a row may have.
-      rows: How many rows there may be to merge: if few, each of them may have many parts.
+      max_splits: Splits that a row may have.
+      rows: How many rows there may be to merge: if few, each of them may have many splits.
     """
-    run = min(1 << (most - 1).bit_length(), RUN if rows > MANY_ROWS else 4 * RUN)
-    return max(run, 2), max(1, run // RUN)
+    run = min(1 << (max_splits - 1).bit_length(), PARTIALS_PER_WARP if rows > MAX_FEW_ROWS else 4 * PARTIALS_PER_WARP)
+    return max(run, 2), max(1, run // PARTIALS_PER_WARP)
 
 
 def merge_row(
-    parts: Parts, run: int, slot: Any, count: Any, at: tuple[Any, Any]
+    partials: Partials, run: int, slot: Any, count: Any, at: tuple[Any, Any]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Output, in chunks of columns, and lse of one row.
+    """Output [Dv], in chunks of columns, and lse of one row.
 
     Args:
-      parts: The parts.
+      partials: The partial results.
       run: How many are read at once, a power of two.
-      slot: The first of the row's; the others follow.
-      count: How many there are; with none, the row has seen nothing.
+      slot: The first of the row; the others follow.
+      count: How many there are; with none, the row is fully masked.
       at: Head and row.
     """
-    size = parts.out.shape[-1]
+    size = partials.out.shape[-1]
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
     start = (jnp.full((), -jnp.inf, jnp.float32), jnp.zeros((), jnp.float32), zeros)
     runs = lax.div(count + (run - 1), run)
-    top, total, sums = lax.fori_loop(0, runs, functools.partial(_take_in, parts, run, (slot, count), at), start)
-    empty = total == 0.0
-    safe = jnp.where(empty, 1.0, total)
-    return tuple(x / safe for x in sums), jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+    row_max, row_sum, sums = lax.fori_loop(
+        0, runs, functools.partial(_accumulate, partials, run, (slot, count), at), start
+    )
+    empty = row_sum == 0.0
+    safe = jnp.where(empty, 1.0, row_sum)
+    return tuple(x / safe for x in sums), jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
 
 
-def _take_in(parts: Parts, run: int, slots: tuple[Any, Any], at: tuple[Any, Any], number: Any, state: Any) -> Any:
-    """Adds a run of parts to the weighted sums of a row."""
-    (top, total, sums), (first_slot, count), size = state, slots, parts.out.shape[-1]
-    nth = number * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
-    there, slot = nth < count, first_slot + jnp.minimum(nth, count - 1)
-    lse = plgpu.load(parts.lse.at[(slot, *at)], mask=there, other=-jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(lse))
-    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    share, keep = jnp.exp(lse - shift), jnp.exp(top - shift)
+def _accumulate(partials: Partials, run: int, slots: tuple[Any, Any], at: tuple[Any, Any], n: Any, state: Any) -> Any:
+    """Rescales the weighted sums of a row, and adds a run of partial results."""
+    (row_max, row_sum, sums), (first_slot, count), size = state, slots, partials.out.shape[-1]
+    i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
+    exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
+    lse = plgpu.load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
+    new_max = jnp.maximum(row_max, jnp.max(lse))
+    safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
+    weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row_max - safe_max)
     added = []
     for (first, width), x in zip(chunks(size), sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
-        slot_of, exists = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, there))
-        values = plgpu.load(parts.out.at[(slot_of, *at, column)], mask=(column < size) & exists, other=0.0)
-        added.append(x * keep + jnp.sum(values * share[:, None], axis=0))
-    return new_top, total * keep + jnp.sum(share), tuple(added)
+        slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
+        values = plgpu.load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
+        added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
+    return new_max, row_sum * alpha + jnp.sum(weight), tuple(added)

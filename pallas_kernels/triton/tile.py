@@ -1,4 +1,4 @@
-"""Mods and weights on a tile of a Triton kernel."""
+"""Evaluation of mods, and softmax weights, on a tile of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec
 
 
-def weights(spec: AttentionSpec, s: jax.Array, unit: float, shift: jax.Array) -> jax.Array:
-    """``2 ** (unit * s - shift)``, by one multiply-add and one exponential of the hardware (relative error 2 ** -22).
+def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
+    """``2 ** (log2_scale * s - row_max_log2)``, by one FMA and one ``ex2.approx`` (relative error 2 ** -22).
 
-    Written in assembly, because XLA's Triton rounds product and difference apart, and its exponential guards numbers
-    below 2 ** -126, which here become 0: together seven instructions of the hardware for each score.
+    Inline PTX, because XLA's Triton rounds product and difference separately, and its exponential guards numbers below
+    2 ** -126, which here become 0: together seven SASS instructions for each score.
     """
     if spec.config.interpret:
-        return jnp.exp2(s * unit - shift)
-    factor = np.float32(unit).view(np.uint32)
+        return jnp.exp2(s * log2_scale - row_max_log2)
+    factor = np.float32(log2_scale).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
-    return _of_elements(asm, s, jnp.broadcast_to(-shift, s.shape))
+    return _of_elements(asm, s, jnp.broadcast_to(-row_max_log2, s.shape))
 
 
 def _of_elements(asm: str, *args: jax.Array) -> jax.Array:
-    """Runs assembly on each element: ``$0`` is the float32 result, what follows the float32 arguments."""
+    """Runs inline PTX on each element: ``$0`` is the float32 result, what follows are the float32 arguments."""
     [out] = plgpu.elementwise_inline_asm(
         asm,
         args=args,
@@ -43,13 +43,21 @@ def _of_elements(asm: str, *args: jax.Array) -> jax.Array:
 
 
 class TileSpace(Space):
-    """Values as Triton holds them: ``()``, ``(Bq, 1)``, ``(1, Bk)``, ``(Bq, Bk)``, or transposed."""
+    """Values as Triton holds them, as arrays of two axes or none.
+
+    Shapes: uniform ``()``, row ``(Bq, 1)``, column ``(1, Bk)``, tile ``(Bq, Bk)``; or transposed.
+    """
 
     def __init__(
         self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
     ) -> None:
         self.refs, self.approximate, self.interpret = refs, approximate, interpret
-        shapes = {"": (), "q": (block_q, 1), "k": (1, block_kv), "qk": (block_q, block_kv)}
+        shapes = {
+            Axes.UNIFORM: (),
+            Axes.ROW: (block_q, 1),
+            Axes.COLUMN: (1, block_kv),
+            Axes.TILE: (block_q, block_kv),
+        }
         self.shapes = {kind: shape[::-1] if transposed else shape for kind, shape in shapes.items()}
 
     def literal(self, node: Node) -> jax.Array:
@@ -57,22 +65,24 @@ class TileSpace(Space):
         return jnp.full((), node.value.item(), node.dtype)
 
     def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
-        """Repeats along the axes that are new."""
+        """Broadcasts along the axes that are new."""
         return x if kind == to else jnp.broadcast_to(x, self.shapes[to])
 
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
-        """Loads by element; the program has made sure that the indices are in range."""
+        """Gathers elements; the program has made sure that the indices are in range."""
         ref = self.refs[node.value]
         x = plgpu.load(ref.at[tuple(indices)]) if indices else ref[...]
         return x != 0 if node.dtype == np.bool_ else x
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """One instruction."""
+        """One FMA instruction."""
         return a * b + c if self.interpret else _of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
-        """The hardware's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
-        return {"tanh": _approximate_tanh} if self.approximate and kind != "" else {}  # assembly takes no scalars
+        """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
+        return (
+            {"tanh": _approximate_tanh} if self.approximate and kind != Axes.UNIFORM else {}
+        )  # inline PTX takes no scalars
 
 
 def _approximate_tanh(x: jax.Array, **_: Any) -> jax.Array:
@@ -93,24 +103,24 @@ def evaluation(
 
     Args:
       program: Of a mod.
-      refs: What it captures.
+      refs: Its captured arrays.
       tile: Queries and keys.
-      indices: Those of ``b``, ``h``, ``q``, ``k`` that are known ahead of the loop.
+      indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
-      approximate: Whether fast functions of the hardware may be used.
-      interpret: Run by Pallas' interpreter, which knows no assembly.
+      approximate: Whether approximate SFU functions may be used.
+      interpret: Run by Pallas' interpreter, which has no inline PTX.
     """
     space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, interpret=interpret)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
 def q_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
-    """Query numbers of a tile, of kind ``"q"``; past the end the last one, so that nothing is read out of range."""
+    """Query indices of a tile, row values; clamped to the last one, so that nothing is read out of range."""
     return _indices(first, tile[0], length, 0 if not transposed else 1, may_end)
 
 
 def k_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
-    """Key numbers of a tile, of kind ``"k"``."""
+    """Key indices of a tile, column values; clamped likewise."""
     return _indices(first, tile[1], length, 1 if not transposed else 0, may_end)
 
 

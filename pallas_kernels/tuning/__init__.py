@@ -1,1 +1,1 @@
-"""Which tiles a kernel takes."""
+"""Choice of tile sizes: measured tables, and rules where no table has an entry."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.tuning import triton_rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
@@ -23,16 +23,16 @@ HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of 
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 MODS = ("none", "arithmetic", "functions", "elements")  # and "other", of which no table has an entry
 LENGTHS = ("short", "long")
-FEW = 8  # values of a score mod at the size of a tile; ALiBi and a soft cap have 4, and together 7
-LONGEST_SHORT = 2048  # keys (for dK and dV: queries): fewer tiles than a few hundred hide no start and end of a loop
+FEW = 8  # tile values of a score mod; ALiBi and a soft cap have 4, and together 7
+LONGEST_SHORT = 2048  # keys (for dK and dV: queries): a few tiles do not amortise the prologue and epilogue of a loop
 
 _FUNCTIONS = frozenset({"tanh", "exp", "exp2", "log", "log1p", "logistic", "erf", "pow", "sin", "cos", "rsqrt", "sqrt"})
-# The chips of one architecture with the same multiprocessors; H200 and H100 differ in memory alone.
+# The chips of one architecture with the same SMs; H200 and H100 differ in memory alone.
 _SAME_AS = {"h100": "nvidia-h200", "h800": "nvidia-h200", "gh200": "nvidia-h200", "h200": "nvidia-h200"}
 
 
 class Key(NamedTuple):
-    """What decides on tiles.
+    """The key of a table entry: what the choice of tiles depends on.
 
     Attributes:
       kernel: One of `KERNELS` or `HOPPER_KERNELS`.
@@ -64,14 +64,14 @@ def key_of(
 def mods_of(score: Program | None, mask: Program | None) -> str:
     """The bucket of mods: those that are like the measured ones, and ``"other"``.
 
-    No score mod; one that computes a little; one with functions such as tanh; or mods that read one array of at most
-    16 bits by query and key, such as a pair bias. What computes more, reads more or gathers takes other registers and
-    more shared memory: in the tiles of a pair bias (head size 64) a gathered float32 table spills 444 bytes and took 5
-    to 10 per cent longer on an H200 than in the rule's, and two float32 biases (head size 128) did not fit.
+    No score mod; a light one; one with functions such as tanh; or mods with one tile load of at most 16 bits, such as a
+    pair bias. Heavier mods, more loads or gathers need other registers and more shared memory: in the tiles of a pair
+    bias (head size 64) a gathered float32 table spills 444 bytes and took 5 to 10 per cent longer on an H200 than in
+    the rule's, and two float32 biases (head size 128) did not fit.
     """
-    of_score = [] if score is None else [node for node in score.nodes if node.kind == "qk"]
-    of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == "qk"]
-    by_key = score is not None and any(node.kind == "k" for node in score.loads)
+    of_score = [] if score is None else [node for node in score.nodes if node.kind == Axes.TILE]
+    of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == Axes.TILE]
+    by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     functions = any(node.op in _FUNCTIONS for node in of_score)
     loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
     if by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > triton_rules.HEAVY:
@@ -82,7 +82,7 @@ def mods_of(score: Program | None, mask: Program | None) -> str:
 
 
 def _is_like_pair_bias(load: Node) -> bool:
-    return load.dtype.itemsize <= 2 and all(index.kind != "qk" for index in load.inputs)
+    return load.dtype.itemsize <= 2 and all(index.kind != Axes.TILE for index in load.inputs)
 
 
 def table_name(device_kind: str) -> str | None:
@@ -98,14 +98,14 @@ def table_name(device_kind: str) -> str | None:
 
 
 def look_up(device_kind: str, key: Key) -> Tiles | None:
-    """The tiles that won on a device, or None if nobody measured."""
+    """The fastest tiles measured on a device, or None if there is no entry."""
     name = table_name(device_kind)
     return None if name is None else entries(name).get(key)
 
 
 @functools.cache
 def entries(name: str) -> dict[Key, Tiles]:
-    """All of a table; empty if there is no such file."""
+    """All entries of a table; empty if there is no such file."""
     return {Key(**entry["key"]): Tiles(**entry["tiles"]) for entry in read(name).get("entries", ())}
 
 

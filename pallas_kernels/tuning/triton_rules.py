@@ -1,4 +1,4 @@
-"""Tiles when no measured table has them: rules, each with its reason."""
+"""Tile sizes of the Triton kernels where no measured table has them: rules, each with its reason."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from typing import NamedTuple
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
+from pallas_kernels.program.ir import Axes
 
-HEAVY = 24  # values of a mod at the size of a tile, from which on it takes the registers of a large tile
+HEAVY = 24  # tile values of mods: with more they need the registers of a large tile
 
 
 def is_heavy(score: Program | None, mask: Program | None) -> bool:
-    """Whether mods take the registers of a large tile: they read by element, compute much, or change scores by the key.
+    """Whether mods make a large tile spill: they have tile loads, many tile values, or column loads in the score mod.
 
-    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table by element spills 516 bytes, a float32 bias by the
-    key 4200; a mask by the key (document ids) spills nothing.
+    Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table with tile loads spills 516 bytes, a float32 bias by
+    key 4200; a mask by key (document ids) spills nothing.
     """
     nodes = [node for program in (score, mask) if program is not None for node in program.nodes]
-    tiles = [node for node in nodes if node.kind == "qk"]
-    by_key = score is not None and any(node.kind == "k" for node in score.loads)
+    tiles = [node for node in nodes if node.kind == Axes.TILE]
+    by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
 
 
-SHORT = 1024  # keys of a request, up to which a deep pipeline takes longer to fill than it saves
+SHORT = 1024  # keys of a request, up to which the prologue of a deep pipeline takes longer than it saves
 
 
 class Need(NamedTuple):
-    """What decides on tiles.
+    """What the choice of tiles depends on.
 
     Attributes:
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
       heavy: See `is_heavy`.
       score: Whether there is a score mod.
-      large_memory: Whether a block may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
+      large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
         163).
     """
 
@@ -62,9 +63,9 @@ def tiles_for(kernel: str, need: Need, rows: int) -> Tiles:
 def forward_tiles(need: Need) -> Tiles:
     """Tiles of the Triton forward kernel.
 
-    A tile must hold query, output and scores in registers, and `num_stages` tiles of key and value in shared memory,
-    twice in a multiprocessor if that can be: at head size 128 a third stage would leave room for one. Products use
-    wgmma from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
+    A CTA holds query, O accumulator and scores in registers, and `num_stages` tiles of key and value in shared memory,
+    at occupancy 2 if possible: at head size 128 a third stage would leave room for one CTA on an SM. MMAs use wgmma
+    from 64 rows and 4 warps on. H200, jax 0.11.2, bf16, S 16384, kernel time in ms, causal / none / soft cap:
     head size 64 (B 4, H 16) 5.47 / 9.89 / 6.98 with 128 x 128, 4 warps, 3 stages, 5.65 / 10.27 / 6.95 with 2,
     5.81 / 10.47 / 6.96 with 64 x 64, 3 stages, 7.73 / 12.16 / 9.39 with 128 x 128, 8 warps. Head size 128 (B 2, H 16)
     4.66 / 8.67 / 5.11 with 128 x 64, 4 warps, 2 stages, 6.43 / 9.88 / 7.34 with 3 stages, 5.44 / 8.99 / 6.38 with
@@ -76,7 +77,7 @@ def forward_tiles(need: Need) -> Tiles:
         return Tiles(64, 32, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
     if not need.large_memory:
         return Tiles(64, 64, 4, 2) if need.head_size <= 128 else Tiles(32, 32, 4, 1)
-    if need.head_size > 128 and need.heavy:  # what is read by element needs shared memory too
+    if need.head_size > 128 and need.heavy:  # tile loads need shared memory too
         return Tiles(64, 64 if need.head_size <= 192 else 32, 4, 2)
     if need.head_size > 128:
         return Tiles(128, 64, 8, 3 if need.head_size <= 192 else 2)
@@ -130,7 +131,7 @@ def dq_tiles(need: Need) -> Tiles:
 
 
 def decode_tiles(need: Need, rows: int) -> Tiles:
-    """Tiles of the Triton kernel for few queries, which holds `rows` of them and streams keys and values.
+    """Tiles of the split-KV decoding kernel, which packs `rows` queries into a tile and streams keys and values.
 
     H200, jax 0.11.2, bf16, one query, cold L2, kernels and merging in us: (B, Hq, Hkv, S, D) = (8, 32, 8, 16384, 128)
     132 with 64 keys, 4 warps, 4 stages, 134 with 3 or 5; (1, 32, 8, 65536, 128) 74.1, 74.5 with 3, 77 with 5;
@@ -156,8 +157,8 @@ def decode_rows(rows: int) -> int:
 def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
     """Tiles of the paged Triton kernel for requests with few queries.
 
-    Where pages are looked up in the loop, a load of keys waits for one of the table, and the pipeline needs stages for
-    both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
+    Where pages are looked up in the mainloop, a load of keys waits for one of the page table, and the pipeline needs
+    stages for both: H200, jax 0.11.2, bf16, (R, Hq, Hkv, S, D) = (32, 32, 8, 4096, 128), pages of 64, cold L2, with
     merging 138 us with 64 keys, 4 warps, 7 stages, 158 with 5. Where there are few tiles to a
     program, filling a deep pipeline takes longer than it saves: 64 requests, 32 heads of both, of 128 keys 45 us with 3
     stages, 50 with 5, 62 with 7; of 1024 keys 254, 257 and 258.
@@ -178,9 +179,9 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
 def paged_prefill_tiles(need: Need) -> Tiles:
     """Tiles of the paged Triton kernel for requests with many queries.
 
-    64 rows: its rows need indices of their own, for which tiles of 128 rows have no registers. H200, jax 0.11.2, bf16,
-    2048 causal queries at the end of 8192 keys, Hq 32, Hkv 8, D 128, the kernel alone: 548 us with 64 x 64, 4 warps,
-    5 stages, 669 with 3; 606 with 128 x 64, 8 warps, 5 stages; 686 with 4 warps, 3 stages.
+    64 rows: each row needs indices of its own, for which tiles of 128 rows have no registers. H200,
+    jax 0.11.2, bf16, 2048 causal queries at the end of 8192 keys, Hq 32, Hkv 8, D 128, the kernel alone: 548 us with 64
+    x 64, 4 warps, 5 stages, 669 with 3; 606 with 128 x 64, 8 warps, 5 stages; 686 with 4 warps, 3 stages.
     """
     tiles = forward_tiles(need)
     if need.itemsize == 4 or need.head_size > 128 or not need.large_memory:

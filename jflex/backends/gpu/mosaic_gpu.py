@@ -38,14 +38,14 @@ class MosaicGpu(Backend):
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Runs the forward kernel."""
-        from pallas_kernels.marks import may_hide
+        from pallas_kernels.marks import needs_marks
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
         assert isinstance(inputs, Inputs)  # a paged call is refused
         plan = _kernels(spec, None).own
         operands = operands_of(_lengthless_inputs(spec, inputs))
         result = forward(plan.spec, plan.forward.tiles, operands)
-        return Saved(*(triton.repair_forward(plan.spec, operands, result) if may_hide(plan.spec) else result))
+        return Saved(*(triton.repair_forward(plan.spec, operands, result) if needs_marks(plan.spec) else result))
 
     @isolated_trace
     def backward(
@@ -118,7 +118,7 @@ def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels
 def _own_gradients(
     spec: AttentionSpec, plan: mosaic_plan.Plan, inputs: Inputs, saved: Saved, d_saved: SavedCotangents
 ) -> Gradients:
-    from pallas_kernels.gradients import Requested
+    from pallas_kernels.gradients import RequestedGradients
     from pallas_kernels.mosaic_gpu.backward import gradients
 
     assert plan.backward is not None  # or there is nothing to run
@@ -129,7 +129,7 @@ def _own_gradients(
         plan.spec,
         tiles,
         operands,
-        Requested(requested.query, requested.key or requested.value, derivative),
+        RequestedGradients(requested.query, requested.key or requested.value, derivative),
         *states,
         triton.repairs_of(plan.spec, operands, derivative, *states),
     )

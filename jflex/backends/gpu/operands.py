@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 from jflex.backends.base import Gradients, Inputs
 from pallas_kernels.plan import GradientRequest
-from pallas_kernels.spec import Arrays, as_int8
+from pallas_kernels.spec import Operands, as_int8
 
 if TYPE_CHECKING:
-    from pallas_kernels.gradients import Found
+    from pallas_kernels.gradients import Gradients as KernelGradients
 
 
-def operands_of(inputs: Inputs) -> Arrays:
+def operands_of(inputs: Inputs) -> Operands:
     """The arrays; booleans that mods capture as int8."""
     lists = None if inputs.lists is None else tuple(inputs.lists)
     captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
-    return Arrays(inputs.query, inputs.key, inputs.value, lists, *captured)
+    return Operands(inputs.query, inputs.key, inputs.value, lists, *captured)
 
 
-def requested_gradients(found: Found, requested: GradientRequest) -> Gradients:
+def requested_gradients(result: KernelGradients, requested: GradientRequest) -> Gradients:
     """The gradients of the kernels, without those of captured arrays that nobody requested."""
-    captured = tuple(g if r else None for g, r in zip(found.score_operands, requested.score_operands, strict=True))
-    return Gradients(found.query, found.key, found.value, captured)
+    captured = tuple(g if r else None for g, r in zip(result.score_operands, requested.score_operands, strict=True))
+    return Gradients(result.query, result.key, result.value, captured)

@@ -13,7 +13,7 @@ from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, S
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal
-from pallas_kernels.spec import Arrays, AttentionSpec, as_int8
+from pallas_kernels.spec import AttentionSpec, Operands, as_int8
 from pallas_kernels.triton.limits import decodes, limit_of_device
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Triton(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Runs the kernel for dK and dV, and the one for dQ, as far as they are requested."""
-        from pallas_kernels.gradients import Requested
+        from pallas_kernels.gradients import RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
         plan = _kernels(spec, requested).backward
@@ -73,7 +73,7 @@ class Triton(Backend):
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
             operands_of(inputs),
-            Requested(requested.query, requested.key or requested.value, plan.derivative),
+            RequestedGradients(requested.query, requested.key or requested.value, plan.derivative),
             (saved.out, saved.lse),
             (d_saved.out, d_saved.lse),
         )
@@ -87,7 +87,7 @@ class Triton(Backend):
 
 
 def repair_forward(
-    spec: AttentionSpec, operands: Arrays, result: tuple[jax.Array, jax.Array]
+    spec: AttentionSpec, operands: Operands, result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Out and lse of the Hopper kernels, in which marked rows are computed again (`pallas_kernels.marks`)."""
     from pallas_kernels.triton import repairs
@@ -97,7 +97,7 @@ def repair_forward(
 
 def repairs_of(
     spec: AttentionSpec,
-    operands: Arrays,
+    operands: Operands,
     derivative: Derivative | None,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
@@ -144,10 +144,10 @@ def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels
 
 def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
-    from pallas_kernels.triton.paged.work import PagedArrays
+    from pallas_kernels.triton.paged.work import PagedOperands
 
     captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
-    return Saved(*paged(plan.spec, plan.paged, PagedArrays(*inputs[:7], *captured)))
+    return Saved(*paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
 
 
 def _without_lengths(spec: AttentionSpec) -> AttentionSpec:

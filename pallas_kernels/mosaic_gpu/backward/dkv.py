@@ -1,9 +1,9 @@
 """Backward kernel for dK and dV on Hopper, and for the captured arrays that are read by key.
 
-A block of threads owns a tile of keys of one key head. One warp group has the copy engine bring queries, cotangents of
-the output, and the statistics of their rows, over the tiles of queries of all query heads that share the keys; two
-others hold 64 keys each, and sums for dK and dV in registers. Scores are held transposed, (keys, queries): then P^T and
-dS^T are operands of the products as they lie in registers. dQ may be computed on the way: `backward_one_pass`.
+A CTA owns a tile of keys of one key head. The producer warp group loads tiles of queries, dO and row statistics by TMA,
+of all query heads that share the keys. Two consumer warp groups own 64 keys each, with their dK and dV accumulators in
+registers. Scores are transposed, (keys, queries): then P^T and dS^T are the A operands of the dV and dK GEMMs straight
+from registers. One pass may compute dQ too: `one_pass`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels import block_walk as blocks
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
-from pallas_kernels.marks import mark, may_hide
+from pallas_kernels.marks import mark, needs_marks
 from pallas_kernels.mosaic_gpu import bias_tiles, smem
-from pallas_kernels.mosaic_gpu.backward.stream import KEY, VALUE, Given, Static, accumulator, give, store_sums
+from pallas_kernels.mosaic_gpu.backward.stream import (
+    KEY,
+    VALUE,
+    RowStats,
+    Static,
+    accumulator,
+    pack_row_stats,
+    store_sums,
+)
 from pallas_kernels.mosaic_gpu.backward.walk import Scratch, State, Walker, declare
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
-from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 
-BOTH_SUMS = 128  # head size up to which a warp group holds 64 rows of both sums
+MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which a warp group holds 64 rows of both accumulators
 
 
-class FoundByColumns(NamedTuple):
+class DkvOutputs(NamedTuple):
     """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``; dQ, float32 [B, Hq, T, D].
 
     And marks of keys, float32 [B, Hkv, S]: of those whose dK or dV is not finite, and, with dQ, which are not finite
-    themselves. None of what was not computed.
+    themselves. What was not computed is None.
     """
 
     key: jax.Array | None
@@ -52,27 +60,37 @@ class FoundByColumns(NamedTuple):
 def dkv(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Arrays,
+    arrays: Operands,
     rows: Rows,
     derivative: Derivative | None,
     groups: LoadGroups,
     *,
     one_pass: bool = False,
-) -> FoundByColumns:
+) -> DkvOutputs:
     """Computes dK and dV in the layout of the key; of each batch entry, where the batch shares them.
 
-    With `one_pass` dQ, too, but for the scale of the scores. Head sizes of more than 128 take a launch for each sum.
+    With `one_pass` dQ, too, without the scale of the scores. Head sizes of more than 128 take a launch for dK and one
+    for dV.
+
+    Args:
+      spec: The spec, with padded head sizes.
+      tiles: Of the kernel: 64 keys for each consumer warp group.
+      arrays: The operands of the forward pass, padded.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+      one_pass: Whether to compute dQ too, which is not deterministic.
     """
     static = Static.of(spec, tiles, arrays, derivative, groups)
-    if max(spec.D, spec.Dv) <= BOTH_SUMS:
+    if max(spec.D, spec.Dv) <= MAX_HEAD_SIZE_BOTH_SUMS:
         return _launched(static, arrays, rows, one_pass=one_pass)
-    assert not one_pass, "dQ takes registers beside both sums"
+    assert not one_pass, "dQ needs registers beside both accumulators"
     keys, values = (_launched(static.of_sum(name), arrays, rows) for name in (KEY, VALUE))
     marks = None if keys.marks is None or values.marks is None else keys.marks + values.marks
     return keys._replace(value=values.value, marks=marks)
 
 
-def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = False) -> FoundByColumns:
+def _launched(static: Static, arrays: Operands, rows: Rows, *, one_pass: bool = False) -> DkvOutputs:
     spec, tiles, groups = static.spec, static.tiles, static.groups
     columns, row_tiles = pl.cdiv(spec.S, tiles.block_kv), pl.cdiv(spec.T, tiles.block_q)
     per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, columns * tiles.block_kv), jnp.float32)
@@ -80,62 +98,69 @@ def _launched(static: Static, arrays: Arrays, rows: Rows, *, one_pass: bool = Fa
     d_query = None
     if one_pass:
         d_query = jax.new_ref(jnp.zeros((spec.B, spec.Hq, row_tiles * tiles.block_q, spec.D), jnp.float32))
-    order, given = blocks.column_order(spec, tiles, arrays), give(rows, tiles.block_q, static.unit)
+    order = block_walk.column_order(spec, tiles, arrays)
+    row_stats = pack_row_stats(rows, tiles.block_q, static.lse_scale)
     like = {KEY: arrays.key, VALUE: arrays.value}
     of_batch = lambda x: jax.ShapeDtypeStruct((spec.B, *x.shape[1:]), x.dtype)
     declared = declare(spec, tiles, arrays.key.dtype, groups, one_pass=one_pass)
-    brought = () if declared.stream.elements is None else bias_tiles.planes_of(spec, transposed=True)
-    elements = [plane.of(arrays.score_operands) for plane in brought]
-    found = launch(
+    loads = () if declared.stream.bias is None else bias_tiles.bias_loads(spec, transposed=True)
+    bias = [load.of(arrays.score_operands) for load in loads]
+    outs = launch(
         functools.partial(_kernel, static),
-        (flat_operands(arrays), order, given, d_query, elements),
+        (flatten_captured(arrays), order, row_stats, d_query, bias),
         [
             *(of_batch(like[name]) for name in static.sums),
             *(per_column for _ in groups.columns),
-            *([marks] if may_hide(spec) else []),
+            *([marks] if needs_marks(spec) else []),
         ],
         declared,
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
-        blocks=_grid(static).size,
+        num_ctas=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     query = None if d_query is None else jax.freeze(d_query)[:, :, : spec.T]
-    sums = dict(zip(static.sums, found, strict=False))
-    by_column = [x[..., : spec.S] for x in found[len(sums) :]]
-    marked = by_column.pop() if may_hide(spec) else None
-    return FoundByColumns(sums.get(KEY), sums.get(VALUE), by_column, query, marked)
+    sums = dict(zip(static.sums, outs, strict=False))
+    by_column = [x[..., : spec.S] for x in outs[len(sums) :]]
+    marked = by_column.pop() if needs_marks(spec) else None
+    return DkvOutputs(sums.get(KEY), sums.get(VALUE), by_column, query, marked)
 
 
 def _grid(static: Static) -> Grid:
     return Grid(static.spec.B, static.spec.Hkv, pl.cdiv(static.spec.S, static.tiles.block_kv))
 
 
-def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
-    arrays, order, given, d_query, refs = inputs
-    b, kv_h, nth = _grid(static).place(number)
-    here = (b, kv_h, blocks.column_at(static.spec, order, b, kv_h, nth))
+def _kernel(
+    static: Static,
+    cta_id: Any,
+    inputs: Any,  # operands, tile order, `RowStats`, dQ float32 [B, Hq, rounded up T, D] or None, sources of bias tiles
+    outputs: Any,  # dK and dV like key and value, [B, Hq, rounded up S] for each of `groups.columns`, marks likewise
+    scratch: Scratch,
+) -> None:
+    arrays, order, row_stats, d_query, refs = inputs
+    b, kv_h, tile = _grid(static).unravel(cta_id)
+    location = (b, kv_h, block_walk.column_at(static.spec, order, b, kv_h, tile))
     group = lax.axis_index(WARP_GROUP)
-    compute = functools.partial(_compute, static, arrays, here, (*outputs, d_query), scratch, group)
-    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, given, refs, here, scratch))
+    compute = functools.partial(_consume, static, arrays, location, (*outputs, d_query), scratch, group)
+    pl.when(group == static.warp_groups)(lambda: _produce(static, arrays, row_stats, refs, location, scratch))
     pl.when(group < static.warp_groups)(compute)
 
 
-def _copy(static: Static, arrays: Arrays, given: Given, refs: Any, here: Any, scratch: Scratch) -> None:
-    """The warp group that brings tiles of queries."""
-    plg.set_max_registers(COPYING, action="decrease")
-    b, k_first = here[0], here[2] * static.tiles.block_kv
-    brought = static.elements(arrays, refs, transposed=True)
+def _produce(static: Static, arrays: Operands, row_stats: RowStats, refs: Any, location: Any, scratch: Scratch) -> None:
+    """Producer warp group: loads tiles of queries, dO, row statistics and bias tiles by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    b, k_first = location[0], location[2] * static.tiles.block_kv
+    loads = static.bias(arrays, refs, transposed=True)
 
-    def one_head(h: Any, count: Any) -> Any:
-        elements_at = brought.of_head(b, h)
+    def one_head(h: Any, i: Any) -> Any:
+        bias_at = loads.of_head(b, h)
 
-        def step(count: Any, first: Any, _: bool) -> Any:
-            scratch.stream.fill(static.spec, count, arrays, given, (b, h, first), elements_at(first, k_first))
-            return count + 1
+        def step(i: Any, first: Any, _: bool) -> Any:
+            scratch.stream.fill(static.spec, i, arrays, row_stats, (b, h, first), bias_at(first, k_first))
+            return i + 1
 
-        return blocks.over_queries(static.spec, static.tiles, arrays, (b, h, here[2]), count, step)
+        return block_walk.over_queries(static.spec, static.tiles, arrays, (b, h, location[2]), i, step)
 
-    _over_heads(static.spec, here[1], jnp.int32(0), one_head)
+    _over_heads(static.spec, location[1], jnp.int32(0), one_head)
 
 
 def _over_heads(spec: AttentionSpec, kv_h: Any, state: Any, one_head: Any) -> Any:
@@ -145,16 +170,16 @@ def _over_heads(spec: AttentionSpec, kv_h: Any, state: Any, one_head: Any) -> An
     return lax.fori_loop(0, spec.group, lambda i, state: one_head(kv_h * spec.group + i, state), state)
 
 
-def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: Scratch, group: Any) -> None:
-    """A warp group that computes."""
-    plg.set_max_registers(COMPUTING, action="increase")
+def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scratch: Scratch, group: Any) -> None:
+    """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     spec, rows = static.spec, static.tiles.block_kv // static.warp_groups
-    b, kv_h, column = here
+    b, kv_h, column = location
     own, columns, d_query = outputs[: len(static.sums)], outputs[len(static.sums) : -1], outputs[-1]
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
-    # Of dQ no row is at hand in the epilogue: a key that is not finite is marked itself.
-    marks = mark(_tile(scratch.keys.at[group])) if may_hide(spec) and scratch.d_query is not None else None
+    # No row of dQ is available in the epilogue: so a key that is not finite is itself marked.
+    marks = mark(_tile(scratch.keys.at[group])) if needs_marks(spec) and scratch.d_query is not None else None
 
     def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
@@ -163,7 +188,7 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
 
         def one_head(h: Any, state: State) -> State:
             step, sums = walker.step(arrays, h), walker.zero_sums()
-            state, sums = blocks.over_queries(spec, static.tiles, arrays, (b, h, column), (state, sums), step)
+            state, sums = block_walk.over_queries(spec, static.tiles, arrays, (b, h, column), (state, sums), step)
             for ref, x in zip(columns, sums, strict=False):
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
             return state
@@ -172,13 +197,13 @@ def _compute(static: Static, arrays: Arrays, here: Any, outputs: Any, scratch: S
         return tuple(ref[...] * spec.scale if name == KEY else ref[...] for name, ref in sums.items())
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
-    found: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
-    if may_hide(spec):
-        marks = mark(*found) if marks is None else marks + mark(*found)
+    outs: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
+    if needs_marks(spec):
+        marks = mark(*outs) if marks is None else marks + mark(*outs)
         store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}
-    places = [staged[name].at[group] for name in static.sums]
-    _store(scratch, found, places, own, smem.rows_at(spec, b, kv_h, first, rows))
+    targets = [staged[name].at[group] for name in static.sums]
+    _store(scratch, outs, targets, own, smem.rows_at(spec, b, kv_h, first, rows))
 
 
 def _tile(ref: Any) -> jax.Array:
@@ -187,24 +212,24 @@ def _tile(ref: Any) -> jax.Array:
     return load(ref, layout=TILE)
 
 
-def _load_own(static: Static, arrays: Arrays, here: Any, scratch: Scratch, group: Any) -> None:
-    """Loads keys and values: of this group, and for dQ the keys of all."""
+def _load_own(static: Static, arrays: Operands, location: Any, scratch: Scratch, group: Any) -> None:
+    """Loads the keys and values of this group by TMA; for dQ, also waits for the keys of the others."""
     spec, groups = static.spec, static.warp_groups
-    b, kv_h, column = here
+    b, kv_h, column = location
     rows = static.tiles.block_kv // groups
     first = column * static.tiles.block_kv + group * rows
     at = smem.rows_at(spec, b if spec.Bkv > 1 else 0, kv_h, first, rows)
     for source, ref in zip((arrays.key, arrays.value), (scratch.keys, scratch.values), strict=True):
-        plg.copy_gmem_to_smem(source.at[at], ref.at[group], scratch.filled.at[group])
+        plg.copy_gmem_to_smem(source.at[at], ref.at[group], scratch.full.at[group])
     for other in (group,) if scratch.d_query is None else range(groups):
-        plg.barrier_wait(scratch.filled.at[other])
+        plg.barrier_wait(scratch.full.at[other])
 
 
-def _store(scratch: Scratch, found: Any, staged: Any, outputs: Any, at: Any) -> None:
-    """Writes sums through shared memory: the copy engine drops what lies past the end."""
+def _store(scratch: Scratch, outs: Any, staged: Any, outputs: Any, at: Any) -> None:
+    """Epilogue: stages dK and dV in shared memory, and stores them by TMA, which drops what is past the end."""
     if scratch.d_query is not None:
-        scratch.d_query.finish()  # all groups have read the keys
-    for ref, x in zip(staged, found, strict=True):
+        scratch.d_query.join()  # all groups have read the keys
+    for ref, x in zip(staged, outs, strict=True):
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
     for ref, out in zip(staged, outputs, strict=True):

@@ -1,8 +1,8 @@
 """Backward kernel for dQ on Hopper, and for the captured arrays that are read by query or not by index at all.
 
-A block of threads owns a tile of queries of one head, and walks the tiles of keys that the forward kernel visits: one
-warp group has the copy engine bring them, two others hold 64 queries each, and their sums for dQ in registers. dS is an
-operand of the product with the keys as it lies in registers.
+A CTA owns a tile of queries of one head, and walks the tiles of keys that the forward kernel visits. The producer warp
+group loads them by TMA; two consumer warp groups own 64 queries each, with their dQ accumulator in registers. dS is the
+A operand of the dQ GEMM straight from registers.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels import block_walk as blocks
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, through_mod
-from pallas_kernels.marks import mark, may_hide
-from pallas_kernels.mosaic_gpu import bias_tiles as planes
-from pallas_kernels.mosaic_gpu import inline_ptx, padding, scores, smem
+from pallas_kernels.gradients import Rows, score_mod_vjp
+from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, padding, scores, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
-    SHIFT,
-    Given,
+    LSE,
+    RowStats,
     Static,
     accumulator,
-    awaited,
-    awaited_all,
-    give,
     load_vector,
+    pack_row_stats,
     store_sums,
+    wait_and_get,
+    wait_and_get_all,
 )
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
-from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 
 
-class FoundByRows(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``; marks of queries, likewise, or None where nothing is hidden."""
+class DqOutputs(NamedTuple):
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; marks of queries, likewise, or None where nothing is masked."""
 
     query: jax.Array
     rows: list[jax.Array]
@@ -52,49 +51,49 @@ class FoundByRows(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block of threads.
+    """Shared memory and barriers of a CTA.
 
     Attributes:
-      queries: [groups, rows, D].
+      queries: [groups, rows, D]; the epilogue stages dQ there.
       d_out: [groups, rows, Dv].
-      sums: float32 [groups, rows], to store cotangents of loads by query.
-      filled: A barrier a group, for queries and cotangents.
-      keys: Ring of keys.
-      values: Ring of values.
-      elements: Ring of `planes`; None without.
+      sums: float32 [groups, rows], to stage cotangents of loads by query.
+      full: A barrier for each group: its queries and dO have arrived.
+      keys: Ring of keys [block_kv, D].
+      values: Ring of values [block_kv, Dv].
+      bias: Ring of bias tiles [block_q, block_kv]; None without.
     """
 
     queries: Any
     d_out: Any
     sums: Any
-    filled: Any
+    full: Any
     keys: Ring
     values: Ring
-    elements: Ring | None
+    bias: Ring | None
 
 
 class Own(NamedTuple):
-    """What a warp group holds of its queries.
+    """What a consumer warp group holds of its queries.
 
     Attributes:
       queries: [rows, D], in shared memory.
       d_out: [rows, Dv], in shared memory.
-      rows: Which they are of those of the block.
-      shift: What is subtracted from scores in base 2.
-      delta: What is subtracted from cotangents of weights.
-      d_query: The accumulator of dQ.
+      rows: Slice of its rows in the tile of the CTA.
+      lse_log2: [rows]: the lse in base 2, which is subtracted from scores.
+      delta: [rows]: subtracted from dP.
+      d_query: The dQ accumulator [rows, D].
     """
 
     queries: Any
     d_out: Any
     rows: Any
-    shift: jax.Array
+    lse_log2: jax.Array
     delta: jax.Array
     d_query: Any
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
-    """What a block of threads needs."""
+    """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
     make = functools.partial(
@@ -106,84 +105,104 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.Dv,), dtype, groups),
     )
-    return planes.beside(make, spec, tiles)
+    return bias_tiles.with_bias_ring(make, spec, tiles)
 
 
 def dq(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
-) -> FoundByRows:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> DqOutputs:
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
+
+    Args:
+      spec: The spec, with padded head sizes.
+      tiles: Of the kernel: 64 queries for each consumer warp group.
+      arrays: The operands of the forward pass, padded.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     static = Static.of(spec, tiles, arrays, derivative, groups)
     row_tiles = pl.cdiv(spec.T, tiles.block_q)
     per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, row_tiles * tiles.block_q), jnp.float32)
     declared = declare(spec, tiles, arrays.query.dtype)
-    found = () if declared.elements is None else planes.planes_of(spec)
-    elements = [plane.of(arrays.score_operands) for plane in found]
+    loads = () if declared.bias is None else bias_tiles.bias_loads(spec)
+    bias = [load.of(arrays.score_operands) for load in loads]
     d_query, *sums = launch(
         functools.partial(_kernel, static),
-        (flat_operands(arrays), blocks.row_order(spec, tiles, arrays), give(rows, tiles.block_q), elements),
+        (
+            flatten_captured(arrays),
+            block_walk.row_order(spec, tiles, arrays),
+            pack_row_stats(rows, tiles.block_q),
+            bias,
+        ),
         [
             padding.like_rows(arrays.query, spec.D),
             *(per_row for _ in groups.rows),
-            *([per_row] if may_hide(spec) else []),
+            *([per_row] if needs_marks(spec) else []),
         ],
         declared,
         name="jflex_backward_dq_sm90",
-        blocks=_grid(static).size,
+        num_ctas=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
     by_row = [x[..., : spec.T] for x in sums]
-    return FoundByRows(d_query, by_row[: len(groups.rows)], by_row[-1] if may_hide(spec) else None)
+    return DqOutputs(d_query, by_row[: len(groups.rows)], by_row[-1] if needs_marks(spec) else None)
 
 
 def _grid(static: Static) -> Grid:
     return Grid(static.spec.B, static.spec.Hq, pl.cdiv(static.spec.T, static.tiles.block_q))
 
 
-def _kernel(static: Static, number: Any, inputs: Any, outputs: Any, scratch: Scratch) -> None:
-    arrays, order, given, refs = inputs
+def _kernel(
+    static: Static,
+    cta_id: Any,
+    inputs: Any,  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles
+    outputs: Any,  # dQ like the query, [B, Hq, rounded up T] for each of `groups.rows`, marks likewise
+    scratch: Scratch,
+) -> None:
+    arrays, order, row_stats, refs = inputs
     grid = _grid(static)
-    b, h, nth = grid.place(number)
-    here = (b, h, blocks.row_at(static.spec, order, b, h, nth, grid.tiles))
+    b, h, tile = grid.unravel(cta_id)
+    location = (b, h, block_walk.row_at(static.spec, order, b, h, tile, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
-    compute = functools.partial(_compute, static, arrays, given, here, outputs, scratch, group)
-    pl.when(group == static.warp_groups)(lambda: _copy(static, arrays, refs, here, scratch))
+    compute = functools.partial(_consume, static, arrays, row_stats, location, outputs, scratch, group)
+    pl.when(group == static.warp_groups)(lambda: _produce(static, arrays, refs, location, scratch))
     pl.when(group < static.warp_groups)(compute)
 
 
-def _copy(static: Static, arrays: Arrays, refs: Any, here: Any, scratch: Scratch) -> None:
-    """The warp group that brings keys and values."""
-    plg.set_max_registers(COPYING, action="decrease")
-    spec, q_first = static.spec, here[2] * static.tiles.block_q
-    elements_at = static.elements(arrays, refs).of_head(*here[:2])
-    b, h = (here[0] if spec.Bkv > 1 else 0), lax.div(here[1], jnp.int32(spec.group))
+def _produce(static: Static, arrays: Operands, refs: Any, location: Any, scratch: Scratch) -> None:
+    """Producer warp group: loads keys, values and bias tiles by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    spec, q_first = static.spec, location[2] * static.tiles.block_q
+    bias_at = static.bias(arrays, refs).of_head(*location[:2])
+    b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
 
-    def step(count: Any, first: Any, _: bool) -> Any:
+    def step(i: Any, first: Any, _: bool) -> Any:
         at = smem.rows_at(spec, b, h, first, static.tiles.block_kv)
-        scratch.keys.fill(count, arrays.key.at[at])
-        scratch.values.fill(count, arrays.value.at[at])
-        if scratch.elements is not None:
-            scratch.elements.fill(count, *elements_at(q_first, first))
-        return count + 1
+        scratch.keys.fill(i, arrays.key.at[at])
+        scratch.values.fill(i, arrays.value.at[at])
+        if scratch.bias is not None:
+            scratch.bias.fill(i, *bias_at(q_first, first))
+        return i + 1
 
-    blocks.over_keys(spec, static.tiles, arrays, here, jnp.int32(0), step)
+    block_walk.over_keys(spec, static.tiles, arrays, location, jnp.int32(0), step)
 
 
-def _compute(
-    static: Static, arrays: Arrays, given: Given, here: Any, outputs: Any, scratch: Scratch, group: Any
+def _consume(
+    static: Static, arrays: Operands, row_stats: RowStats, location: Any, outputs: Any, scratch: Scratch, group: Any
 ) -> None:
-    """A warp group that computes."""
-    plg.set_max_registers(COMPUTING, action="increase")
+    """Consumer warp group: prologue, mainloop over tiles of keys, and epilogue of its 64 queries."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     spec, tiles = static.spec, static.tiles
-    b, h, row = here
+    b, h, row = location
     rows = tiles.block_q // static.warp_groups
     first = row * tiles.block_q + group * rows
     own = (scratch.queries.at[group], scratch.d_out.at[group])
     at = smem.rows_at(spec, b, h, first, rows)
-    for source, ref in zip((arrays.query, given.d_out), own, strict=True):
-        plg.copy_gmem_to_smem(source.at[at], ref, scratch.filled.at[group])
-    shift, delta = (-load_vector(given.statistics.at[b, h, which, pl.ds(first, rows)], ROW) for which in (SHIFT, DELTA))
-    known = scores.prepare(
+    for source, ref in zip((arrays.query, row_stats.d_out), own, strict=True):
+        plg.copy_gmem_to_smem(source.at[at], ref, scratch.full.at[group])
+    lse_log2, delta = (-load_vector(row_stats.stats.at[b, h, which, pl.ds(first, rows)], ROW) for which in (LSE, DELTA))
+    prepared = scores.prepare(
         spec,
         arrays,
         static.captured,
@@ -194,21 +213,21 @@ def _compute(
         may_end=spec.T % tiles.block_q != 0,
         nodes=static.nodes,
     )
-    plg.barrier_wait(scratch.filled.at[group])
+    plg.barrier_wait(scratch.full.at[group])
 
     def walk(d_query: Any) -> tuple[jax.Array, Any]:
-        held = Own(*own, pl.ds(group * rows, rows), shift, delta, d_query)
-        step = functools.partial(_step, static, known, scratch, held)
+        held = Own(*own, pl.ds(group * rows, rows), lse_log2, delta, d_query)
+        step = functools.partial(_step, static, prepared, scratch, held)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
-        _, sums = blocks.over_keys(spec, tiles, arrays, here, (jnp.int32(0), sums), step)
+        _, sums = block_walk.over_keys(spec, tiles, arrays, location, (jnp.int32(0), sums), step)
         return d_query[...] * spec.scale, sums
 
-    found, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
-    if may_hide(spec):
-        sums = (*sums, mark(found))
+    d_q, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
+    if needs_marks(spec):
+        sums = (*sums, mark(d_q))
     for ref, x in zip(outputs[1:], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
-    own[0][...] = found.astype(own[0].dtype)
+    own[0][...] = d_q.astype(own[0].dtype)
     plg.commit_smem()
     plg.copy_smem_to_gmem(own[0], outputs[0].at[at])
     plg.wait_smem_to_gmem(0, wait_read_only=True)
@@ -216,34 +235,34 @@ def _compute(
 
 def _step(
     static: Static,
-    known: scores.Scores,
+    prepared: scores.Scores,
     scratch: Scratch,
     own: Own,
     state: Any,
     first: Any,
     is_partial: bool,
 ) -> Any:
-    """Adds a tile of keys; the state is how many came before, and cotangents of loads by query."""
-    count, sums = state
-    shift, delta = (lax.broadcast_in_dim(x, known.tile, (0,)) for x in (own.shift, own.delta))
-    keys = awaited(scratch.keys, count)
+    """Mainloop step over a tile of keys; the state is how many came before, and the cotangents of loads by query."""
+    i, sums = state
+    lse_log2, delta = (lax.broadcast_in_dim(x, prepared.tile, (0,)) for x in (own.lse_log2, own.delta))
+    keys = wait_and_get(scratch.keys, i)
 
-    def products(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
+    def gemms(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
         plg.wgmma(raw, own.queries, keys.T)
-        plg.wgmma(d_weights, own.d_out, awaited(scratch.values, count).T)
-        elements = [x.at[own.rows] for x in awaited_all(scratch.elements, count)]
-        tile = scores.modify(known, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, brought=elements)
-        if scratch.elements is not None:
-            scratch.elements.release(count)
-        p = inline_ptx.weights(TILE, tile.s, known.unit, shift)
+        plg.wgmma(d_weights, own.d_out, wait_and_get(scratch.values, i).T)
+        bias = [x.at[own.rows] for x in wait_and_get_all(scratch.bias, i)]
+        tile = scores.modify(prepared, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, bias=bias)
+        if scratch.bias is not None:
+            scratch.bias.release(i)
+        p = inline_ptx.weights(TILE, tile.s, prepared.log2_scale, lse_log2)
         d_s = p * (plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)
-        scratch.values.release(count)
-        d_s, of_load = through_mod(static.derivative, tile, d_s)
+        scratch.values.release(i)
+        d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
         return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))
 
-    acc = accumulator(*known.tile)
-    d_s, sums = pl.run_scoped(products, acc, acc)
+    acc = accumulator(*prepared.tile)
+    d_s, sums = pl.run_scoped(gemms, acc, acc)
     plg.wgmma(own.d_query, d_s.astype(keys.dtype), keys)
     plg.wgmma_wait(0)
-    scratch.keys.release(count)
-    return count + 1, sums
+    scratch.keys.release(i)
+    return i + 1, sums

@@ -1,11 +1,11 @@
-"""dQ in the kernel for dK and dV: added to global memory by the copy engine, tile by tile.
+"""dQ in the kernel for dK and dV: accumulated in global memory by TMA reductions (add), tile by tile.
 
-The warp groups of a block put dS^T of their keys into shared memory. Each then multiplies a part of it with all keys of
-the block, for some of the queries or some of the columns, and has the copy engine add that, in float32, to what other
-blocks of keys have added. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
+The consumer warp groups of a CTA put dS^T of their keys into shared memory. Each then computes a part of dQ = dS K over
+all keys of the CTA, for some of the queries or some of the columns, and adds it by TMA, in float32, to what the CTAs of
+other keys have added. The order of these additions is not fixed, so dQ may differ in its last bits between runs.
 
-The product of a tile is started when the dS of the next is known, so no group waits for the other as long as it is less
-than a tile ahead, and the product for dK runs while dQ is stored. Before the first tile, zeros are added.
+The dQ GEMM of a tile is issued when the dS of the next tile is known, so no group waits for the other as long as it is
+less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the first tile, zeros are added.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS
 from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.spec import AttentionSpec
 
-SLOTS = 2  # tiles of dS: one is read while the next is written
+D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is written
 
 
-class Place(NamedTuple):
-    """Where a tile of queries lies: query head and first query."""
+class TileIndex(NamedTuple):
+    """Index of a tile of queries: query head and first query."""
 
     h: Any
     first: Any
 
 
-class QueryGradient(NamedTuple):
-    """Shared memory and a barrier.
+class DqAccumulator(NamedTuple):
+    """Shared memory and barriers for dQ.
 
     Attributes:
-      d_scores: [slots, groups, keys of a group, queries].
-      staged: float32 [groups, parts, 64, columns of a part], of dQ that a group computes. What both groups compute is a
-        part.
-      written: All groups have written their dS.
-      read: All groups have read the dS of the tile before.
+      d_scores: [stages, groups, keys of a group, queries]: dS^T.
+      staged: float32 [groups, parts, 64, columns of a part]: the dQ of a group, for TMA. What both groups compute is a
+        part of its own.
+      written: Barrier: all groups have written their dS.
+      read: Barrier: all groups have read the dS of the tile before.
     """
 
     d_scores: Any
@@ -52,57 +52,57 @@ class QueryGradient(NamedTuple):
     read: Any
 
     @classmethod
-    def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: Any) -> QueryGradient:
-        """What to allocate for it."""
+    def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: Any) -> DqAccumulator:
+        """Declares the scratch of dQ."""
         groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
         width = columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
         staged_swizzle = min(smem.swizzle_of(size, 4) for size in (width, spec.D))
         return cls(
-            smem.tiled((SLOTS, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
+            smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
             smem.tiled((groups, columns // width, WARP_GROUP_ROWS, width), jnp.float32, staged_swizzle),
             plg.Barrier(num_arrivals=groups),
             plg.Barrier(num_arrivals=groups),
         )
 
     def begin(self, group: Any) -> None:
-        """Writes zeros, as if they were of a tile before the first."""
+        """Prologue: writes zeros, as the dS of a tile before the first."""
         self._write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
         self.commit()
         plg.barrier_arrive(self.read)
 
-    def write(self, nth: Any, group: Any, d_s: jax.Array) -> None:
-        """Writes the nth tile of dS^T of a group, once all have read the one that lies there."""
+    def write(self, i: Any, group: Any, d_s: jax.Array) -> None:
+        """Writes the ith tile of dS^T of a group, once all groups have read the one in its stage."""
         plg.barrier_wait(self.read)
-        self._write(nth, group, d_s)
+        self._write(i, group, d_s)
 
-    def _write(self, nth: Any, group: Any, d_s: jax.Array) -> None:
-        self.d_scores.at[_slot(nth), group][...] = plg.layout_cast(d_s, TILE)
+    def _write(self, i: Any, group: Any, d_s: jax.Array) -> None:
+        self.d_scores.at[_stage(i), group][...] = plg.layout_cast(d_s, TILE)
 
     def commit(self) -> None:
-        """Hands what was written to all groups."""
+        """Makes what was written visible to all groups."""
         plg.commit_smem()
         plg.barrier_arrive(self.written)
 
     @property
-    def product(self) -> Any:
-        """The accumulator of `start`."""
+    def gemm_accumulator(self) -> Any:
+        """The accumulator of `start_gemm`."""
         _, parts, rows, width = self.staged.shape
         return accumulator(rows, parts * width)
 
-    def start(self, acc: Any, nth: Any, group: Any, keys: Any) -> None:
-        """Starts the product of the nth tile, for the share of a group; `keys` are those of all groups."""
+    def start_gemm(self, acc: Any, i: Any, group: Any, keys: Any) -> None:
+        """Issues a group's part of the dQ GEMM of the ith tile; `keys` are those of all groups."""
         plg.barrier_wait(self.written)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
         for other in range(keys.shape[0]):
-            d_s, k = self.d_scores.at[_slot(nth), other], keys.at[other]
+            d_s, k = self.d_scores.at[_stage(i), other], keys.at[other]
             if self._by_queries:
                 d_s = d_s.at[:, part]
             else:
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
-    def add(self, out: Any, group: Any, b: Any, place: Place, x: jax.Array) -> None:
-        """Has the copy engine add a group's share of a tile to dQ, float32 [B, Hq, T, D]."""
+    def add(self, out: Any, group: Any, b: Any, tile: TileIndex, x: jax.Array) -> None:
+        """Adds a group's part of a tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction."""
         plg.barrier_arrive(self.read)
         _, parts, rows, width = self.staged.shape
         first, column = (group * rows, 0) if self._by_queries else (0, group * (out.shape[-1] - parts * width))
@@ -111,12 +111,12 @@ class QueryGradient(NamedTuple):
             self.staged.at[group, part][...] = x[:, part * width : (part + 1) * width]
         plg.commit_smem()
         for part in range(parts):
-            at = (b, place.h, pl.ds(place.first + first, rows), pl.ds(column + part * width, width))
+            at = (b, tile.h, pl.ds(tile.first + first, rows), pl.ds(column + part * width, width))
             is_mine = group == 0 if part == 0 and parts > 1 else None  # the second group's first is the first's last
             plg.copy_smem_to_gmem(self.staged.at[group, part], out.at[at], is_mine, reduction_op="add")
 
-    def finish(self) -> None:
-        """Waits until all groups have come here."""
+    def join(self) -> None:
+        """Waits until all groups have arrived here."""
         plg.barrier_arrive(self.written)
         plg.barrier_wait(self.written)
 
@@ -126,25 +126,25 @@ class QueryGradient(NamedTuple):
 
 
 def _by_queries(tiles: Tiles) -> bool:
-    """Whether the groups share dQ by queries, 64 each; else by columns."""
+    """Whether the groups split dQ by queries, 64 each; else by columns."""
     return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
 
 
-def _slot(nth: Any) -> Any:
-    return lax.rem(nth + SLOTS, jnp.int32(SLOTS))
+def _stage(i: Any) -> Any:
+    return lax.rem(i + D_SCORES_STAGES, jnp.int32(D_SCORES_STAGES))
 
 
 def _swizzle(spec: AttentionSpec) -> int:
-    """Of dS: that of the keys, for a product of two tiles in shared memory wants both alike."""
+    """The swizzle of dS: that of the keys, for a wgmma with both operands in shared memory needs both alike."""
     return smem.swizzle_of(spec.D, 2)
 
 
 def _columns(spec: AttentionSpec, tiles: Tiles) -> int:
-    """How many columns of dQ a group computes: whole swizzled tiles, so that some may be computed twice."""
+    """Columns of dQ that a group computes: whole swizzled tiles, so that some may be computed twice."""
     groups, tile = tiles.num_warps // 4, _swizzle(spec) // 2
     return spec.D if _by_queries(tiles) else -(-spec.D // (groups * tile)) * tile
 
 
 def fits(spec: AttentionSpec, tiles: Tiles) -> bool:
-    """Whether a block of threads can share dQ so: by 64 queries, or by columns, of which no group has all."""
+    """Whether the consumers of a CTA can split dQ: by 64 queries, or by columns, of which no group has all."""
     return _by_queries(tiles) or (tiles.block_q == WARP_GROUP_ROWS and _columns(spec, tiles) < spec.D)

@@ -1,4 +1,4 @@
-"""What the backward kernels stream: tiles of queries, cotangents of the output, and statistics of rows."""
+"""What the backward kernels stream through shared memory: tiles of queries, dO, and row statistics (lse and delta)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, shift_of
-from pallas_kernels.mosaic_gpu import bias_tiles as planes
-from pallas_kernels.mosaic_gpu import scores, smem
+from pallas_kernels.gradients import Rows, log2_lse
+from pallas_kernels.mosaic_gpu import bias_tiles, scores, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import LOG2_E, Arrays, AttentionSpec
+from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 
-SHIFT, DELTA = 0, 1  # places in the array of statistics
-KEY, VALUE = "key", "value"  # the sums that a kernel holds
+LSE, DELTA = 0, 1  # rows of `RowStats.stats`
+KEY, VALUE = "key", "value"  # names of the dK and dV accumulators of a kernel
 
 
 class Static(NamedTuple):
-    """What is known ahead of a launch.
+    """Statics of a launch.
 
     Attributes:
       spec: The spec.
       tiles: Of the kernel.
       derivative: Of the score mod; None without one.
-      groups: The wanted loads.
-      captured: Shapes of what the mods capture.
-      sums: Which of `KEY` and `VALUE` the kernel that owns keys computes.
+      groups: Loads of captured arrays with requested gradients.
+      captured: Shapes of the captured arrays.
+      sums: Which of dK (`KEY`) and dV (`VALUE`) the dK/dV kernel computes.
     """
 
     spec: AttentionSpec
@@ -44,134 +43,134 @@ class Static(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, tiles: Tiles, arrays: Arrays, derivative: Derivative | None, groups: LoadGroups
+        cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands, derivative: Derivative | None, groups: LoadGroups
     ) -> Static:
-        """From the arrays of the call, for both sums."""
+        """From the operands of the call, for both dK and dV."""
         captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
         return cls(spec, tiles, derivative, groups, captured)
 
     def of_sum(self, name: str) -> Static:
-        """For one of the sums; cotangents of loads belong to that for dK."""
+        """For dK or dV alone; the launch for dK computes the cotangents of loads."""
         if name == KEY:
             return self._replace(sums=(name,))
         return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
 
-    def elements(self, arrays: Arrays, refs: Any, *, transposed: bool = False) -> planes.Brought:
-        """What the copy engine brings of what the score mod captures; `refs` are empty if that does not fit."""
-        found = planes.planes_of(self.spec, transposed=transposed) if refs else ()
-        return planes.Brought(self.spec, self.tiles, arrays.score_operands, found, refs)
+    def bias(self, arrays: Operands, refs: Any, *, transposed: bool = False) -> bias_tiles.BiasTiles:
+        """The bias tiles that TMA loads; `refs` are empty if they do not fit."""
+        loads = bias_tiles.bias_loads(self.spec, transposed=transposed) if refs else ()
+        return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.score_operands, loads, refs)
 
     @property
     def warp_groups(self) -> int:
-        """Those that compute."""
+        """Consumer warp groups of a CTA."""
         return self.tiles.num_warps // 4
 
     @property
     def folds(self) -> bool:
-        """Whether scores are the products, so that these may start from what would be added to them.
+        """Whether scores are the QK^T accumulator itself, which may then be initialised with -lse.
 
-        That takes no registers while weights are computed.
+        That needs no registers for the lse while weights are computed.
         """
         return self.spec.programs.score is None and self.spec.scale > 0
 
     @property
-    def unit(self) -> float:
-        """That of the shift which the kernel is given."""
+    def lse_scale(self) -> float:
+        """What the lse, in base 2, is divided by before it is passed to the kernel."""
         return LOG2_E * self.spec.scale if self.folds else 1.0
 
     @property
     def nodes(self) -> Any:
-        """What to prepare of the score mod."""
+        """The nodes of the score mod to prepare."""
         return None if self.derivative is None else self.derivative.nodes
 
 
 class Stream(NamedTuple):
-    """Rings of what belongs to a tile of queries.
+    """Rings of shared-memory stages that hold a tile of queries each.
 
     Attributes:
       queries: [rows, D].
       d_out: [rows, Dv].
-      statistics: float32 [2, rows]: what is added to scores in base 2, and to cotangents of weights.
-      elements: Of `planes`, [rows, keys of the block]; None without.
+      stats: float32 [2, rows]: -lse, which is added to scores in base 2, and -delta, which is added to dP.
+      bias: Bias tiles [rows, keys of the CTA]; None without.
     """
 
     queries: Ring
     d_out: Ring
-    statistics: Ring
-    elements: Ring | None
+    stats: Ring
+    bias: Ring | None
 
     @classmethod
     def declare(
-        cls, spec: AttentionSpec, rows: int, stages: int, dtype: Any, readers: int, elements: Ring | None
+        cls, spec: AttentionSpec, rows: int, stages: int, dtype: Any, readers: int, bias: Ring | None
     ) -> Stream:
-        """What to allocate for it."""
+        """Declares the rings."""
         return cls(
             Ring.declare(stages, rows, (spec.D,), dtype, readers),
             Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
             Ring.of((plg.SMEM((stages, 2, rows), jnp.float32),), readers),
-            elements,
+            bias,
         )
 
     def fill(
-        self, spec: AttentionSpec, nth: Any, arrays: Arrays, given: Given, place: tuple[Any, Any, Any], elements: Any
+        self, spec: AttentionSpec, i: Any, arrays: Operands, row_stats: RowStats, index: tuple[Any, Any, Any], bias: Any
     ) -> None:
-        """Starts to copy the nth tile: that at batch, query head and first query, with its elements of `planes`."""
-        b, h, first = place
+        """Starts the TMA copies of the ith tile: that at batch, query head and first query, with its bias tiles."""
+        b, h, first = index
         rows = self.queries.tiles[0].shape[1]
         at = smem.rows_at(spec, b, h, first, rows)
-        self.queries.fill(nth, arrays.query.at[at])
-        self.statistics.fill(nth, given.statistics.at[b, h, :, pl.ds(first, rows)])
-        self.d_out.fill(nth, given.d_out.at[at])
-        if self.elements is not None:
-            self.elements.fill(nth, *elements)
+        self.queries.fill(i, arrays.query.at[at])
+        self.stats.fill(i, row_stats.stats.at[b, h, :, pl.ds(first, rows)])
+        self.d_out.fill(i, row_stats.d_out.at[at])
+        if self.bias is not None:
+            self.bias.fill(i, *bias)
 
 
-class Given(NamedTuple):
-    """Per query: cotangent of the output, in the spec's layout, and float32 [B, Hq, 2, T]: -shift and -delta.
+class RowStats(NamedTuple):
+    """Per query: dO, in the spec's layout, and `stats`, float32 [B, Hq, 2, T]: -lse (in base 2) and -delta.
 
-    Past the end the shift is inf, so that weights are 0 there.
+    In padding past the end the lse is inf, so that weights are 0 there.
     """
 
     d_out: Any
-    statistics: Any
+    stats: Any
 
 
-def give(rows: Rows, multiple: int, unit: float = 1.0) -> Given:
-    """Statistics as the kernels read them, for rows up to a multiple; the shift in `unit`, that of `scores.Scores`."""
+def pack_row_stats(rows: Rows, multiple: int, lse_scale: float = 1.0) -> RowStats:
+    """Row statistics as the kernels read them, padded to a multiple of rows; the lse is divided by `lse_scale`."""
     # On an H200 the sum behind delta and this stack took 0.57 ms as one kernel of XLA (B 2, H 16, T 16384, D 128).
     rows = rows._replace(delta=lax.optimization_barrier(rows.delta))
     end = ((0, 0), (0, 0), (0, -rows.lse.shape[2] % multiple))
-    shift = jnp.pad(shift_of(rows.lse) / unit, end, constant_values=jnp.inf)
-    return Given(rows.d_out, -jnp.stack((shift, jnp.pad(rows.delta, end)), axis=2))
+    lse_log2 = jnp.pad(log2_lse(rows.lse) / lse_scale, end, constant_values=jnp.inf)
+    return RowStats(rows.d_out, -jnp.stack((lse_log2, jnp.pad(rows.delta, end)), axis=2))
 
 
 def load_vector(ref: Any, layout: Any) -> jax.Array:
-    """A vector of the statistics, over the columns or rows of a tile."""
+    """Loads a vector of row statistics, as column or row values of a tile."""
     return plg.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (JAX 0.10 wants an index)
 
 
 def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
-    """Starts to store a vector through shared memory."""
+    """Starts the TMA store of a vector, staged in shared memory."""
     plg.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = x
     plg.commit_smem()
     plg.copy_smem_to_gmem(staged, out)
 
 
-def awaited(ring: Ring, nth: Any) -> Any:
-    """The nth tile of a ring of one array, once it is there."""
-    ring.wait(nth)
-    return ring.stage(nth)[0]
+def wait_and_get(ring: Ring, i: Any) -> Any:
+    """Waits for the ith tile of a ring of one array, and returns it."""
+    ring.wait(i)
+    return ring.stage(i)[0]
 
 
-def awaited_all(ring: Ring | None, nth: Any) -> tuple[Any, ...]:
-    """The nth tiles of a ring, once they are there; none without a ring."""
+def wait_and_get_all(ring: Ring | None, i: Any) -> tuple[Any, ...]:
+    """Waits for the ith tile of a ring, and returns its arrays; none without a ring."""
     if ring is None:
         return ()
-    ring.wait(nth)
-    return ring.stage(nth)
+    ring.wait(i)
+    return ring.stage(i)
 
 
 def accumulator(rows: int, columns: int) -> Any:
-    """Of products of a warp group."""
+    """Declares a float32 wgmma accumulator of a warp group."""
     return plg.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,9 +1,13 @@
-"""Forward kernel for Hopper.
+"""Forward kernel for Hopper: warp-specialised, persistent, with ping-pong scheduling of two consumers.
 
-A block of threads computes tiles of queries, each of one head (`schedule`). One warp group walks the listed blocks of
-keys and has the copy engine bring queries, and keys and values into a ring; two others hold half of the queries each,
-and their weights, output and running softmax, in registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They take
-turns at what is scarce: the tensor cores, or the exponentials (`forward_step`).
+Persistent CTAs draw tiles of queries, each of one head, from a tile scheduler (`scheduler`). The producer warp group
+walks the listed blocks of keys and loads queries by TMA, and keys and values into a ring of shared-memory stages. Two
+consumer warp groups own half of the queries each, and hold their weights P, O accumulator and online softmax state in
+registers (Shah et al. 2024, arXiv:2407.08608, algorithm 2). They ping-pong at the bottleneck: the tensor cores, or the
+special-function unit (`step`).
+
+For each tile: the prologue evaluates the loop-invariant values of the mods; the mainloop issues QK^T of one tile of
+keys and PV of the tile before it; the epilogue does the last PV, normalises, and stores by TMA.
 """
 
 from __future__ import annotations
@@ -19,77 +23,75 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels import block_walk as blocks
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import may_hide
-from pallas_kernels.mosaic_gpu import bias_tiles as planes
-from pallas_kernels.mosaic_gpu import padding, scores
-from pallas_kernels.mosaic_gpu import smem as memory
-from pallas_kernels.mosaic_gpu.forward import scheduler as schedule
+from pallas_kernels.marks import needs_marks
+from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
+from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flat_operands, launch
-from pallas_kernels.mosaic_gpu.pipeline import COMPUTING, COPYING, Ring, Turns
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.tile_order import Grid
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block of threads.
+    """Shared memory and barriers of a CTA.
 
     Attributes:
-      queries: [1 or 2, groups, rows, D]: of the tile at hand, and of the next.
-      queries_filled: A barrier for each of them and each group.
-      queries_emptied: Likewise.
-      ring: A stage holds the keys of a tile and the values of the one before, which are multiplied in the same step,
-        and tiles of `planes`.
-      out: [groups, rows, Dv]; None if it takes the place of the queries.
-      lse: [groups, rows].
-      numbers: Of the tiles; None if there is but one.
+      queries: [1 or 2 stages, groups, rows, D]: of the current tile, and of the next.
+      queries_full: A barrier for each of these stages and each group.
+      queries_empty: Likewise; None if the kernel is not persistent.
+      ring: A stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose
+        GEMMs belong to the same mainloop iteration, and bias tiles [block_q, block_kv].
+      out: [groups, rows, Dv], staged for the TMA store; None if it overwrites the queries.
+      lse: [groups, rows], float32.
+      tile_ids: Of the current tile and the next; None if the kernel is not persistent.
     """
 
     queries: Any
-    queries_filled: Any
-    queries_emptied: Any
+    queries_full: Any
+    queries_empty: Any
     ring: Ring
     out: Any
     lse: Any
-    numbers: Any
+    tile_ids: Any
 
     @property
-    def brings(self) -> bool:
-        """Whether the ring holds tiles of `planes`."""
+    def has_bias_tiles(self) -> bool:
+        """Whether the ring holds bias tiles."""
         return len(self.ring.tiles) > 2
 
-    def place(self, i: Any, group: Any) -> tuple[Any, Any]:
-        """Where the queries of the ith tile are: in which part, and the number of their barriers."""
-        groups, part = self.queries.shape[1], jnp.int32(0) if self.numbers is None else schedule.slot(i)
-        return part, part * groups + group
+    def query_slot(self, i: Any, group: Any) -> tuple[Any, Any]:
+        """The stage of the queries of the ith tile, and the index of their barriers."""
+        groups, query_stage = self.queries.shape[1], jnp.int32(0) if self.tile_ids is None else scheduler.slot(i)
+        return query_stage, query_stage * groups + group
 
 
 def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
-    """What a block of threads needs: with tiles of `planes` if they fit, and for many tiles if those fit then."""
-    elements = planes.declare(spec, tiles, tiles.num_stages)
-    most = (True, False) if _grid(spec, tiles).size > schedule.BLOCKS else (False,)
-    for brought, many in itertools.product((elements, ()) if elements else ((),), most):
-        declared = _declare(spec, tiles, dtype, brought, many=many)
-        if memory.bytes_of(jax.tree.leaves(declared)) <= memory.LIMIT:
+    """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
+    bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
+    persistence = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
+    for bias_refs, is_persistent in itertools.product((bias, ()) if bias else ((),), persistence):
+        declared = _declare(spec, tiles, dtype, bias_refs, is_persistent=is_persistent)
+        if smem.bytes_of(jax.tree.leaves(declared)) <= smem.LIMIT:
             return declared
-    return _declare(spec, tiles, dtype, (), many=False)
+    return _declare(spec, tiles, dtype, (), is_persistent=False)
 
 
-def _declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, elements: tuple[Any, ...], *, many: bool) -> Scratch:
-    groups, ahead = tiles.num_warps // 4, schedule.AHEAD if many else 1
+def _declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, bias: tuple[Any, ...], *, is_persistent: bool) -> Scratch:
+    groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     D, Dv = padding.head_sizes(spec, dtype)
-    stages = [memory.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
+    stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
     return Scratch(
-        memory.tiled((ahead, groups, rows, D), dtype),
-        plg.Barrier(num_barriers=ahead * groups),
-        plg.Barrier(num_barriers=ahead * groups) if many else None,
-        Ring.of((*stages, *elements), groups),
-        None if Dv == D else memory.tiled((groups, rows, Dv), dtype),
+        smem.tiled((query_stages, groups, rows, D), dtype),
+        plg.Barrier(num_barriers=query_stages * groups),
+        plg.Barrier(num_barriers=query_stages * groups) if is_persistent else None,
+        Ring.of((*stages, *bias), groups),
+        None if Dv == D else smem.tiled((groups, rows, Dv), dtype),
         plg.SMEM((groups, rows), jnp.float32),
-        schedule.numbers() if many else None,
+        scheduler.tile_ids() if is_persistent else None,
     )
 
 
@@ -97,27 +99,36 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
     return Grid(spec.B, spec.Hq, pl.cdiv(spec.T, tiles.block_q))
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
+
+    Args:
+      spec: The spec.
+      tiles: `block_q` queries (64 for each of `num_warps` / 4 consumers, or 128) and `block_kv` keys; `num_stages` of
+        the ring.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
     """
-    order, (T, Dv) = blocks.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
+    order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
     spec, arrays = padding.padded(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.query.dtype)
-    many = scratch.numbers is not None
+    is_persistent = scratch.tile_ids is not None
     captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
-    brought = [plane.of(arrays.score_operands) for plane in planes.planes_of(spec)] if scratch.brings else []
+    bias_refs = (
+        [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
+    )
     out, lse = launch(
         functools.partial(_kernel, spec, tiles, captured),
-        (flat_operands(arrays), order, schedule.counter() if many else None, brought),
+        (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
         [
             padding.like_rows(arrays.query, spec.Dv),
             jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32),
         ],
         scratch,
         name="jflex_forward_sm90",
-        blocks=schedule.BLOCKS if many else grid.size,
+        num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
     return padding.cut_rows(spec, out, T, Dv), lse[..., :T]
@@ -127,124 +138,124 @@ def _kernel(
     spec: AttentionSpec,
     tiles: Tiles,
     captured: scores.Captured,
-    number: Any,
-    inputs: Any,
-    outputs: Any,
+    cta_id: Any,
+    inputs: Any,  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
+    outputs: Any,  # out like the query, [..., Dv]; lse [B, Hq, rounded up T]
     scratch: Scratch,
 ) -> None:
-    arrays, order, counter, brought = inputs
-    plan = schedule.Schedule(_grid(spec, tiles), number, counter, scratch.numbers)
-    row_at = lambda b, h, nth: (b, h, blocks.row_at(spec, order, b, h, nth, plan.grid.tiles))
+    arrays, order, counter, bias_refs = inputs
+    tile_scheduler = scheduler.PersistentScheduler(_grid(spec, tiles), cta_id, counter, scratch.tile_ids)
+    row_at = lambda b, h, i: (b, h, block_walk.row_at(spec, order, b, h, i, tile_scheduler.grid.tiles))
     group, groups = lax.axis_index(WARP_GROUP), tiles.num_warps // 4
-    found = planes.planes_of(spec) if brought else ()
-    elements = planes.Brought(spec, tiles, arrays.score_operands, found, brought)
-    static = Static(spec, tiles, captured, arrays, elements, outputs, scratch, row_at)
-    pl.when(group == groups)(lambda: _copy(static, plan))
-    pl.when(group < groups)(lambda: _compute(static, plan, group))
+    loads = bias_tiles.bias_loads(spec) if bias_refs else ()
+    bias = bias_tiles.BiasTiles(spec, tiles, arrays.score_operands, loads, bias_refs)
+    static = Static(spec, tiles, captured, arrays, bias, outputs, scratch, row_at)
+    pl.when(group == groups)(lambda: _produce(static, tile_scheduler))
+    pl.when(group < groups)(lambda: _consume(static, tile_scheduler, group))
 
 
 class Static(NamedTuple):
-    """What all warp groups know.
+    """What producer and consumers share.
 
     Attributes:
       spec: The spec.
-      tiles: The tiles.
-      captured: Shapes of what the mods capture.
-      arrays: The inputs.
-      brought: What the copy engine brings beside keys and values.
-      outputs: Out and lse.
+      tiles: Tile sizes.
+      captured: Shapes of the captured arrays.
+      arrays: The inputs, in global memory: query [B, T, Hq, D] or [B, Hq, T, D], key and value likewise.
+      bias: The bias tiles that TMA loads beside keys and values.
+      outputs: Out, in the layout of the query, [..., Dv]; and lse, float32 [B, Hq, T rounded up to whole tiles].
       scratch: Shared memory and barriers.
-      row_at: Batch, head and tile of queries, of a place in the order of work.
+      row_at: Maps (batch, head, number in the tile order) to (batch, head, tile of queries).
     """
 
     spec: AttentionSpec
     tiles: Tiles
     captured: scores.Captured
-    arrays: Arrays
-    brought: planes.Brought
+    arrays: Operands
+    bias: bias_tiles.BiasTiles
     outputs: Any
     scratch: Scratch
     row_at: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 
-def _copy(static: Static, plan: schedule.Schedule) -> None:
-    """The warp group that brings queries, keys and values, and takes tiles."""
-    plg.set_max_registers(COPYING, action="decrease")
+def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> None:
+    """Producer warp group: draws tile ids, and loads queries, keys and values by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
     groups, rows = scratch.queries.shape[1:3]
 
-    def tile(i: Any, place: Any, stage: Any) -> Any:
-        b, h, row = here = static.row_at(*place)
+    def tile(i: Any, index: Any, stage: Any) -> Any:
+        b, h, row = location = static.row_at(*index)
         for group in range(groups):
-            part, barrier = scratch.place(i, group)
-            at = memory.rows_at(spec, b, h, row * tiles.block_q + group * rows, rows)
-            filled = scratch.queries_filled.at[barrier]
-            plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[part, group], filled)
-        return _copy_keys(static, here, stage)
+            query_stage, barrier = scratch.query_slot(i, group)
+            at = smem.rows_at(spec, b, h, row * tiles.block_q + group * rows, rows)
+            full = scratch.queries_full.at[barrier]
+            plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[query_stage, group], full)
+        return _load_keys(static, location, stage)
 
-    def following(i: Any) -> Any:
+    def next_tile(i: Any) -> Any:
         for group in range(groups):
-            barrier = scratch.queries_emptied.at[scratch.place(i, group)[1]]
-            pl.when(i >= schedule.AHEAD)(functools.partial(plg.barrier_wait, barrier))
-        return plan.take(i)
+            barrier = scratch.queries_empty.at[scratch.query_slot(i, group)[1]]
+            pl.when(i >= scheduler.QUERY_STAGES)(functools.partial(plg.barrier_wait, barrier))
+        return tile_scheduler.draw(i)
 
-    count = plan.over_tiles(tile, following)
-    if scratch.numbers is not None:
-        for group in range(groups):  # which read that none is left
-            plg.barrier_arrive(scratch.queries_filled.at[scratch.place(count, group)[1]])
+    count = tile_scheduler.over_tiles(tile, next_tile)
+    if scratch.tile_ids is not None:
+        for group in range(groups):  # so that the consumers read that no tile is left
+            plg.barrier_arrive(scratch.queries_full.at[scratch.query_slot(count, group)[1]])
 
 
-def _copy_keys(static: Static, here: Any, stage: Any) -> Any:
-    """Brings the keys and values that a tile of queries visits, and elements; returns the next free stage."""
+def _load_keys(static: Static, location: Any, stage: Any) -> Any:
+    """Loads the keys, values and bias tiles that a tile of queries visits; returns the next free stage."""
     spec, arrays, ring = static.spec, static.arrays, static.scratch.ring
-    b, h = (here[0] if spec.Bkv > 1 else 0), lax.div(here[1], jnp.int32(spec.group))
-    at = lambda first: memory.rows_at(spec, b, h, first, static.tiles.block_kv)
-    elements_at, q_first = static.brought.of_head(*here[:2]), here[2] * static.tiles.block_q
+    b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
+    at = lambda first: smem.rows_at(spec, b, h, first, static.tiles.block_kv)
+    bias_at, q_first = static.bias.of_head(*location[:2]), location[2] * static.tiles.block_q
 
     def step(state: Any, first: Any, _: bool) -> Any:
-        nth, before = state
-        before = jnp.where(nth == stage, first, before)
-        ring.fill(nth, arrays.key.at[at(first)], arrays.value.at[at(before)], *elements_at(q_first, first))
-        return nth + 1, first
+        i, before = state
+        before = jnp.where(i == stage, first, before)
+        ring.fill(i, arrays.key.at[at(first)], arrays.value.at[at(before)], *bias_at(q_first, first))
+        return i + 1, first
 
-    end, last = blocks.over_keys(spec, static.tiles, arrays, here, (stage, jnp.int32(0)), step)
-    pl.when(end > stage)(
-        lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.brought.planes))
-    )
+    end, last = block_walk.over_keys(spec, static.tiles, arrays, location, (stage, jnp.int32(0)), step)
+    pl.when(end > stage)(lambda: ring.fill(end, None, arrays.value.at[at(last)], *(None for _ in static.bias.loads)))
     return _after(stage, end)
 
 
 def _after(stage: Any, end: Any) -> Any:
-    """The stage after those of a tile of queries: one more than it visits tiles of keys, if any."""
+    """The first stage after those of a tile of queries, which takes one more than it visits tiles of keys, if any."""
     return jnp.where(end > stage, end + 1, stage)
 
 
-def _compute(static: Static, plan: schedule.Schedule, group: Any) -> None:
-    """A warp group that computes."""
-    plg.set_max_registers(COMPUTING, action="increase")
+def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, group: Any) -> None:
+    """Consumer warp group: computes its rows of each tile of queries."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch = static.scratch
-    has_turns = static.tiles.num_warps == 8 and forward_step.scarce(static.spec) is not forward_step.Scarce.NEITHER
-    turns = Turns(group if has_turns else None)
+    has_ping_pong = (
+        static.tiles.num_warps == 8 and forward_step.bottleneck(static.spec) is not forward_step.Bottleneck.NONE
+    )
+    ping_pong = PingPong(group if has_ping_pong else None)
 
-    def following(i: Any) -> Any:
-        plg.barrier_wait(scratch.queries_filled.at[scratch.place(i, group)[1]])
-        return plan.number(i)
+    def next_tile(i: Any) -> Any:
+        plg.barrier_wait(scratch.queries_full.at[scratch.query_slot(i, group)[1]])
+        return tile_scheduler.tile_id(i)
 
-    pl.when(group == 1)(turns.end)  # the first turn is the other group's
-    if scratch.numbers is not None:
-        plg.barrier_wait(scratch.queries_filled.at[group])
-    plan.over_tiles(functools.partial(_compute_tile, static, turns, group), following)
+    pl.when(group == 1)(ping_pong.release)  # group 0 goes first
+    if scratch.tile_ids is not None:
+        plg.barrier_wait(scratch.queries_full.at[group])
+    tile_scheduler.over_tiles(functools.partial(_consume_tile, static, ping_pong, group), next_tile)
     plg.wait_smem_to_gmem(0, wait_read_only=True)
-    pl.when(group == 0)(turns.take)
+    pl.when(group == 0)(ping_pong.acquire)
 
 
-def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, stage: Any) -> Any:
-    """The rows of a warp group of a tile of queries."""
+def _consume_tile(static: Static, ping_pong: PingPong, group: Any, i: Any, index: Any, stage: Any) -> Any:
+    """Prologue, mainloop and epilogue of a consumer's rows of a tile of queries; returns the next free stage."""
     spec, tiles, scratch = static.spec, static.tiles, static.scratch
-    (part, barrier), rows = scratch.place(i, group), scratch.queries.shape[2]
-    b, h, row = here = static.row_at(*place)
-    first, queries = row * tiles.block_q + group * rows, scratch.queries.at[part, group]
-    known = scores.prepare(
+    (query_stage, barrier), rows = scratch.query_slot(i, group), scratch.queries.shape[2]
+    b, h, row = location = static.row_at(*index)
+    first, queries = row * tiles.block_q + group * rows, scratch.queries.at[query_stage, group]
+    prepared = scores.prepare(
         spec,
         static.arrays,
         static.captured,
@@ -254,33 +265,33 @@ def _compute_tile(static: Static, turns: Turns, group: Any, i: Any, place: Any, 
         q_first=first,
         may_end=spec.T % tiles.block_q != 0,
     )
-    visits = blocks.count_keys(spec, tiles, static.arrays, here) > 0
-    if scratch.numbers is None:
-        plg.barrier_wait(scratch.queries_filled.at[barrier])
+    visits = block_walk.count_keys(spec, tiles, static.arrays, location) > 0
+    if scratch.tile_ids is None:
+        plg.barrier_wait(scratch.queries_full.at[barrier])
     else:
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.query.dtype, stage)
-    step = forward_step.Step(known, queries, scratch.ring, turns, pl.ds(group * rows, rows))
-    state = blocks.over_keys(spec, tiles, static.arrays, here, start, step)
-    found = forward_step.finish(scratch.ring, state, marks=may_hide(spec))
+    step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
+    state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
+    result = forward_step.finish(scratch.ring, state, marks=needs_marks(spec))
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
-    _store(spec, staged, found, static.outputs, (b, h, first))
+    _store(spec, staged, result, static.outputs, (b, h, first))
     return _after(stage, state.stage)
 
 
 def _free_last(scratch: Scratch, i: Any, group: Any) -> None:
-    """Gives back the queries of the tile before, in whose place its output was, which the copy engine has read."""
+    """Releases the query stage of the tile before, once the TMA store of its output has read it."""
     plg.wait_smem_to_gmem(0, wait_read_only=True)
-    plg.barrier_arrive(scratch.queries_emptied.at[scratch.place(i - 1, group)[1]])
+    plg.barrier_arrive(scratch.queries_empty.at[scratch.query_slot(i - 1, group)[1]])
 
 
-def _store(spec: AttentionSpec, staged: Any, found: Any, outputs: Any, place: Any) -> None:
-    """Starts to write a group's rows: the copy engine drops what lies past the end."""
-    (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, found, place
+def _store(spec: AttentionSpec, staged: Any, result: Any, outputs: Any, index: Any) -> None:
+    """Starts the TMA stores of a group's rows; TMA drops what is past the end."""
+    (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, result, index
     for ref, x in zip(staged, (out, lse), strict=True):
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
-    plg.copy_smem_to_gmem(staged[0], out_ref.at[memory.rows_at(spec, b, h, first, lse.shape[0])])
+    plg.copy_smem_to_gmem(staged[0], out_ref.at[smem.rows_at(spec, b, h, first, lse.shape[0])])
     plg.copy_smem_to_gmem(staged[1], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])

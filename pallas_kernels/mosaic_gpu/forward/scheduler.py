@@ -1,7 +1,7 @@
-"""Which tiles a block of threads computes: one, and then whichever is next until none is left.
+"""Tile scheduler of persistent CTAs: each takes its CTA id as its first tile id, then draws ids from an atomic counter.
 
-A block that computes many tiles loads the queries of the next one while it computes, where a new block would first have
-to begin. Who takes which is decided as they go: tiles of a causal mask differ by far.
+A persistent CTA loads the queries of its next tile while it computes, where a new CTA would first have to start. The
+schedule is dynamic because tiles of a causal mask differ by far in work.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
-from pallas_kernels.mosaic_gpu.tile_order import MULTIPROCESSORS, Grid
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS, Grid
 
-BLOCKS = MULTIPROCESSORS  # where there are fewer, blocks that begin last find nothing left
-_ANNOUNCED = FIRST_FREE_BARRIER + 2  # after those of the turns
-AHEAD = 2  # tiles whose queries are in shared memory at once
+NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
+_DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after those of the ping-pong
+QUERY_STAGES = 2  # tiles whose queries are in shared memory at once
 
 
-class Schedule(NamedTuple):
-    """The tiles of a block of threads.
+class PersistentScheduler(NamedTuple):
+    """The tiles of a CTA.
 
     Attributes:
       grid: All tiles.
-      own: The number of the block, and of its first tile.
-      counter: The next tile that nobody has, in global memory; None if each block has one alone.
-      numbers: Shared memory: of the tile at hand and of the next.
+      cta_id: The id of the CTA, and of its first tile.
+      counter: int32 [1] in global memory: the next tile id to draw; None if the kernel is not persistent (one tile for
+        each CTA).
+      tile_ids: int32 [QUERY_STAGES] in shared memory: ids of the current tile and of the next.
     """
 
     grid: Grid
-    own: Any
+    cta_id: Any
     counter: Any
-    numbers: Any
+    tile_ids: Any
 
-    def over_tiles(self, tile: Callable[..., Any], following: Callable[[Any], Any]) -> Any:
-        """Runs ``stage = tile(i, place, stage)`` for the ith of its tiles, and returns how many there were.
+    def over_tiles(self, tile: Callable[..., Any], next_tile: Callable[[Any], Any]) -> Any:
+        """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
 
         Args:
-          tile: Computes a tile at batch, head and place in the order of work; `stage` is the first free one of a ring.
-          following: Gives the number of the ith tile.
+          tile: Computes the tile at index (batch, head, number in the tile order); `stage` is the first free ring
+            stage.
+          next_tile: Returns the id of the ith tile.
         """
         if self.counter is None:
-            tile(jnp.int32(0), self.grid.place(self.own), jnp.int32(0))
+            tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
             return jnp.int32(1)
 
         def body(state: Any) -> Any:
-            i, number, stage = state
-            stage = tile(i, self.grid.place(number), stage)
-            return i + 1, following(i + 1), stage
+            i, tile_id, stage = state
+            stage = tile(i, self.grid.unravel(tile_id), stage)
+            return i + 1, next_tile(i + 1), stage
 
         more = lambda state: state[1] < self.grid.size
-        return lax.while_loop(more, body, (jnp.int32(0), self.own, jnp.int32(0)))[0]
+        return lax.while_loop(more, body, (jnp.int32(0), self.cta_id, jnp.int32(0)))[0]
 
-    def take(self, i: Any) -> Any:
-        """Takes the number of the ith tile: by the warp group that copies, alone."""
-        inline_ptx.count_up(self.counter, self.numbers, slot(i))
-        inline_ptx.hardware_barrier("sync", jnp.int32(_ANNOUNCED), WARP_GROUP_THREADS)
-        return self.number(i)
+    def draw(self, i: Any) -> Any:
+        """Draws the id of the ith tile from the atomic counter; only the producer warp group does so."""
+        inline_ptx.atomic_increment(self.counter, self.tile_ids, slot(i))
+        inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
+        return self.tile_id(i)
 
-    def number(self, i: Any) -> Any:
-        """The number of the ith tile, once it was taken."""
-        return self.numbers[slot(i)]
+    def tile_id(self, i: Any) -> Any:
+        """The id of the ith tile, once it was drawn."""
+        return self.tile_ids[slot(i)]
 
 
 def slot(i: Any) -> Any:
-    """Which of two places belongs to the ith tile."""
-    return lax.rem(i, jnp.int32(AHEAD))
+    """The query stage of the ith tile."""
+    return lax.rem(i, jnp.int32(QUERY_STAGES))
 
 
 def counter() -> Any:
-    """A counter in global memory; the first tiles are taken by number."""
-    return jax.new_ref(jnp.full((1,), BLOCKS, jnp.int32))
+    """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
+    return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
 
 
-def numbers() -> Any:
-    """What to allocate for the numbers of tiles."""
-    return plg.SMEM((AHEAD,), jnp.int32)
+def tile_ids() -> Any:
+    """Shared memory for tile ids."""
+    return plg.SMEM((QUERY_STAGES,), jnp.int32)

@@ -1,4 +1,4 @@
-"""A step of the forward kernel: a tile of keys, and the values of the one before (see `forward_sm90`)."""
+"""One iteration of the forward mainloop: QK^T of a tile of keys, and PV of the tile before it (see `kernel`)."""
 
 from __future__ import annotations
 
@@ -14,177 +14,179 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import inline_ptx, scores
-from pallas_kernels.mosaic_gpu.cost import fits_beside_product, leaves_registers, takes_special_functions
-from pallas_kernels.mosaic_gpu.pipeline import Ring, Turns
+from pallas_kernels.mosaic_gpu.cost import fits_beside_gemm, has_spare_registers, uses_sfu
+from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
-from pallas_kernels.program import patterns as forms
+from pallas_kernels.program import patterns
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
 
 
 class State(NamedTuple):
-    """Of the rows of a warp group, after some of the keys.
+    """Online softmax state of the rows of a consumer warp group, after some of the keys; all in registers.
 
     Attributes:
-      out: Sums of weights times values, but for the last tile's.
-      top: The largest score so far, in base 2; 0 where scores are bounded.
-      total: Sums of the weights, each over every eighth column.
-      p: Weights of the last tile, in the dtype of the values.
-      stage: Of the ring, with the next keys and the values of the last tile.
+      out: The O accumulator [rows, Dv] float32: sum of weights times values, without the last tile's.
+      row_max: [rows]: the largest score so far, in base 2; 0 where scores are bounded.
+      row_sum: [rows, 8]: partial sums of the weights, each over every eighth column.
+      p: [rows, keys]: weights of the last tile, in the dtype of the values: the A operand of the next PV wgmma.
+      stage: Of the ring: holds the next keys and the values of the last tile.
     """
 
     out: jax.Array
-    top: jax.Array
-    total: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
     p: jax.Array
     stage: jax.Array
 
 
 class Step(NamedTuple):
-    """What all steps over the keys of a tile of queries share.
+    """What all mainloop iterations over the keys of a tile of queries share.
 
     Attributes:
-      known: How scores are computed, and what is known of the mods.
-      queries: Those of the warp group, in shared memory.
-      ring: Keys and values, and tiles of `planes`.
-      turns: With the other warp group.
-      rows: Of these tiles, those of the warp group.
+      prepared: How scores are computed, with the loop-invariant values of the mods.
+      queries: [rows, D] of the warp group, in shared memory.
+      ring: Stages of keys [block_kv, D], values [block_kv, Dv] and bias tiles [block_q, block_kv].
+      ping_pong: With the other consumer warp group.
+      rows: The rows of a bias tile that belong to the warp group.
     """
 
-    known: scores.Scores
+    prepared: scores.Scores
     queries: Any
     ring: Ring
-    turns: Turns
+    ping_pong: PingPong
     rows: Any
 
     @property
     def bounded(self) -> bool:
-        """Whether weights need not be made smaller by the largest score."""
-        return is_bounded(self.known.spec, self.queries.dtype)
+        """Whether scores are bounded, so that no row_max is subtracted and nothing is rescaled."""
+        return is_bounded(self.prepared.spec, self.queries.dtype)
 
     @property
-    def by_exponentials(self) -> bool:
-        """Whether turns are taken at the exponentials, before which the largest score is known."""
-        return scarce(self.known.spec) is Scarce.EXPONENTIALS and not self.bounded
+    def at_exponentials(self) -> bool:
+        """Whether the ping-pong is at the exponentials, which start once row_max is known."""
+        return bottleneck(self.prepared.spec) is Bottleneck.SFU and not self.bounded
 
     def __call__(self, state: State, first: Any, is_partial: bool) -> State:
-        """Takes in the tile of keys from `first` on, and the values of the one before.
+        """QK^T of the tile of keys from `first` on, PV of the tile before it, and the online softmax update.
 
-        Both products are started together: the tensor cores go from one to the other without a pause. While they run,
-        the next stage is waited for. Before the first tile nothing came: the values that lie with it are multiplied by
-        weights of zero.
+        Both wgmma GEMMs are issued together, so that the tensor cores go from one to the other without a bubble. The
+        next stage is waited for while they run. In the first iteration the PV GEMM has weights of zero.
         """
-        known = self.known
-        out, s, top, shift = self._products(state, first, is_partial)
+        prepared = self.prepared
+        out, s, row_max, safe_max = self._start_gemms(state, first, is_partial)
         self.ring.release(state.stage)
-        exponent, total = s * known.unit, state.total
+        exponent, row_sum = s * prepared.log2_scale, state.row_sum
         if not self.bounded:
-            exponent = exponent - _over_columns(shift, s.shape)
-            keep = inline_ptx.exp2(ROW, state.top - shift)
-            total, out = total * _over_columns(keep, total.shape), out * _over_columns(keep, out.shape)
+            exponent = exponent - _over_columns(safe_max, s.shape)
+            alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)
+            row_sum, out = row_sum * _over_columns(alpha, row_sum.shape), out * _over_columns(alpha, out.shape)
         p = inline_ptx.exp2(TILE, exponent)
-        total = total + inline_ptx.sum_columns(TILE, p)
-        if self.by_exponentials:
-            total = self.turns.end_after(TILE, total)
-        return State(out, top, total, p.astype(state.p.dtype), state.stage + 1)
+        row_sum = row_sum + inline_ptx.sum_columns(TILE, p)
+        if self.at_exponentials:
+            row_sum = self.ping_pong.release_after(TILE, row_sum)
+        return State(out, row_max, row_sum, p.astype(state.p.dtype), state.stage + 1)
 
-    def _products(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
-        """The output with the values of the tile before; scores of this one, the largest so far, what to subtract."""
-        (keys, values, *brought), spec = self.ring.stage(state.stage), self.known.spec
-        by_products = scarce(spec) is Scarce.PRODUCTS
+    def _start_gemms(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
+        """Issues both GEMMs; returns O of the tiles before, S of this tile, row_max, and row_max with 0 for -inf."""
+        (keys, values, *bias), spec = self.ring.stage(state.stage), self.prepared.spec
+        at_gemms = bottleneck(spec) is Bottleneck.GEMMS
 
-        def products(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
-            if by_products:
-                self.turns.take()
+        def gemms(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
+            if at_gemms:
+                self.ping_pong.acquire()
             plg.wgmma(raw, self.queries, keys.T)
             plg.wgmma(sums, state.p, values)
-            if by_products:
-                self.turns.end()
-            begun = scores.begin(self.known, first, is_partial)
+            if at_gemms:
+                self.ping_pong.release()
+            prefetched = scores.prefetch(self.prepared, first, is_partial)
             self.ring.wait(state.stage + 1)
-            # The product with the values may still run, unless a mod wants the registers of the weights.
-            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_product(spec.programs.score)))
-            by_clause = leaves_registers(spec.programs.score)
-            elements = [tile.at[self.rows] for tile in brought]
-            s = scores.modify(self.known, loaded, first, is_partial, begun, elements, by_clause=by_clause).s
-            return self._shifted(s, state.top)
+            # The PV GEMM may still run, unless the mod needs the registers of its weights.
+            loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_gemm(spec.programs.score)))
+            by_clause = has_spare_registers(spec.programs.score)
+            bias_rows = [tile.at[self.rows] for tile in bias]
+            s = scores.modify(self.prepared, loaded, first, is_partial, prefetched, bias_rows, by_clause=by_clause).s
+            return self._rescale_inputs(s, state.row_max)
 
         def start(refs: Any) -> None:
-            raw = plg.WGMMAAccumulatorRef(self.known.tile, jnp.float32)
-            for ref, x in zip(refs[1:], pl.run_scoped(functools.partial(products, refs[0]), raw), strict=True):
+            raw = plg.WGMMAAccumulatorRef(self.prepared.tile, jnp.float32)
+            for ref, x in zip(refs[1:], pl.run_scoped(functools.partial(gemms, refs[0]), raw), strict=True):
                 ref[...] = x
 
-        tile, row = _zeros(self.known.tile, TILE), _zeros(self.known.tile[:1], ROW)
+        tile, row = _zeros(self.prepared.tile, TILE), _zeros(self.prepared.tile[:1], ROW)
         run: Any = pl.run_state(start)
         return run((plg.WGMMAAccumulatorRef.init(state.out), tile, row, row))
 
-    def _shifted(self, s: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
-        """Scores, the largest so far, and what to subtract in the exponent."""
-        spec = self.known.spec
+    def _rescale_inputs(self, s: jax.Array, old_max: jax.Array) -> tuple[jax.Array, ...]:
+        """Scores, the new row_max, and row_max with 0 for -inf, which is subtracted in the exponent."""
+        spec = self.prepared.spec
         if self.bounded:
-            return s, before, before
-        top = jnp.maximum(before, jnp.max(s, axis=1) * self.known.unit)
-        may_hide = spec.programs.mask is not None or spec.programs.score is not None
-        shift = jnp.where(top == -jnp.inf, 0.0, top) if may_hide else top
-        return s, top, self.turns.take_before(ROW, shift) if self.by_exponentials else shift
+            return s, old_max, old_max
+        row_max = jnp.maximum(old_max, jnp.max(s, axis=1) * self.prepared.log2_scale)
+        may_be_empty = spec.programs.mask is not None or spec.programs.score is not None
+        safe_max = jnp.where(row_max == -jnp.inf, 0.0, row_max) if may_be_empty else row_max
+        return s, row_max, self.ping_pong.acquire_before(ROW, safe_max) if self.at_exponentials else safe_max
 
 
-class Scarce(enum.Enum):
-    """What the two warp groups take turns at."""
+class Bottleneck(enum.Enum):
+    """What the two consumer warp groups ping-pong at: the GEMMs, the special-function unit (SFU), or nothing."""
 
-    PRODUCTS = enum.auto()
-    EXPONENTIALS = enum.auto()
-    NEITHER = enum.auto()
+    GEMMS = enum.auto()
+    SFU = enum.auto()
+    NONE = enum.auto()
 
 
-def scarce(spec: AttentionSpec) -> Scarce:
-    """What takes longest in a tile, so that turns are taken at it.
+def bottleneck(spec: AttentionSpec) -> Bottleneck:
+    """What takes longest in a tile: the consumers ping-pong there.
 
-    One exponential for each score, 16 a cycle and multiprocessor, takes as long as the products at head size 64. H200,
-    jax 0.11.2, bf16, S 16384, TFLOP/s with turns at the products and at the exponentials: 451 and 501 at head size 64,
-    716 and 658 at 128 (no mod, earlier forms of the kernel), 617 and 646 at 96 (causal).
+    One exponential for each score, at 16 a cycle and SM, takes as long as the GEMMs at head size 64: the kernel is
+    MUFU-bound up to there. H200, jax 0.11.2, bf16, S 16384, TFLOP/s with ping-pong at the GEMMs and at the
+    exponentials: 451 and 501 at head size 64, 716 and 658 at 128 (no mod, earlier forms of the kernel), 617 and 646 at
+    96 (causal).
 
-    A mod with functions of that unit keeps it busy by itself: a soft cap under a causal mask gives 380 at head size 64
-    without turns, 358 with turns at the products, 359 with turns at both functions; 646, 624 and 622 at 128.
+    A mod with special functions keeps the SFU busy by itself: a soft cap under a causal mask gives 380 at head size 64
+    without ping-pong, 358 with ping-pong at the GEMMs, 359 with ping-pong at both functions; 646, 624 and 622 at 128.
     """
-    if takes_special_functions(spec.programs.score):
-        return Scarce.NEITHER
-    return Scarce.PRODUCTS if spec.D + spec.Dv > 192 else Scarce.EXPONENTIALS
+    if uses_sfu(spec.programs.score):
+        return Bottleneck.NONE
+    return Bottleneck.GEMMS if spec.D + spec.Dv > 192 else Bottleneck.SFU
 
 
-MOST_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
+MAX_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
 
 
 def is_bounded(spec: AttentionSpec, dtype: Any) -> bool:
-    """Whether scores are so small, whatever the products, that the running maximum is not needed (a soft cap).
+    """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
-    It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `scarce`). Weights are
-    then as large as the exponential of the bound, which float16 does not hold.
+    It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
+    are then as large as the exponential of the bound, which float16 does not hold.
     """
-    size = forms.bound(spec.programs.score)
-    return size is not None and size * LOG2_E <= MOST_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
+    size = patterns.bound(spec.programs.score)
+    return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def start(spec: AttentionSpec, rows: int, keys: int, dtype: Any, stage: Any) -> State:
-    """Before all keys, of which the first lie in the given stage."""
+    """The state before the first tile of keys, which is in the given stage."""
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
-    top = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
-    total, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    return State(_zeros((rows, spec.Dv), TILE), top, total, p, stage)
+    row_max = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
+    row_sum, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
+    return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage)
 
 
 def finish(ring: Ring, state: State, *, marks: bool) -> tuple[jax.Array, jax.Array]:
-    """Output and lse (natural log), with the values of the last tile; zeros and -inf for rows that saw nothing.
+    """Epilogue: PV of the last tile, then the output and the lse (natural log); zeros and -inf for fully masked rows.
 
     With `marks` the lse is NaN where the output is not finite.
     """
     values = ring.stage(state.stage)[1]
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
-    out, total = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.total, axis=1)
-    empty = total == 0.0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, state.top * LN_2 + jnp.log(total))
-    out = jnp.where(_over_columns(empty, out.shape), 0.0, out)  # where no tile is visited, values were never filled
-    return out * _over_columns(1.0 / total, out.shape), lse + mark(out) if marks else lse
+    out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
+    empty = row_sum == 0.0
+    row_sum = jnp.where(empty, 1.0, row_sum)
+    lse = jnp.where(empty, -jnp.inf, state.row_max * LN_2 + jnp.log(row_sum))
+    out = jnp.where(
+        _over_columns(empty, out.shape), 0.0, out
+    )  # where no tile is visited, the stage of values was never filled
+    return out * _over_columns(1.0 / row_sum, out.shape), lse + mark(out) if marks else lse
 
 
 def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Backward kernel for dK and dV, and for the captured arrays that are read by key.
+"""Backward kernel for dK and dV, and for captured arrays with column loads (indexed by key).
 
 One program computes a tile of keys of one key head, over the tiles of queries of all query heads that share it, so that
-nothing is added by atomics. Scores are held transposed, (keys, queries): then P^T and dS^T are what the products want,
-and stay in registers. The grid is (tiles of keys, key heads, batch).
+no atomics are needed. Scores are transposed, (keys, queries): then P^T and dS^T are A operands of the MMAs, and stay in
+registers. The grid is (tiles of keys, key heads, batch).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, shift_of, through_mod
-from pallas_kernels.marks import mark, may_hide
+from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
+from pallas_kernels.marks import mark, needs_marks
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Attended, Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
     Columns,
-    inner,
+    add_rows,
     load_rows,
     load_vector,
-    plus,
+    pv_dot,
+    qk_dot,
     store_rows,
     store_vector,
-    times,
     zero_rows,
 )
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
 
-class FoundByColumns(NamedTuple):
+class DkvOutputs(NamedTuple):
     """dK and dV for each batch entry; cotangents [B, Hq, S] of ``groups.columns``."""
 
     key: jax.Array
@@ -48,16 +48,25 @@ class FoundByColumns(NamedTuple):
 
 
 def dkv(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
-) -> FoundByColumns:
-    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed."""
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> DkvOutputs:
+    """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: The operands of the forward pass.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     dtype = arrays.key.dtype if spec.Bkv == spec.B else jnp.float32
     per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.S), jnp.float32)
     marks = jax.ShapeDtypeStruct((spec.B, spec.Hkv, spec.S), jnp.float32)
     outputs = [
         *(jax.ShapeDtypeStruct(spec.keys_shape(size), dtype) for size in (spec.D, spec.Dv)),
         *(per_column for _ in groups.columns),
-        *([marks] if may_hide(spec) else []),
+        *([marks] if needs_marks(spec) else []),
     ]
     d_key, d_value, *columns = launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
@@ -68,29 +77,29 @@ def dkv(
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    if may_hide(spec):
+    if needs_marks(spec):
         *columns, marks = columns
         d_key, d_value = repair(spec, tiles, arrays, rows, derivative, (d_key, d_value), marks)
-    return FoundByColumns(d_key, d_value, columns)
+    return DkvOutputs(d_key, d_value, columns)
 
 
 def repair(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Arrays,
+    arrays: Operands,
     rows: Rows,
     derivative: Derivative | None,
-    found: tuple[jax.Array, jax.Array],
+    result: tuple[jax.Array, jax.Array],
     marks: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes dK and dV again for the keys that are marked, float32 [B, Hkv, S]; see `containment`."""
+    """Recomputes dK and dV of the tiles with marked keys; `marks` is float32 [B, Hkv, S]; see `containment`."""
     tiles = repair_tiles(tiles)
     marked = Marked(spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     d_key, d_value = launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
-        (arrays, rows, marks, found),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        (arrays, rows, marks, result),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
@@ -105,12 +114,12 @@ def _kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
-    arrays: Arrays,
-    order: Any,
-    rows: Rows,
-    d_key: Any,
-    d_value: Any,
-    *columns: Any,
+    arrays: Operands,
+    order: Any,  # [list batch, key heads or 1, tiles of keys], or None
+    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
+    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
+    *columns: Any,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
@@ -126,7 +135,7 @@ def _kernel(
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
     keys.store(d_key, d_value, d_k, d_v)
-    if may_hide(spec):
+    if needs_marks(spec):
         store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
 
 
@@ -135,12 +144,12 @@ def _repair_kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
-    arrays: Arrays,
+    arrays: Operands,
     rows: Rows,
-    marks: Any,
-    before: Any,
-    d_key: Any,
-    d_value: Any,
+    marks: Any,  # [B, Hkv, S]
+    before: Any,  # dK and dV, as the kernel left them
+    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
     def fix(b: Any, kv_h: Any, first: Any) -> None:
         keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
@@ -159,18 +168,20 @@ class _Keys(NamedTuple):
     """A tile of keys and values of a key head.
 
     Attributes:
-      at: Batch, key head, and number of the tile.
+      at: Batch, key head, and index of the tile.
+      k: [Bk, D], in chunks of columns.
+      v: [Bk, Dv], in chunks of columns.
     """
 
     spec: AttentionSpec
     tiles: Tiles
-    arrays: Arrays
+    arrays: Operands
     at: tuple[Any, Any, Any]
     k: Columns
     v: Columns
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Arrays, at: tuple[Any, Any, Any]) -> _Keys:
+    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands, at: tuple[Any, Any, Any]) -> _Keys:
         """Loads it."""
         empty, b = cls(spec, tiles, arrays, at, (), ()), at[0] if spec.Bkv > 1 else 0
         return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
@@ -182,35 +193,35 @@ class _Keys(NamedTuple):
 
     @property
     def keys_end(self) -> bool:
-        """Whether a tile may reach past the last key."""
+        """Whether a tile may have padding keys."""
         return self.spec.S % self.tiles.block_kv != 0
 
     @property
     def zeros(self) -> tuple[Columns, Columns]:
-        """Of dK and dV."""
+        """Accumulators of dK [Bk, D] and dV [Bk, Dv]."""
         return tuple(zero_rows(self.tiles.block_kv, size) for size in (self.spec.D, self.spec.Dv))  # pyright: ignore
 
     def load(self, ref: Any, b: Any) -> Columns:
-        """The rows of an array over keys."""
+        """Loads the tile's rows of an array over keys."""
         spec, rows = self.spec, self.tiles.block_kv
         return load_rows(spec, ref, b, self.at[1], self.first, rows, spec.S, may_end=self.keys_end)
 
     def over_heads(self, state: Any, one: Any) -> Any:
-        """Folds ``one(number in the group, state)`` over the query heads of the key head."""
+        """Folds ``one(index in the group, state)`` over the query heads of the key head."""
         return one(0, state) if self.spec.group == 1 else lax.fori_loop(0, self.spec.group, one, state)
 
     def store(self, d_key: Any, d_value: Any, d_k: Columns, d_v: Columns) -> None:
-        """Stores dK, which is yet to be scaled, and dV."""
+        """Epilogue: scales dK, and stores dK and dV."""
         b, kv_h, _ = self.at
         for ref, x in ((d_key, tuple(x * self.spec.scale for x in d_k)), (d_value, d_v)):
             store_rows(self.spec, ref, b, kv_h, self.first, x, self.spec.S, may_end=self.keys_end)
 
 
 class _Head(NamedTuple):
-    """What one query head needs on the way over its queries.
+    """The mainloop over the queries of one query head.
 
     Attributes:
-      h: Its number.
+      h: Index of the query head.
     """
 
     keys: _Keys
@@ -227,49 +238,49 @@ class _Head(NamedTuple):
         )
 
     def step(self) -> Any:
-        """The step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
-        spec, known, groups = self.keys.spec, self._known(), self.groups
+        """The mainloop step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
+        spec, prepared, groups = self.keys.spec, self._prepared(), self.groups
         assert groups is not None  # but for a repair
 
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(known, q, self.keys.k, query, is_partial)
-            p = weights(spec, tile.s, known.unit, shift_of(vector(self.rows.lse, other=-jnp.inf))[None, :])
-            d_v = plus(d_v, times(spec, p, d_out))
-            d_p = inner(spec, self.keys.v, d_out)
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            p = weights(spec, tile.s, prepared.log2_scale, log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :])
+            d_v = add_rows(d_v, pv_dot(spec, p, d_out))
+            d_p = qk_dot(spec, self.keys.v, d_out)
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
-            d_s, of_load = through_mod(self.derivative, tile, d_s)
+            d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
-            return plus(d_k, times(spec, d_s, q)), d_v, sums
+            return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums
 
         return step
 
     def repair_step(self) -> Any:
-        """The same for dK and dV alone, with what is hidden cleared."""
-        spec, known = self.keys.spec, self._known()
+        """The same for dK and dV alone, with masked elements cleared."""
+        spec, prepared = self.keys.spec, self._prepared()
 
         def step(state: Any, query: Any, is_partial: bool) -> Any:
             d_k, d_v, attended = state
             q, d_out, vector = self._load(query, is_partial)
-            tile = scores.compute(known, q, self.keys.k, query, is_partial)
-            shift = shift_of(vector(self.rows.lse, other=-jnp.inf))
-            p = tile.clear(weights(spec, tile.s, known.unit, shift[None, :]))
-            d_v = plus(d_v, times(spec, p, cleared(d_out)))
-            d_p = inner(spec, self.keys.v, d_out)
+            tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
+            lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))
+            p = tile.clear(weights(spec, tile.s, prepared.log2_scale, lse_log2[None, :]))
+            d_v = add_rows(d_v, pv_dot(spec, p, cleared(d_out)))
+            d_p = qk_dot(spec, self.keys.v, d_out)
             d_s = tile.clear(p * (d_p - vector(self.rows.delta, other=0.0)[None, :]))
-            d_s, _ = through_mod(self.derivative, tile, d_s)
-            return plus(d_k, times(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
+            d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
+            return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
 
         return step
 
-    def _known(self) -> scores.Scores:
+    def _prepared(self) -> scores.Scores:
         keys, programs = self.keys, None if self.derivative is None else {"score": self.derivative.nodes}
         b, tile = keys.at[0], keys.tiles.shape
         return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
 
     def _load(self, query: Any, is_partial: bool) -> tuple[Columns, Columns, Any]:
-        """Query and cotangent of the output of a tile of queries, and what loads a vector over them."""
+        """Q and dO of a tile of queries, and a function that loads a vector over them."""
         spec, rows, b = self.keys.spec, self.keys.tiles.block_q, self.keys.at[0]
         end = {"rows": rows, "length": spec.T, "may_end": is_partial and spec.walk_passes_end("q", rows)}
         load = functools.partial(load_rows, spec, b=b, h=self.h, first=query, **end)

@@ -1,4 +1,4 @@
-"""Backward kernel for dQ, and for the captured arrays that are read by query, by element or not by index at all.
+"""Backward kernel for dQ, and for captured arrays with row loads, tile loads or uniform loads.
 
 One program computes a tile of queries of one head, over the tiles of keys that the forward kernel visits. The grid is
 (tiles of queries, query heads, batch).
@@ -18,32 +18,33 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, shift_of, through_mod
-from pallas_kernels.marks import mark, may_hide
+from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
+from pallas_kernels.marks import mark, needs_marks
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.program.ir import Axes
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
     Columns,
-    inner,
+    add_rows,
     load_keys,
     load_queries,
     load_vector,
-    plus,
+    pv_dot,
+    qk_dot,
     store_rows,
     store_vector,
-    times,
     zero_rows,
 )
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
 
 
-class FoundByRows(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of what ``groups.stores`` and ``.atomics`` read."""
+class DqOutputs(NamedTuple):
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of the arrays of ``groups.stores`` and ``.atomics``."""
 
     query: jax.Array
     rows: list[jax.Array]
@@ -51,9 +52,18 @@ class FoundByRows(NamedTuple):
 
 
 def dq(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, rows: Rows, derivative: Derivative | None, groups: LoadGroups
-) -> FoundByRows:
-    """Computes dQ, in the layout and dtype of the query, and cotangents of loads."""
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+) -> DqOutputs:
+    """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
+
+    Args:
+      spec: The spec.
+      tiles: Of the kernel.
+      arrays: The operands of the forward pass.
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      derivative: Of the score mod; None without one.
+      groups: Loads of captured arrays with requested gradients.
+    """
     operands = arrays.score_operands
     zeros = [jnp.zeros(operands[n.value].shape or (1,), operands[n.value].dtype) for n in groups.stores]
     zeros += [jnp.zeros(operands[n.value].shape, jnp.float32) for n in groups.atomics]
@@ -63,11 +73,11 @@ def dq(
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         *(per_row for _ in groups.rows),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros),
-        *([per_row] if may_hide(spec) else []),
+        *([per_row] if needs_marks(spec) else []),
     ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
-    found = launch(
+    result = launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
         inputs,
         outputs,
@@ -77,22 +87,22 @@ def dq(
         interpret=spec.config.interpret,
         aliases=aliases,
     )
-    d_query, captured = found[0], found[1 : 1 + len(groups.rows) + len(zeros)]
-    if may_hide(spec):
-        d_query = repair(spec, tiles, arrays, rows, derivative, d_query, found[-1])
-    return FoundByRows(d_query, list(captured[: len(groups.rows)]), list(captured[len(groups.rows) :]))
+    d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
+    if needs_marks(spec):
+        d_query = repair(spec, tiles, arrays, rows, derivative, d_query, result[-1])
+    return DqOutputs(d_query, list(captured[: len(groups.rows)]), list(captured[len(groups.rows) :]))
 
 
 def repair(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Arrays,
+    arrays: Operands,
     rows: Rows,
     derivative: Derivative | None,
     d_query: jax.Array,
     marks: jax.Array,
 ) -> jax.Array:
-    """Computes dQ again for the rows that are marked, float32 [B, Hq, T]; see `containment`."""
+    """Recomputes dQ of the tiles with marked rows; `marks` is float32 [B, Hq, T]; see `containment`."""
     tiles = repair_tiles(tiles)
     marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
@@ -114,32 +124,32 @@ def _kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
-    arrays: Arrays,
-    order: Any,
-    rows: Rows,
-    zeros: Any,
-    d_query: Any,
-    *captured: Any,
+    arrays: Operands,
+    order: Any,  # [list batch, list heads, tiles of queries], or None
+    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
+    zeros: Any,  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
+    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
+    *captured: Any,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
 ) -> None:
-    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tile = block_walk.row_at(spec, order, b, h, nth, pl.num_programs(0))
-    here = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+    i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
+    queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
     def step(state: Any, key: Any, is_partial: bool) -> Any:
-        (d_q, sums), (k, tile, d_s) = state, here.d_scores(key, is_partial)
-        d_s, of_load = through_mod(derivative, tile, d_s)
+        (d_q, sums), (k, tile, d_s) = state, queries.d_scores(key, is_partial)
+        d_s, of_load = score_mod_vjp(derivative, tile, d_s)
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
         for load, ref in zip((*groups.stores, *groups.atomics), written, strict=False):
-            _write(spec, tiles, ref, tile, load, of_load(load), (here.first, key), add=load in groups.atomics)
-        return plus(d_q, times(spec, d_s, k)), sums
+            _write(spec, tiles, ref, tile, load, of_load(load), (queries.first, key), add=load in groups.atomics)
+        return add_rows(d_q, pv_dot(spec, d_s, k)), sums
 
     sums = tuple(jnp.zeros((tiles.block_q,), jnp.float32) for _ in groups.rows)
-    d_q, sums = here.walk((zero_rows(tiles.block_q, spec.D), sums), step)
-    here.store(d_query, d_q)
+    d_q, sums = queries.walk((zero_rows(tiles.block_q, spec.D), sums), step)
+    queries.store(d_query, d_q)
     vectors = zip(captured, sums, strict=False)
-    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if may_hide(spec) else vectors:
-        store_vector(ref, (b, h), here.first, x, spec.T, may_end=here.rows_end)
+    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if needs_marks(spec) else vectors:
+        store_vector(ref, (b, h), queries.first, x, spec.T, may_end=queries.rows_end)
 
 
 def _repair_kernel(
@@ -147,43 +157,47 @@ def _repair_kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
-    arrays: Arrays,
+    arrays: Operands,
     rows: Rows,
-    marks: Any,
+    marks: Any,  # [B, Hq, T], or [B, Hq, 1] for all of a head
     before: Any,
-    d_query: Any,
+    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
 ) -> None:
     del before  # the memory of `d_query`
 
     def fix(b: Any, h: Any, first: Any) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        here = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
+        queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
 
         def step(d_q: Columns, key: Any, is_partial: bool) -> Columns:
-            k, tile, d_s = here.d_scores(key, is_partial)
-            d_s, _ = through_mod(derivative, tile, tile.clear(d_s))
-            return plus(d_q, times(spec, d_s, cleared(k)))
+            k, tile, d_s = queries.d_scores(key, is_partial)
+            d_s, _ = score_mod_vjp(derivative, tile, tile.clear(d_s))
+            return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))
 
-        here.store(d_query, here.walk(zero_rows(tiles.block_q, spec.D), step))
+        queries.store(d_query, queries.walk(zero_rows(tiles.block_q, spec.D), step))
 
     marked.repair(marks, fix)
 
 
 class _Queries(NamedTuple):
-    """A tile of queries of a head: what is loaded and known of it ahead of the loop.
+    """A tile of queries of a head: what the prologue loads and prepares.
 
     Attributes:
-      at: Batch, head, and number of the tile.
+      at: Batch, head, and index of the tile.
+      q: [Bq, D], in chunks of columns.
+      d_out: [Bq, Dv], in chunks of columns.
+      lse_log2: [Bq]: the lse in base 2.
+      delta: [Bq].
     """
 
     spec: AttentionSpec
     tiles: Tiles
-    arrays: Arrays
+    arrays: Operands
     at: tuple[Any, Any, Any]
-    known: scores.Scores
+    prepared: scores.Scores
     q: Columns
     d_out: Columns
-    shift: jax.Array
+    lse_log2: jax.Array
     delta: jax.Array
 
     @classmethod
@@ -192,7 +206,7 @@ class _Queries(NamedTuple):
         spec: AttentionSpec,
         tiles: Tiles,
         derivative: Derivative | None,
-        arrays: Arrays,
+        arrays: Operands,
         rows: Rows,
         at: tuple[Any, Any, Any],
     ) -> _Queries:
@@ -204,10 +218,10 @@ class _Queries(NamedTuple):
             load_vector, at=(b, h), first=first, rows=tiles.block_q, length=spec.T, may_end=rows_end
         )
         q, d_out = load(arrays.query), load(rows.d_out)
-        shift, delta = shift_of(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
+        lse_log2, delta = log2_lse(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
         programs = None if derivative is None else {"score": derivative.nodes}
-        known = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first, programs=programs)
-        return cls(spec, tiles, arrays, at, known, q, d_out, shift, delta)
+        prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first, programs=programs)
+        return cls(spec, tiles, arrays, at, prepared, q, d_out, lse_log2, delta)
 
     @property
     def first(self) -> Any:
@@ -216,7 +230,7 @@ class _Queries(NamedTuple):
 
     @property
     def rows_end(self) -> bool:
-        """Whether a tile may reach past the last query."""
+        """Whether a tile may have padding queries."""
         return self.spec.T % self.tiles.block_q != 0
 
     def walk(self, state: Any, step: Any) -> Any:
@@ -229,13 +243,13 @@ class _Queries(NamedTuple):
         may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
         load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
         k = load(self.arrays.key)
-        tile = scores.compute(self.known, self.q, k, key, is_partial)
-        p = weights(spec, tile.s, self.known.unit, self.shift[:, None])
-        d_p = inner(spec, self.d_out, load(self.arrays.value))
+        tile = scores.compute(self.prepared, self.q, k, key, is_partial)
+        p = weights(spec, tile.s, self.prepared.log2_scale, self.lse_log2[:, None])
+        d_p = qk_dot(spec, self.d_out, load(self.arrays.value))
         return k, tile, p * (d_p - self.delta[:, None])
 
     def store(self, d_query: Any, d_q: Columns) -> None:
-        """Stores dQ, which is yet to be scaled."""
+        """Epilogue: scales and stores dQ."""
         b, h, _ = self.at
         d_q = tuple(x * self.spec.scale for x in d_q)
         store_rows(self.spec, d_query, b, h, self.first, d_q, self.spec.T, may_end=self.rows_end)
@@ -256,13 +270,13 @@ def _write(
     q_first, k_first = first
     score = tile.score
     assert score is not None  # which loads
-    at = tuple(score.space.spread(score(i), i.kind, "qk") for i in load.inputs)
+    at = tuple(score.space.spread(score(i), i.kind, Axes.TILE) for i in load.inputs)
     shape = cotangent.shape
     exists = (q_first + lax.broadcasted_iota(jnp.int32, shape, 0) < spec.T) & (
         k_first + lax.broadcasted_iota(jnp.int32, shape, 1) < spec.S
     )
-    # Indices past the end are those of the last row: what is added there is 0. The interpreter stores masked places
-    # too, as they were before; so there the one write becomes an addition to the zeros.
+    # Indices of padding are clamped to the last row: what is added there is 0. The interpreter also writes masked
+    # elements, with their old values; so there the one store becomes an addition to the zeros.
     if add or spec.config.interpret:
         addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:

@@ -1,17 +1,16 @@
-"""Backward pass: what both kernels need, the two kernels, and the gradients of captured arrays.
+"""Backward pass through Triton: a kernel for dQ, a kernel for dK and dV, and the gradients of captured arrays.
 
 With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:2307.08691, section 3.1.2)::
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
 
 where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the
-queries of a tile of keys for dK and dV; each computes P again from the lse.
+queries of a tile of keys for dK and dV; each recomputes P from the lse.
 
-So there are seven products where five would do, if dQ were added to global memory by the kernel for dK and dV. On an
-H200 that took 33 ms at head size 128 (causal, S 16384, B 2, H 16) and 42 at 64 (B 4), instead of 15 for both kernels:
-Pallas adds by element, each addition ordered before the next. Floor: seven products at 817 TFLOP/s and two exponentials
-for each score, one after the other, are 406 TFLOP/s at head size 64 and 479 at 128 (counted as five); 390 and 393 are
-reached without a mod.
+So there are seven GEMMs where five would do, if the dK/dV kernel added dQ to global memory. On an H200 that took 33 ms
+at head size 128 (causal, S 16384, B 2, H 16) and 42 at 64 (B 4), instead of 15 for both kernels: Pallas adds by
+element, with ordered atomics. Roofline: seven GEMMs at 817 TFLOP/s and two exponentials for each score (SFU), one after
+the other, are 406 TFLOP/s at head size 64 and 479 at 128 (counted as five); 390 and 393 are reached without a mod.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Found, Requested, collect, row_statistics, sum_batch, total
+from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
 from pallas_kernels.program.cotangents import group_loads
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton.backward import captured as backward_captured
 from pallas_kernels.triton.backward import dkv as backward_dkv
 from pallas_kernels.triton.backward import dq as backward_dq
@@ -39,11 +38,11 @@ class BackwardTiles(NamedTuple):
 def backward(
     spec: AttentionSpec,
     tiles: BackwardTiles,
-    arrays: Arrays,
-    requested: Requested,
+    arrays: Operands,
+    requested: RequestedGradients,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
-) -> Found:
+) -> Gradients:
     """Computes the requested gradients.
 
     Args:
@@ -59,10 +58,10 @@ def backward(
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
-        found = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
-        d_query = found.query if requested.query else None
-        collect(spec, requested.derivative, arrays, groups.rows, found.rows, gradients)
-        for load, x in zip((*groups.stores, *groups.atomics), found.tiles, strict=True):
+        result = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
+        d_query = result.query if requested.query else None
+        collect(spec, requested.derivative, arrays, groups.rows, result.rows, gradients)
+        for load, x in zip((*groups.stores, *groups.atomics), result.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
         assert requested.derivative is not None  # what loads
@@ -70,10 +69,10 @@ def backward(
         for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
     if requested.key_or_value or groups.columns:
-        found = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups)
+        result = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups)
         d_key, d_value = (
-            (sum_batch(spec, x) for x in (found.key, found.value)) if requested.key_or_value else (None, None)
+            (sum_batch(spec, x) for x in (result.key, result.value)) if requested.key_or_value else (None, None)
         )
-        collect(spec, requested.derivative, arrays, groups.columns, found.columns, gradients)
-    captured = tuple(map(total, gradients.values()))
-    return Found(d_query, d_key, d_value, captured)
+        collect(spec, requested.derivative, arrays, groups.columns, result.columns, gradients)
+    captured = tuple(map(sum_gradients, gradients.values()))
+    return Gradients(d_query, d_key, d_value, captured)

@@ -1,12 +1,13 @@
-"""Forward kernel for few queries against many keys, as in decoding.
+"""Split-KV forward kernel for few queries against many keys, as in decoding.
 
-The queries of all query heads that share a key head are the rows of one tile, so that keys and values are read once;
-and the keys that are visited are divided among programs, so that one sequence keeps a GPU busy (Dao et al. 2023,
-Flash-Decoding; Dong et al. 2024, arXiv:2412.05496, section 5). A second, small step merges what the programs found.
+The queries of all query heads that share a key head (a GQA group) are packed into the rows of one tile, so that keys
+and values are read once; and the keys that are visited are split among programs, so that one sequence keeps a GPU busy
+(Dao et al. 2023, Flash-Decoding; Dong et al. 2024, arXiv:2412.05496, section 5). A second, small kernel merges the
+partial results of the splits.
 
-Where all rows are alike, each is divided into as many parts, which are known ahead; the grid is (parts, key heads,
-batch). Where lengths or lists make them differ, the programs divide them: the grid is (key heads, parts), and
-`pallas_kernels.triton.decode.ragged` says which part of which row one takes.
+Where all rows are alike, each has the same static number of splits; the grid is (splits, key heads, batch). Where
+lengths or lists make them differ, the programs plan the splits: the grid is (key heads, splits of all rows), and
+`pallas_kernels.triton.decode.ragged` maps a program to its split of a row.
 """
 
 from __future__ import annotations
@@ -24,45 +25,46 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import may_hide
-from pallas_kernels.spec import Arrays, AttentionSpec
+from pallas_kernels.marks import needs_marks
+from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode import merge, ragged
-from pallas_kernels.triton.decode.ragged import Division, Facts
+from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows
 from pallas_kernels.triton.launch import launch
 
 
 def decode(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None = None
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     Args:
       spec: Its programs are traced with heads in rows.
-      tiles: `block_q` holds the queries of a key head: ``group * T`` of them.
-      arrays: The inputs.
+      tiles: `block_q` holds the packed queries of a key head: ``group * T`` of them.
+      arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
+        mask; captured arrays.
       lengths: Keys of each batch entry, int32 [B]; what lies beyond is not read.
     """
     by_row = spec.block_size is not None and max(spec.list_batch, spec.list_heads) > 1
     if lengths is not None or by_row:
-        found = _decode_uneven(spec, tiles, arrays, lengths)
+        result = _decode_ragged(spec, tiles, arrays, lengths)
     else:
-        found = _decode_even(spec, tiles, arrays)
-    return _repair(spec, tiles, arrays, lengths, found) if may_hide(spec) else found
+        result = _decode_uniform(spec, tiles, arrays)
+    return _repair(spec, tiles, arrays, lengths, result) if needs_marks(spec) else result
 
 
 def _repair(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None, found: tuple[jax.Array, jax.Array]
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None, result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the key heads again that have an lse of NaN, without splits; see `containment`."""
+    """Recomputes the key heads that have an lse of NaN, without splits; see `containment`."""
     count = len(jax.tree.leaves((arrays, lengths)))
     out, lse = launch(
         functools.partial(_repair_kernel, spec, tiles),
-        (arrays, lengths, found),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        (arrays, lengths, result),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
@@ -72,27 +74,27 @@ def _repair(
     return out, lse
 
 
-def _decode_even(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    parts = parts_of(spec, tiles)
-    if parts == 1:
+def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    splits = row_splits(spec, tiles)
+    if splits == 1:
         return _decode_whole(spec, tiles, arrays)
-    shape = (spec.B * parts, spec.Hkv, tiles.block_q)
+    shape = (spec.B * splits, spec.Hkv, tiles.block_q)
     out, lse = launch(
-        functools.partial(_even_kernel, spec, tiles, parts),
+        functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
         [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
         name="jflex_decode",
-        grid=(parts, spec.Hkv, spec.B),
+        grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    return merge.merge_even(spec, parts, (out, lse), arrays.query.dtype)
+    return merge.merge_uniform(spec, splits, (out, lse), arrays.query.dtype)
 
 
-def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """No row is divided: there is nothing to merge."""
+def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+    """One split for each row: there is nothing to merge."""
     out, lse = launch(
-        functools.partial(_even_kernel, spec, tiles, 1),
+        functools.partial(_uniform_kernel, spec, tiles, 1),
         (arrays,),
         [
             jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
@@ -106,14 +108,14 @@ def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Arrays) -> tuple[ja
     return out, lse
 
 
-def _decode_uneven(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: jax.Array | None
+def _decode_ragged(
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
-    division, facts = Division(spec, tiles), Facts(lengths, *lists)
-    slots = (division.slots, division.heads, tiles.block_q)
-    out, lse, *parts = launch(
-        functools.partial(_uneven_kernel, spec, tiles, division),
+    plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
+    slots = (plan.slots, plan.heads, tiles.block_q)
+    out, lse, *splits = launch(
+        functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
         [
             jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
@@ -122,78 +124,98 @@ def _decode_uneven(
             jax.ShapeDtypeStruct(slots, jnp.float32),
         ],
         name="jflex_decode",
-        grid=(division.heads, division.items),
+        grid=(plan.heads, plan.num_items),
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    if division.most_parts == 1:
+    if plan.max_splits == 1:
         return out, lse
-    return merge.merge_uneven(division, facts, (parts[0], parts[1]), (out, lse))
+    return merge.merge_ragged(plan, extents, (splits[0], splits[1]), (out, lse))
 
 
-def parts_of(spec: AttentionSpec, tiles: Tiles) -> int:
-    """Among how many programs the keys of a head are divided, where all rows are alike."""
-    wanted = split_kv.even_parts(max(1, spec.B * spec.Hkv))
-    return max(1, min(wanted, ragged.all_tiles(spec, tiles) // split_kv.LEAST_TILES))
+def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
+    """Splits of the keys of each head, where all rows are alike."""
+    target = split_kv.even_splits(max(1, spec.B * spec.Hkv))
+    return max(1, min(target, ragged.max_tiles(spec, tiles) // split_kv.MIN_TILES_PER_SPLIT))
 
 
-def _even_kernel(spec: AttentionSpec, tiles: Tiles, parts: int, arrays: Arrays, out: Any, lse: Any) -> None:
-    part, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    walk = functools.partial(_walk_even, spec, tiles, arrays, (b, kv_h), block_walk.Part(part, parts))
+def _uniform_kernel(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    splits: int,
+    arrays: Operands,
+    out: Any,  # [B * splits, Hkv, block_q, Dv]; that of the call with one split
+    lse: Any,  # [B * splits, Hkv, block_q]; [B, Hq, T] with one split
+) -> None:
+    split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), block_walk.Split(split, splits))
     rows, row_lse = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
-    if parts == 1:
-        row = ragged.whole_row(b, kv_h)
-        return ragged.store_whole(spec, row, rows, row_lse, out, lse)
+    if splits == 1:
+        row = ragged.unsplit_item(b, kv_h)
+        return ragged.store_unsplit(spec, row, rows, row_lse, out, lse)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        plgpu.store(out.at[(b * parts + part, kv_h, line, column)], x, mask=column < spec.Dv)
-    plgpu.store(lse.at[(b * parts + part, kv_h, pl.ds(0, tiles.block_q))], row_lse)
+        plgpu.store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
+    plgpu.store(lse.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], row_lse)
 
 
-def _uneven_kernel(
-    spec: AttentionSpec, tiles: Tiles, division: Division, arrays: Arrays, lengths: Any, out: Any, lse: Any, *parts: Any
+def _ragged_kernel(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    plan: SplitPlan,
+    arrays: Operands,
+    lengths: Any,  # [B], or None
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Any,  # [B, Hq, T]
+    *splits: Any,  # partial results: out [slots, heads, block_q, Dv], lse [slots, heads, block_q]
 ) -> None:
     head, item = pl.program_id(0), pl.program_id(1)
-    facts = Facts(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
-    row = division.row_of(facts, item, head)
+    extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
+    row = plan.item_at(extents, item, head)
     walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
     rows, row_lse = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
-    ragged.store_part(row, head, rows, row_lse, (parts[0], parts[1]))
-    ragged.store_whole(spec, row, rows, row_lse, out, lse)
+    ragged.store_partial(row, head, rows, row_lse, (splits[0], splits[1]))
+    ragged.store_unsplit(spec, row, rows, row_lse, out, lse)
 
 
 def _repair_kernel(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, lengths: Any, before: Any, out: Any, lse: Any
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands,
+    lengths: Any,  # [B], or None
+    before: Any,  # out and lse, as the kernel left them
+    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Any,  # [B, Hq, T]
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
-    row = ragged.whole_row(b, kv_h, Facts(lengths, None, None).end(spec, b))
+    row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b))
 
     def fix() -> None:
         if row.end is None:
-            walk = functools.partial(_walk_even, spec, tiles, arrays, (b, kv_h), row.part)
+            walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), row.split)
         else:
             walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
         rows, row_lse, attended = _attention(spec, tiles, arrays, (b, kv_h), row.end, walk).repair()
-        ragged.store_whole(spec, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
+        ragged.store_unsplit(spec, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
 
     pl.when(any_nan(ragged.load_lse(spec, row, tiles.block_q, before[1])))(fix)
 
 
 def _attention(
-    spec: AttentionSpec, tiles: Tiles, arrays: Arrays, here: tuple[Any, Any], end: Any, walk: Callable[..., Any]
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any], end: Any, walk: Callable[..., Any]
 ) -> Attention:
     """Attention of the queries of a key head, of a batch entry, over the keys of a walk that end at `end`.
 
     The walk goes over ``(first key, is_partial, may_end)``; `may_end` says that a tile may reach past `end`, or past
     the last key if that is None.
     """
-    b, kv_h = here
+    b, kv_h = location
     row = lax.broadcasted_iota(jnp.int32, (tiles.block_q, 1), 0)
     row = jnp.minimum(row, spec.group * spec.T - 1)  # rows beyond repeat the last one, and are dropped
     h, t = kv_h * spec.group + lax.div(row, spec.T), lax.rem(row, spec.T)
     q = _load_queries(spec, arrays.query, b, h, t)
-    known = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
+    prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
     def tile_at(key: Any, is_partial: bool, may_end: bool) -> Tile:
@@ -207,11 +229,11 @@ def _attention(
             length=spec.S if end is None else end,
             may_end=may_end,
         )
-        seen = known._replace(mask=known.mask if is_partial else None, end=end if may_end else None)
-        tile = scores.compute(seen, q, keys(arrays.key), key, is_partial or may_end)
+        masked = prepared._replace(mask=prepared.mask if is_partial else None, end=end if may_end else None)
+        tile = scores.compute(masked, q, keys(arrays.key), key, is_partial or may_end)
         return Tile(tile, keys(arrays.value))
 
-    return Attention(known, tiles.block_q, walk, tile_at)
+    return Attention(prepared, tiles.block_q, walk, tile_at)
 
 
 def _load_queries(spec: AttentionSpec, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
@@ -227,36 +249,36 @@ def _load_queries(spec: AttentionSpec, ref: Any, b: Any, h: jax.Array, t: jax.Ar
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 
 
-def _walk_even(
+def _walk_uniform(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Arrays,
-    here: tuple[Any, Any],
-    part: block_walk.Part,
+    arrays: Operands,
+    location: tuple[Any, Any],
+    split: block_walk.Split,
     state: Any,
     step: Callable[..., Any],
 ) -> Any:
-    """As `_over_keys`; a partial tile may reach past the last key."""
+    """As `_over_keys`; a partial tile may have padding keys."""
     keys_end = spec.walk_passes_end("k", tiles.block_kv)
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
-    return _over_keys(spec, tiles, arrays, here, part, state, listed)
+    return _over_keys(spec, tiles, arrays, location, split, state, listed)
 
 
 def _over_keys(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Arrays,
-    here: tuple[Any, Any],
-    part: block_walk.Part,
+    arrays: Operands,
+    location: tuple[Any, Any],
+    split: block_walk.Split,
     state: Any,
     step: Any,
 ) -> Any:
-    """Folds a step over a part of the tiles of keys that the queries visit: those of the one row of blocks there is."""
+    """Folds a step over a split of the tiles of keys that the queries visit: those of their single row of blocks."""
     if spec.block_size is None:
-        return block_walk.walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step, part)
+        return block_walk.walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step, split)
     counts, indices, full_counts, full_indices = arrays.lists[:4]
-    b, h = here
+    b, h = location
     row = block_walk.BlockRow(
         (counts, indices), (full_counts, full_indices), (*block_walk.list_position(spec, b, h), 0)
     )
-    return block_walk.walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step, part)
+    return block_walk.walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step, split)

@@ -1,7 +1,7 @@
-"""The second kernel of decoding: joins what several programs found of one row of queries, each over a part of the keys.
+"""The merge kernel of split-KV decoding: combines the partial results of a row of queries, one for each split.
 
-Programs of one warp take one row of the output after the other, as many rows as there are to merge: where lengths say
-that nothing was divided, they end at once.
+Programs of one warp take rows of the output in a grid-stride loop, as many rows as there are to merge: where no row was
+split, they exit at once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
-from pallas_kernels.triton.decode.ragged import Divided, Division, Facts
+from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan, SplitRow
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.split_merge import Parts, merge_row, parts_at_once
+from pallas_kernels.triton.split_merge import Partials, merge_row, partials_at_once
 
-Found = tuple[jax.Array, jax.Array]  # out and lse, of parts or of rows
+OutAndLse = tuple[jax.Array, jax.Array]  # of splits or of rows
 
 
-def merge_even(spec: AttentionSpec, parts: int, kept: Found, out_dtype: Any) -> Found:
-    """Out, in the layout of the query, and lse [B, Hq, T], where every row has as many parts.
+def merge_uniform(spec: AttentionSpec, splits: int, partials: OutAndLse, out_dtype: Any) -> OutAndLse:
+    """Out, in the layout of the query, and lse [B, Hq, T], where every row has the same number of splits.
 
     Args:
       spec: The spec.
-      parts: How many.
-      kept: Out [B * parts, Hkv, rows, Dv] and lse [B * parts, Hkv, rows], those of a batch entry side by side.
+      splits: How many.
+      partials: Out [B * splits, Hkv, rows, Dv] and lse [B * splits, Hkv, rows], those of a batch entry side by side.
       out_dtype: Of the output.
     """
     lines = spec.group * spec.T
-    run, warps = parts_at_once(parts, spec.B * spec.Hkv * lines)
+    run, warps = partials_at_once(splits, spec.B * spec.Hkv * lines)
     out, lse = launch(
-        functools.partial(_even_kernel, spec, parts, run),
-        (Parts(*kept),),
+        functools.partial(_uniform_kernel, spec, splits, run),
+        (Partials(*partials),),
         [
             jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), out_dtype),
             jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
@@ -52,18 +52,18 @@ def merge_even(spec: AttentionSpec, parts: int, kept: Found, out_dtype: Any) -> 
     return out, lse
 
 
-def merge_uneven(division: Division, facts: Facts, kept: Found, found: Found) -> Found:
-    """Writes the rows that are divided into out and lse [B, Hq, T], and returns these."""
-    spec = division.spec
-    first_output = len(jax.tree.leaves((facts, kept)))
-    rows = spec.group * spec.T * division.heads * division.divided
-    run, warps = parts_at_once(division.most_parts, rows)
+def merge_ragged(plan: SplitPlan, extents: KvExtents, partials: OutAndLse, result: OutAndLse) -> OutAndLse:
+    """Writes the rows that are split into out and lse [B, Hq, T], and returns these."""
+    spec = plan.spec
+    first_output = len(jax.tree.leaves((extents, partials)))
+    rows = spec.group * spec.T * plan.heads * plan.max_split_rows
+    run, warps = partials_at_once(plan.max_splits, rows)
     out, lse = launch(
-        functools.partial(_uneven_kernel, division, run),
-        (facts, Parts(*kept), found),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        functools.partial(_ragged_kernel, plan, run),
+        (extents, Partials(*partials), result),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_merge",
-        grid=(min(rows, split_kv.MERGING_PROGRAMS),),
+        grid=(min(rows, split_kv.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
         interpret=spec.config.interpret,
         aliases={first_output: 0, first_output + 1: 1},
@@ -71,32 +71,34 @@ def merge_uneven(division: Division, facts: Facts, kept: Found, found: Found) ->
     return out, lse
 
 
-def _even_kernel(spec: AttentionSpec, parts: int, run: int, kept: Parts, out: Any, lse: Any) -> None:
+def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partials, out: Any, lse: Any) -> None:
     line, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    _merge_line(spec, run, kept, Divided(b, kv_h, b * parts, jnp.int32(parts)), (kv_h, line), (out, lse))
+    _merge_line(spec, run, partials, SplitRow(b, kv_h, b * splits, jnp.int32(splits)), (kv_h, line), (out, lse))
 
 
-def _uneven_kernel(division: Division, run: int, facts: Facts, kept: Parts, before: Any, out: Any, lse: Any) -> None:
+def _ragged_kernel(
+    plan: SplitPlan, run: int, extents: KvExtents, partials: Partials, before: Any, out: Any, lse: Any
+) -> None:
     del before  # the memory of `out` and `lse`
-    spec = division.spec
+    spec = plan.spec
     lines = spec.group * spec.T
-    _, parts = division.parts(facts)
-    rows = jnp.sum((parts > 1).astype(jnp.int32)) * (lines * division.heads)
+    _, splits = plan.splits(extents)
+    rows = jnp.sum((splits > 1).astype(jnp.int32)) * (lines * plan.heads)
 
     def merge(number: jax.Array) -> None:
-        line, within = lax.rem(number, lines), lax.div(number, lines)
-        head, nth = lax.rem(within, division.heads), lax.div(within, division.heads)
-        _merge_line(spec, run, kept, division.divided_row(parts, nth, head), (head, line), (out, lse))
+        line, rest = lax.rem(number, lines), lax.div(number, lines)
+        head, i = lax.rem(rest, plan.heads), lax.div(rest, plan.heads)
+        _merge_line(spec, run, partials, plan.split_row(splits, i, head), (head, line), (out, lse))
 
-    split_kv.by_turns(rows, merge)
+    split_kv.grid_stride(rows, merge)
 
 
 def _merge_line(
-    spec: AttentionSpec, run: int, kept: Parts, row: Divided, here: tuple[Any, Any], found: tuple[Any, Any]
+    spec: AttentionSpec, run: int, partials: Partials, row: SplitRow, location: tuple[Any, Any], result: tuple[Any, Any]
 ) -> None:
-    """Merges and stores one line of a divided row; `here` is where it is kept: head and line."""
-    (out, lse), line = found, here[1]
-    columns, row_lse = merge_row(kept, run, row.slot, row.parts, here)
+    """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
+    (out, lse), line = result, location[1]
+    columns, row_lse = merge_row(partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     lse[row.b, h, t] = row_lse
     for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):

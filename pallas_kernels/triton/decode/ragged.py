@@ -1,10 +1,10 @@
-"""Few queries against rows of keys that differ in length, or in how much of them the mask shows.
+"""Split-KV decoding over ragged rows: they differ in length, or in how many blocks the mask lists.
 
-How many parts a row is divided into follows from its own tiles of keys, which only the device knows: see
-`pallas_kernels.triton.split_kv`. A row that stays whole is written at once; of the others the parts are kept, and a
-second, small kernel (`pallas_kernels.triton.decode.merge`) merges them.
+The number of splits of a row follows from its own tiles of keys, which only the device knows: see
+`pallas_kernels.triton.split_kv`. The output of an unsplit row is written directly; the others keep partial results,
+and a second, small kernel (`pallas_kernels.triton.decode.merge`) merges them.
 
-Programs are started longest part first, all key heads of a part side by side: those that come last are short.
+Programs are started longest split first, all key heads of a split side by side: those in the tail are short.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import block_walk as blocks
+from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
 from pallas_kernels.triton.head_chunks import Columns, chunks
 
-FEWEST_LANES = 16  # of a vector of facts
+MIN_LANES = 16  # of a vector over rows
 
 
-class Facts(NamedTuple):
-    """What the division follows from (in a kernel: the refs).
+class KvExtents(NamedTuple):
+    """How many keys each row visits: what the splits follow from (in a kernel: the refs).
 
     Attributes:
       lengths: Keys of each batch entry, int32 [B], or None where all have S.
@@ -48,53 +48,53 @@ class Facts(NamedTuple):
         return jnp.minimum(jnp.maximum(plgpu.load(self.lengths.at[b]), 0), spec.S)
 
 
-class Row(NamedTuple):
-    """What a program works on.
+class WorkItem(NamedTuple):
+    """The split of a row that a program computes.
 
     Attributes:
       b: Batch entry.
       kv_h: Key head.
       end: Where its keys end; None for S.
-      part: Which part of them.
+      split: Which split of them.
       exists: False where there is nothing to do.
-      whole: Whether the row is not divided.
-      slot: Where the part is kept otherwise.
+      unsplit: Whether the row has a single split.
+      slot: Of the partial result otherwise.
     """
 
     b: Any
     kv_h: Any
     end: Any
-    part: blocks.Part
+    split: block_walk.Split
     exists: Any
-    whole: Any
+    unsplit: Any
     slot: Any
 
 
-def whole_row(b: Any, kv_h: Any, end: Any = None) -> Row:
-    """A row that one program works on alone."""
+def unsplit_item(b: Any, kv_h: Any, end: Any = None) -> WorkItem:
+    """A row that one program computes alone."""
     yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
-    return Row(b, kv_h, end, blocks.Part(0, 1), yes, yes, 0)
+    return WorkItem(b, kv_h, end, block_walk.Split(0, 1), yes, yes, 0)
 
 
-class Divided(NamedTuple):
-    """A row that is divided: its batch entry and key head, where its parts begin, and how many there are."""
+class SplitRow(NamedTuple):
+    """A row that is split: batch entry, key head, slot of its first partial result, and how many there are."""
 
     b: Any
     kv_h: Any
     slot: Any
-    parts: Any
+    splits: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Division:
-    """How many programs, parts and rows there may be. Key heads with lists of their own are rows of their own."""
+class SplitPlan:
+    """Static bounds of programs, splits and rows. Key heads with lists of their own are rows of their own."""
 
     spec: AttentionSpec
     tiles: Tiles
 
     @property
     def heads(self) -> int:
-        """Key heads that are divided alike."""
+        """Key heads that are split alike."""
         return self.spec.Hkv if self.spec.list_heads == 1 else 1
 
     @property
@@ -103,79 +103,81 @@ class Division:
         return self.spec.B * (self.spec.Hkv // self.heads)
 
     @property
-    def most_parts(self) -> int:
-        """Of one row."""
-        return min(self.shares + 1, max(1, all_tiles(self.spec, self.tiles) // split_kv.LEAST_TILES))
+    def max_splits(self) -> int:
+        """Splits of one row, at most."""
+        return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // split_kv.MIN_TILES_PER_SPLIT))
 
     @property
-    def shares(self) -> int:
-        """Into how many shares the work is divided."""
-        return split_kv.shares_for(self.heads)
+    def num_splits(self) -> int:
+        """Splits to aim at, over all rows."""
+        return split_kv.num_splits(self.heads)
 
     @property
-    def items(self) -> int:
-        """Parts of all rows."""
-        return min(split_kv.most_items(self.rows, self.shares), self.rows * self.most_parts)
+    def num_items(self) -> int:
+        """Splits of all rows, at most: the size of the grid for a key head."""
+        return min(split_kv.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
 
     @property
     def slots(self) -> int:
-        """Parts of divided rows: 2 of at least 1.2 shares, or more of more."""
-        return min(2 * self.shares, self.items)
+        """Partial results, at most: a row of 1.2 exact splits has 2, longer ones have more."""
+        return min(2 * self.num_splits, self.num_items)
 
     @property
-    def divided(self) -> int:
-        """Rows that are divided."""
-        return min(self.rows, self.shares)
+    def max_split_rows(self) -> int:
+        """Rows that are split, at most."""
+        return min(self.rows, self.num_splits)
 
-    def place(self, row: Any, head: Any) -> tuple[Any, Any]:
+    def batch_and_head(self, row: Any, head: Any) -> tuple[Any, Any]:
         """Batch entry and key head."""
         if self.heads == self.spec.Hkv:
             return row, head
         return lax.div(row, self.spec.Hkv), lax.rem(row, self.spec.Hkv)
 
-    def parts(self, facts: Facts) -> tuple[jax.Array, jax.Array]:
-        """Tiles and parts of each row, int32 [rows, rounded up to a power of two]; parts are 0 past the last row."""
+    def splits(self, extents: KvExtents) -> tuple[jax.Array, jax.Array]:
+        """Tiles and splits of each row, int32 [rows, rounded up to a power of two]; splits are 0 past the last row."""
         spec = self.spec
-        number = lax.broadcasted_iota(jnp.int32, (max(FEWEST_LANES, 1 << (self.rows - 1).bit_length()),), 0)
-        row = jnp.minimum(number, self.rows - 1)
-        b, kv_h = self.place(row, jnp.zeros_like(row))
-        end = facts.end(spec, b)
-        if facts.counts is None:
+        index = lax.broadcasted_iota(jnp.int32, (max(MIN_LANES, 1 << (self.rows - 1).bit_length()),), 0)
+        row = jnp.minimum(index, self.rows - 1)
+        b, kv_h = self.batch_and_head(row, jnp.zeros_like(row))
+        end = extents.end(spec, b)
+        if extents.counts is None:
             tiles = lax.div(end + (self.tiles.block_kv - 1), self.tiles.block_kv)
         else:
             assert spec.block_size is not None
-            most = most_blocks(spec, end)
+            max_blocks_ = max_blocks(spec, end)
             at = (*_list_position(spec, b, kv_h), jnp.zeros_like(row))
-            listed = [plgpu.load(counts.at[at]) for counts in (facts.counts, facts.full_counts)]
-            listed = [x if most is None else jnp.minimum(x, most) for x in listed]
+            listed = [plgpu.load(counts.at[at]) for counts in (extents.counts, extents.full_counts)]
+            listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
-        return tiles, split_kv.parts_of(tiles, (number < self.rows).astype(jnp.int32), self.shares)
+        return tiles, split_kv.row_splits(tiles, (index < self.rows).astype(jnp.int32), self.num_splits)
 
-    def row_of(self, facts: Facts, item: Any, head: Any) -> Row:
-        """What the program of an item works on."""
-        tiles, parts = self.parts(facts)
-        row, nth = split_kv.locate_longest_first(tiles, parts, item)
-        own, exists = split_kv.at(parts, row), row < self.rows
-        b, kv_h = self.place(jnp.minimum(row, self.rows - 1), head)
-        share = blocks.Part(jnp.where(exists, nth, 1), jnp.maximum(own, 1))  # the part after the last one is empty
-        slot = _slots_before(parts, row) + nth
-        return Row(b, kv_h, facts.end(self.spec, b), share, exists, own == 1, slot)
+    def item_at(self, extents: KvExtents, item: Any, head: Any) -> WorkItem:
+        """The work item of a program."""
+        tiles, splits = self.splits(extents)
+        row, i = split_kv.find_longest_first(tiles, splits, item)
+        count, exists = split_kv.at(splits, row), row < self.rows
+        b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
+        split = block_walk.Split(
+            jnp.where(exists, i, 1), jnp.maximum(count, 1)
+        )  # the split after the last one is empty
+        slot = _slots_before(splits, row) + i
+        return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot)
 
-    def divided_row(self, parts: jax.Array, nth: Any, head: Any) -> Divided:
-        """The nth of the rows that are divided."""
-        row, _ = split_kv.locate((parts > 1).astype(jnp.int32), nth)
-        b, kv_h = self.place(jnp.minimum(row, self.rows - 1), head)
-        return Divided(b, kv_h, _slots_before(parts, row), split_kv.at(parts, row))
+    def split_row(self, splits: jax.Array, i: Any, head: Any) -> SplitRow:
+        """The ith of the rows that are split."""
+        row, _ = split_kv.find_work_item((splits > 1).astype(jnp.int32), i)
+        b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
+        return SplitRow(b, kv_h, _slots_before(splits, row), split_kv.at(splits, row))
 
 
-def all_tiles(spec: AttentionSpec, tiles: Tiles) -> int:
+def max_tiles(spec: AttentionSpec, tiles: Tiles) -> int:
     """The most tiles of keys that a row may visit."""
     if spec.block_size is None:
         return pl.cdiv(spec.S, tiles.block_kv)
     return pl.cdiv(spec.S, spec.block_size[1]) * (spec.block_size[1] // tiles.block_kv)
 
 
-def most_blocks(spec: AttentionSpec, end: Any) -> Any:
+def max_blocks(spec: AttentionSpec, end: Any) -> Any:
     """How many of a row's listed blocks may begin before `end`: lists ascend, so these are the first ones."""
     assert spec.block_size is not None
     return None if end is None else lax.div(end + (spec.block_size[1] - 1), spec.block_size[1])
@@ -186,74 +188,85 @@ def _list_position(spec: AttentionSpec, b: jax.Array, h: jax.Array) -> tuple[jax
     return (b if spec.list_batch > 1 else zero), (h if spec.list_heads > 1 else zero)
 
 
-def _slots_before(parts: jax.Array, row: Any) -> jax.Array:
-    earlier = lax.broadcasted_iota(jnp.int32, parts.shape, 0) < row
-    return jnp.sum(jnp.where(earlier & (parts > 1), parts, 0))
+def _slots_before(splits: jax.Array, row: Any) -> jax.Array:
+    earlier = lax.broadcasted_iota(jnp.int32, splits.shape, 0) < row
+    return jnp.sum(jnp.where(earlier & (splits > 1), splits, 0))
 
 
-def store_part(row: Row, head: Any, rows: Columns, lse: jax.Array, parts: tuple[Any, Any]) -> None:
-    """Keeps what a part of a divided row gave: its rows as they are, and their lse."""
-    part_out, part_lse = parts
-    kept, block_q = row.exists & ~row.whole, lse.shape[0]
-    slot = jnp.minimum(row.slot, part_lse.shape[0] - 1)
+def store_partial(row: WorkItem, head: Any, rows: Columns, lse: jax.Array, splits: tuple[Any, Any]) -> None:
+    """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse [block_q]."""
+    partial_out, partial_lse = splits
+    kept, block_q = row.exists & ~row.unsplit, lse.shape[0]
+    slot = jnp.minimum(row.slot, partial_lse.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
-    plgpu.store(part_lse.at[(slot, head, line)], lse, mask=jnp.broadcast_to(kept, (block_q,)))
-    for (first, width), x in zip(chunks(part_out.shape[-1]), rows, strict=True):
+    plgpu.store(partial_lse.at[(slot, head, line)], lse, mask=jnp.broadcast_to(kept, (block_q,)))
+    for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        plgpu.store(part_out.at[(slot, head, line, column)], x, mask=(column < part_out.shape[-1]) & kept)
+        plgpu.store(partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept)
 
 
-def load_lse(spec: AttentionSpec, row: Row, block_q: int, lse: Any) -> jax.Array:
+def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Any) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
     return plgpu.load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
 
 
-def store_whole(
-    spec: AttentionSpec, row: Row, rows: Columns, row_lse: jax.Array, out: Any, lse: Any, keeps: jax.Array | None = None
+def store_unsplit(
+    spec: AttentionSpec,
+    row: WorkItem,
+    rows: Columns,
+    row_lse: jax.Array,
+    out: Any,
+    lse: Any,
+    keeps: jax.Array | None = None,
 ) -> None:
-    """Writes the rows of an undivided row to where they belong; `keeps`: outputs that stay as they are."""
-    here, block_q = row.exists & row.whole, row_lse.shape[0]
+    """Stores the output and lse of an unsplit row; outputs where `keeps` is true stay as they are."""
+    is_here, block_q = row.exists & row.unsplit, row_lse.shape[0]
 
-    def place(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
         # what the last one stores.
-        there = here & (line < spec.group * spec.T)
-        return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), there
+        exists = is_here & (line < spec.group * spec.T)
+        return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), exists
 
-    h, t, there = place(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
-    plgpu.store(lse.at[(row.b, h, t)], row_lse, mask=there)
+    h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
+    plgpu.store(lse.at[(row.b, h, t)], row_lse, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
-        h, t, there = place(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
+        h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
-        there = there if keeps is None else there & ~keeps[:, None]
-        plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & there)
+        exists = exists if keeps is None else exists & ~keeps[:, None]
+        plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
 
 
 def over_keys(
-    spec: AttentionSpec, tiles: Tiles, lists: Any, row: Row, state: Any, step: Callable[[Any, Any, bool, bool], Any]
+    spec: AttentionSpec,
+    tiles: Tiles,
+    lists: Any,
+    row: WorkItem,
+    state: Any,
+    step: Callable[[Any, Any, bool, bool], Any],
 ) -> Any:
-    """Folds ``step(state, first, is_partial, may_end)`` over a row's part of the tiles of keys.
+    """Folds ``step(state, first, is_partial, may_end)`` over the tiles of keys of a split.
 
-    `may_end` says that a tile may reach past `Row.end`: then something is hidden, whether the mask does so or not.
+    `may_end` says that a tile may reach past `WorkItem.end`: then padding is masked, with or without a mask mod.
     """
     if spec.block_size is None:
         masked, tile = spec.programs.mask is not None, tiles.block_kv
-        whole, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
-        start, end = row.part.of(all_of_it)
+        unsplit, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
+        start, end = row.split.of(all_of_it)
         inside = lambda t, s: step(s, t * tile, masked, False)
-        state = lax.fori_loop(jnp.minimum(start, whole), jnp.minimum(end, whole), inside, state)
+        state = lax.fori_loop(jnp.minimum(start, unsplit), jnp.minimum(end, unsplit), inside, state)
         last = lambda t, s: step(s, t * tile, True, True)
-        return lax.fori_loop(jnp.maximum(start, whole), jnp.maximum(end, whole), last, state)
+        return lax.fori_loop(jnp.maximum(start, unsplit), jnp.maximum(end, unsplit), last, state)
     counts, indices, full_counts, full_indices = lists[:4]
-    at = (*blocks.list_position(spec, row.b, row.kv_h), 0)
-    block_row = blocks.BlockRow((counts, indices), (full_counts, full_indices), at)
+    at = (*block_walk.list_position(spec, row.b, row.kv_h), 0)
+    block_row = block_walk.BlockRow((counts, indices), (full_counts, full_indices), at)
     may_end = row.end is not None
     listed = lambda s, first, is_partial: step(s, first, is_partial, may_end or (is_partial and _ends(spec, tiles)))
-    most = most_blocks(spec, row.end)
-    return blocks.walk(block_row, spec.block_size[1], tiles.block_kv, spec.S, state, listed, row.part, most)
+    max_blocks_ = max_blocks(spec, row.end)
+    return block_walk.walk(block_row, spec.block_size[1], tiles.block_kv, spec.S, state, listed, row.split, max_blocks_)
 
 
 def _ends(spec: AttentionSpec, tiles: Tiles) -> bool:

@@ -1,7 +1,7 @@
-"""Joins what several programs found of one tile of queries, each over a part of the keys.
+"""The merge kernel of paged split-KV: combines the partial results of a tile of queries, one for each split.
 
-Programs of one warp take pairs of a query and a query head by turns, as many as there are whose keys are divided: all
-that the GPU runs at once where there are many (the prefix of a cascade), and none of them where nothing is divided.
+Programs of one warp take pairs of a query and a query head in a grid-stride loop, as many as there are whose keys are
+split: a full wave of programs where there are many (the prefix of a cascade), and none of them where nothing is split.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.work import (
     AttentionSpec,
-    Facts,
-    PagedArrays,
+    PagedOperands,
+    RequestExtents,
     Work,
     queries_to_merge,
     query_to_merge,
     requests,
 )
-from pallas_kernels.triton.split_merge import Parts, merge_row, parts_at_once
+from pallas_kernels.triton.split_merge import Partials, merge_row, partials_at_once
 
 
-def merge_parts(
+def merge_splits(
     spec: AttentionSpec,
     work: Work,
-    arrays: PagedArrays,
-    found: Sequence[jax.Array],
-    parts: Sequence[jax.Array],
+    arrays: PagedOperands,
+    result: Sequence[jax.Array],
+    splits: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Writes the rows that have several parts into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
+    """Writes the rows that have several splits into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
     a = spec
-    facts, rows = Facts(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
-    run, warps = parts_at_once(work.most_parts(spec), rows)
+    extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
+    run, warps = partials_at_once(work.max_splits(spec), rows)
     return launch(
         functools.partial(_kernel, spec, work, run),
-        (facts, Parts(*parts), tuple(found)),
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found],
+        (extents, Partials(*splits), tuple(result)),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_paged_merge",
-        grid=(min(rows, split_kv.MERGING_PROGRAMS),),
+        grid=(min(rows, split_kv.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
         interpret=a.config.interpret,
         aliases={4: 0, 5: 1},
@@ -55,22 +55,29 @@ def merge_parts(
 
 
 def _kernel(
-    spec: AttentionSpec, work: Work, run: int, facts: Facts, parts: Parts, before: Any, out: Any, lse: Any
+    spec: AttentionSpec,
+    work: Work,
+    run: int,
+    extents: RequestExtents,
+    splits: Partials,
+    before: Any,
+    out: Any,
+    lse: Any,
 ) -> None:
     del before  # the memory of `out` and `lse`
     a = spec
-    of = requests(spec, work, facts)
+    of = requests(spec, work, extents)
     rows = jnp.sum(queries_to_merge(of)) * a.Hq
 
     def merge(number: jax.Array) -> None:
         h = lax.rem(number, a.Hq)
         row = query_to_merge(spec, work, of, lax.div(number, a.Hq))
         line = row.t * a.group + lax.rem(h, a.group)
-        columns, row_lse = merge_row(parts, run, row.slot, row.parts, (lax.div(h, a.group), line))
+        columns, row_lse = merge_row(splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
         n = jnp.minimum(row.n, a.T - 1)
         lse[n, h] = row_lse
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
             plgpu.store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
 
-    split_kv.by_turns(rows, merge)
+    split_kv.grid_stride(rows, merge)

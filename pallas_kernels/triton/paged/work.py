@@ -1,4 +1,4 @@
-"""Which queries of which request a program of the paged kernel takes, and which part of their keys."""
+"""Work items of the paged kernel: which queries of which request a program computes, and which split of their keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
 
-ROWS_FOR_TILE = 8  # of queries, for each of which a part has another tile of keys
+ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
 
 
-class Facts(NamedTuple):
-    """What the plan depends on, of `PagedArrays`."""
+class RequestExtents(NamedTuple):
+    """The fields of `PagedOperands` that the splits follow from."""
 
     indptr: Any
     lengths: Any
 
 
-class PagedArrays(NamedTuple):
+class PagedOperands(NamedTuple):
     """The inputs of the kernel (in it: the refs to them).
 
     Attributes:
@@ -34,10 +34,10 @@ class PagedArrays(NamedTuple):
       value: Likewise, with Dv.
       indptr: int32 [R + 1], where each request's queries start, and where the last ones end.
       lengths: int32 [R], keys of each request.
-      table: int32 [R, max_pages], the page of each run of `page_size` keys.
+      table: int32 [R, max_pages], the physical page of each logical page of `page_size` keys.
       first_page: int32 [1], the first page of the layer.
-      score_operands: What the score mod captures; booleans as int8.
-      mask_operands: What the mask captures; booleans as int8.
+      score_operands: Captured arrays of the score mod; booleans as int8.
+      mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
     query: Any
@@ -57,128 +57,128 @@ class Work:
 
     Attributes:
       tiles: `block_q` holds queries times query heads of a key head.
-      least: Fewest queries of a request that is taken.
-      most: Most queries of a request that is taken.
-      splits: Whether the keys of a tile of queries may be divided.
+      min_queries: Fewest queries of a request that is taken.
+      max_queries: Most queries of a request that is taken.
+      may_split: Whether the keys of a tile of queries may be split.
     """
 
     tiles: Tiles
-    least: int
-    most: int
-    splits: bool = True
+    min_queries: int
+    max_queries: int
+    may_split: bool = True
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
         return max(1, self.tiles.block_q // spec.group)
 
-    def row_tiles(self, spec: AttentionSpec) -> int:
-        """The most tiles of queries that there are, those of what belongs to no request among them."""
+    def max_row_tiles(self, spec: AttentionSpec) -> int:
+        """Upper bound on query tiles, padding (queries of no request) included."""
         N, R = spec.T, spec.B
-        takers = min(R + 1, N // self.least if self.least else R + 1)
+        takers = min(R + 1, N // self.min_queries if self.min_queries else R + 1)
         by_queries = N // self.queries(spec) + takers
-        return max(1, min(by_queries, takers * pl.cdiv(min(self.most, max(N, 1)), self.queries(spec))))
+        return max(1, min(by_queries, takers * pl.cdiv(min(self.max_queries, max(N, 1)), self.queries(spec))))
 
-    def shares(self, spec: AttentionSpec) -> int:
-        """Into how many shares the work of a key head is divided."""
-        return split_kv.shares_for(spec.Hkv)
+    def num_splits(self, spec: AttentionSpec) -> int:
+        """Splits to aim at for a key head, over all tiles of queries."""
+        return split_kv.num_splits(spec.Hkv)
 
     @property
-    def least_tiles(self) -> int:
-        """Fewest tiles of keys of a part: what a part of many rows writes for the merge must be little beside them."""
-        return max(split_kv.LEAST_TILES, self.tiles.block_q // ROWS_FOR_TILE)
+    def min_tiles_per_split(self) -> int:
+        """Fewest tiles of keys of a split: the partial result that it writes must be small beside those keys."""
+        return max(split_kv.MIN_TILES_PER_SPLIT, self.tiles.block_q // ROWS_PER_KEY_TILE)
 
-    def most_parts(self, spec: AttentionSpec) -> int:
-        """Into how many parts the keys of a tile of queries may be divided."""
-        most = pl.cdiv(spec.S, self.tiles.block_kv) // self.least_tiles if self.splits else 1
-        return max(1, min(most, self.shares(spec) + 1))
+    def max_splits(self, spec: AttentionSpec) -> int:
+        """Upper bound on the splits of a tile of queries."""
+        max_queries = pl.cdiv(spec.S, self.tiles.block_kv) // self.min_tiles_per_split if self.may_split else 1
+        return max(1, min(max_queries, self.num_splits(spec) + 1))
 
-    def items(self, spec: AttentionSpec) -> int:
-        """The most parts of tiles of queries that there are."""
-        rows, most = self.row_tiles(spec), self.most_parts(spec)
-        return min(split_kv.most_items(rows, self.shares(spec)), rows * most)
+    def num_items(self, spec: AttentionSpec) -> int:
+        """Upper bound on the work items: splits of all tiles of queries."""
+        rows, max_queries = self.max_row_tiles(spec), self.max_splits(spec)
+        return min(split_kv.max_items(rows, self.num_splits(spec)), rows * max_queries)
 
     def slots(self, spec: AttentionSpec) -> int:
-        """The most parts of those tiles that have several: 2 of at least 1.2 shares, or more of more."""
-        return min(2 * self.shares(spec), self.items(spec))
+        """Upper bound on partial results: a tile of 1.2 exact splits has 2, longer ones have more."""
+        return min(2 * self.num_splits(spec), self.num_items(spec))
 
     def rows_to_merge(self, spec: AttentionSpec) -> int:
-        """The most pairs of a query and a query head whose keys are divided."""
-        tiles = min(self.row_tiles(spec), self.shares(spec))
+        """Upper bound on the pairs of a query and a query head whose keys are split."""
+        tiles = min(self.max_row_tiles(spec), self.num_splits(spec))
         return spec.Hq * min(spec.T, tiles * self.queries(spec))
 
 
 class Requests(NamedTuple):
-    """Of each request, and after the last one of what belongs to none: int32 [R + 1, rounded up to a power of two].
+    """For each request, and after the last one for queries of no request: int32 [R + 1, rounded up to a power of two].
 
     Attributes:
       start: The first query.
       queries: How many there are.
       length: Keys.
       tiles: Tiles of queries, 0 where another launch takes them.
-      parts: Into how many parts the keys of each of these tiles are divided.
+      splits: Of the keys of each of these tiles.
     """
 
     start: jax.Array
     queries: jax.Array
     length: jax.Array
     tiles: jax.Array
-    parts: jax.Array
+    splits: jax.Array
 
     @property
     def slots(self) -> jax.Array:
-        """Parts of tiles that have several."""
-        return jnp.where(self.parts > 1, self.tiles * self.parts, 0)
+        """Partial results of the tiles that are split."""
+        return jnp.where(self.splits > 1, self.tiles * self.splits, 0)
 
 
-def requests(spec: AttentionSpec, work: Work, arrays: PagedArrays | Facts) -> Requests:
-    """Reads how much there is to do, and divides it."""
+def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands | RequestExtents) -> Requests:
+    """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
-    nth = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
+    i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
     bound = lambda x: jnp.minimum(jnp.maximum(x, 0), N)
-    start = bound(plgpu.load(arrays.indptr.at[nth], mask=nth <= R, other=N))
-    end = bound(plgpu.load(arrays.indptr.at[nth + 1], mask=nth < R, other=N))
-    length = plgpu.load(arrays.lengths.at[nth], mask=nth < R, other=0)
+    start = bound(plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N))
+    end = bound(plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N))
+    length = plgpu.load(arrays.lengths.at[i], mask=i < R, other=0)
     length = jnp.minimum(jnp.maximum(length, 0), spec.S)
     queries = jnp.maximum(end - start, 0)
-    taken = (queries >= work.least) & (queries <= work.most)
+    taken = (queries >= work.min_queries) & (queries <= work.max_queries)
     per_tile = work.queries(spec)
     tiles = jnp.where(taken, lax.div(queries + (per_tile - 1), per_tile), 0)
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
-    if work.most_parts(spec) == 1:
-        parts = (tiles > 0).astype(jnp.int32)
+    if work.max_splits(spec) == 1:
+        splits = (tiles > 0).astype(jnp.int32)
     else:
-        parts = split_kv.parts_of(key_tiles, tiles, work.shares(spec), work.least_tiles)
-    return Requests(start, queries, length, tiles, parts)
+        splits = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+    return Requests(start, queries, length, tiles, splits)
 
 
 class QueryRows(NamedTuple):
-    """The rows of a tile: packed query, query head, whether there is such a row; those that are not repeat others."""
+    """The rows of a tile, [block_q] each: packed query, query head, and False for padding, which repeats others."""
 
     n: jax.Array
     h: jax.Array
     exists: jax.Array
 
 
-class Place(NamedTuple):
-    """What a program works on.
+class WorkItem(NamedTuple):
+    """What a program computes: a tile of queries, and a split of their keys.
 
     Attributes:
-      request: Its number; the last one for what belongs to none.
+      request: Its index; the last one for queries of no request.
       first: The first query of the tile, packed.
       queries: Queries from there to the end of the request; none if there is nothing to do.
       length: Keys.
-      part: Which part of the keys.
-      parts: Of how many.
-      slot: Where the part is written, if there are several.
-      page: That of all keys, where a request may have but one.
+      split: Which split of the keys.
+      splits: Of how many.
+      slot: Of the partial result, if there are several splits.
+      page: The physical page of all keys, where a request has only one.
     """
 
     request: Any
     first: Any
     queries: Any
     length: Any
-    part: Any
-    parts: Any
+    split: Any
+    splits: Any
     slot: Any
     page: Any = None
 
@@ -193,49 +193,49 @@ class Place(NamedTuple):
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def place_of(spec: AttentionSpec, work: Work, arrays: PagedArrays, item: Any) -> Place:
-    """What an item is."""
+def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands, item: Any) -> WorkItem:
+    """The work item of an index."""
     of = requests(spec, work, arrays)
-    number, within = split_kv.locate(of.tiles * of.parts, item)
-    parts = jnp.maximum(split_kv.at(of.parts, number), 1)
-    tile, part = lax.div(within, parts), lax.rem(within, parts)
-    earlier = lax.broadcasted_iota(jnp.int32, of.parts.shape, 0) < number
+    number, within = split_kv.find_work_item(of.tiles * of.splits, item)
+    splits = jnp.maximum(split_kv.at(of.splits, number), 1)
+    tile, split = lax.div(within, splits), lax.rem(within, splits)
+    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
     slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + within
-    return _place(spec, work, of, number, tile)._replace(part=part, parts=parts, slot=slot)
+    return _item_at(spec, work, of, number, tile)._replace(split=split, splits=splits, slot=slot)
 
 
-class ToMerge(NamedTuple):
-    """One query whose keys are divided: packed, where its first part is kept, how many there are, and its place there.
+class MergeItem(NamedTuple):
+    """One query whose keys are split.
 
     Attributes:
       n: The query, packed.
-      slot: Of the first part.
-      parts: How many.
+      slot: Of its first partial result.
+      splits: How many there are.
       t: Which query of the tile it is.
     """
 
     n: Any
     slot: Any
-    parts: Any
+    splits: Any
     t: Any
 
 
 def queries_to_merge(of: Requests) -> jax.Array:
-    """Of each request, the queries whose keys are divided."""
-    return jnp.where(of.parts > 1, of.queries, 0)
+    """For each request, the number of queries whose keys are split."""
+    return jnp.where(of.splits > 1, of.queries, 0)
 
 
-def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, nth: Any) -> ToMerge:
-    """The nth of the queries whose keys are divided."""
-    number, query = split_kv.locate(queries_to_merge(of), nth)
-    parts, per_tile = split_kv.at(of.parts, number), work.queries(spec)
-    earlier = lax.broadcasted_iota(jnp.int32, of.parts.shape, 0) < number
-    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * parts
-    return ToMerge(split_kv.at(of.start, number) + query, slot, parts, lax.rem(query, per_tile))
+def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: Any) -> MergeItem:
+    """The ith of the queries whose keys are split."""
+    number, query = split_kv.find_work_item(queries_to_merge(of), i)
+    splits, per_tile = split_kv.at(of.splits, number), work.queries(spec)
+    earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
+    slot = jnp.sum(jnp.where(earlier, of.slots, 0)) + lax.div(query, per_tile) * splits
+    return MergeItem(split_kv.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
 
 
-def _place(spec: AttentionSpec, work: Work, of: Requests, number: Any, tile: Any) -> Place:
+def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: Any, tile: Any) -> WorkItem:
     done = tile * work.queries(spec)
     queries = jnp.maximum(split_kv.at(of.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)
-    return Place(request, split_kv.at(of.start, number) + done, queries, split_kv.at(of.length, number), 0, 1, 0)
+    return WorkItem(request, split_kv.at(of.start, number) + done, queries, split_kv.at(of.length, number), 0, 1, 0)
