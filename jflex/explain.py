@@ -98,7 +98,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
     """Kernels and tiles of both passes, and who computes the gradients."""
     if selection.name is None or selection.plan is None:
         return ""
-    forward, requested = selection.plan.description, all_gradients(spec)
+    forward, requested = selection.plan.describe(), all_gradients(spec)
     if spec.paging is not None:
         return forward
     try:
@@ -112,7 +112,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
     if passes.backward != selection.name:
         return f"{forward}; gradients by {passes.backward!r}, because {passes.reason}"
     both = backends.get(passes.backward).plan(spec, requested)
-    return both.description if isinstance(both, Plan) else forward
+    return both.describe() if isinstance(both, Plan) else forward
 
 
 def _count(

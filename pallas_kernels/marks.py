@@ -15,13 +15,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import AttentionSpec
-
-
-def needs_marks(spec: AttentionSpec) -> bool:
-    """Whether sums are marked: without a mask only padding is masked, and padding is zeros."""
-    return spec.programs.mask is not None and spec.contains_nan
-
 
 def mark(*sums: jax.Array) -> jax.Array:
     """Float32 [rows]: NaN where sums [rows, columns] are not finite, else 0."""

@@ -188,6 +188,11 @@ class AttentionSpec:
         return self.config.contain_nan or self.heads_in_rows or self.paging is not None
 
     @property
+    def needs_marks(self) -> bool:
+        """Whether sums are marked (`pallas_kernels.marks`): without a mask only padding is masked, which is zeros."""
+        return self.programs.mask is not None and self.contains_nan
+
+    @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the captured arrays of the score mod."""
         return () if self.score_mod is None else tuple(shape for shape, _ in self.score_mod.operands)

@@ -158,9 +158,9 @@ def _cell(feature: Feature, name: str) -> str:
     plan = backends.get(name).plan(spec, all_gradients(spec) if feature.gradients else None)
     if isinstance(plan, Refusal):
         return NO
-    if "; gradients by 'triton'" in plan.description:
+    if "; gradients by 'triton'" in plan.describe():
         return f"{YES}; backward by `triton`"
-    return f"{YES}; this gradient by `triton`" if "by 'triton'" in plan.description else YES
+    return f"{YES}; this gradient by `triton`" if "by 'triton'" in plan.describe() else YES
 
 
 def _selected(feature: Feature) -> str:

@@ -258,7 +258,7 @@ def test_what_is_indexed_by_the_score_is_not_pipelined():
     everything = GradientRequest(True, True, True, (True,))
 
     def told(score, config):
-        return backends.get("triton").plan(spec("gpu", score_mod=score, config=config), everything).description
+        return backends.get("triton").plan(spec("gpu", score_mod=score, config=config), everything).describe()
 
     for config in (jflex.Config(), given):
         assert told(by_score, config).count(" 1 stages") == 3

@@ -31,7 +31,7 @@ def described(config=CONFIG, device="NVIDIA H200"):
     """What `explain` would say of the tiles on a device."""
     forget_plans()
     spec = spec_of(T=512, platform="gpu", device_kind=device, config=config)
-    return triton.Triton().plan(spec, all_gradients(spec)).description
+    return triton.Triton().plan(spec, all_gradients(spec)).describe()
 
 
 @pytest.mark.usefixtures("fresh_plans")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -94,11 +95,11 @@ class Plan:
     """How a backend runs a call.
 
     Attributes:
-      description: Kernels and tiles, for `jflex.explain`.
+      describe: Says which kernels and tiles, for `jflex.explain`.
       kernels: What the backend keeps for itself: the plans of its kernels.
     """
 
-    description: str
+    describe: Callable[[], str]
     kernels: Any = None
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import softmax
-from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.marks import mark
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.triton.containment import Attended, cleared
 from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
@@ -53,7 +53,7 @@ class Attention(NamedTuple):
             return self._fold(state, *self.tile_at(*key))
 
         out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
-        return out, lse + mark(*out) if needs_marks(self.prepared.spec) else lse
+        return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
         """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""

@@ -25,7 +25,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import needs_marks
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.attention import Attention, Tile
@@ -57,7 +56,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Ar
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    out, lse = repair(spec, tiles, arrays, result) if needs_marks(spec) else result
+    out, lse = repair(spec, tiles, arrays, result) if spec.needs_marks else result
     return out, lse
 
 

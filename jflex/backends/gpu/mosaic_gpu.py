@@ -38,14 +38,13 @@ class MosaicGpu(Backend):
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Runs the forward kernel."""
-        from pallas_kernels.marks import needs_marks
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
         assert isinstance(inputs, Inputs)  # a paged call is refused
         plan = _kernels(spec, None).own
         operands = operands_of(_lengthless_inputs(spec, inputs))
         result = forward(plan.spec, plan.forward.tiles, operands)
-        return Saved(*(triton.repair_forward(plan.spec, operands, result) if needs_marks(plan.spec) else result))
+        return Saved(*(triton.repair_forward(plan.spec, operands, result) if plan.spec.needs_marks else result))
 
     @isolated_trace
     def backward(
@@ -94,18 +93,21 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
     own = plan(_lengthless(spec), requested)
     if isinstance(own, Refusal):
         return own
-    text = own.describe()
     if own.left is not None:
         others = triton.Triton().plan(spec, own.left)
         if isinstance(others, Refusal):
             return dataclasses.replace(
                 others, reason=f"for gradients, {own.left_reason}; and of 'triton': {others.reason}", mod=None
             )
-        if own.backward is None:
-            text += f"; gradients by 'triton', because {own.left_reason}"
-        else:
-            text += f"; gradients of arrays that {own.left_reason} by 'triton'"
-    return Plan(text, _Kernels(own, own.left))
+    return Plan(functools.partial(_describe, own), _Kernels(own, own.left))
+
+
+def _describe(own: mosaic_plan.Plan) -> str:
+    if own.left is None:
+        return own.describe()
+    if own.backward is None:
+        return f"{own.describe()}; gradients by 'triton', because {own.left_reason}"
+    return f"{own.describe()}; gradients of arrays that {own.left_reason} by 'triton'"
 
 
 def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels:

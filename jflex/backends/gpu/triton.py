@@ -89,7 +89,7 @@ class Triton(Backend):
 def repair_forward(
     spec: AttentionSpec, operands: Operands, result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of the Hopper kernels, in which marked rows are computed again (`pallas_kernels.marks`)."""
+    """Out and lse of the Hopper kernels; rows that these marked are computed again (`pallas_kernels.marks`)."""
     from pallas_kernels.triton import repairs
 
     return repairs.forward(spec, operands, result)
@@ -127,12 +127,12 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
     if isinstance(forward, Refusal):
         return forward
     if requested is None or spec.paging is not None:
-        return Plan(forward.describe(), _Kernels(forward, None))
+        return Plan(forward.describe, _Kernels(forward, None))
     both = plan(lengthless, requested)
     if isinstance(both, Refusal):
         return both
     planned = dataclasses.replace(forward, backward=both.backward)
-    return Plan(planned.describe(), _Kernels(forward, both.backward))
+    return Plan(planned.describe, _Kernels(forward, both.backward))
 
 
 def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels:

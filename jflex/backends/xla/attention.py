@@ -40,10 +40,11 @@ class Xla(Backend):
         """The blocks of the mask, or fixed ones, in both passes."""
         del requested
         if spec.paging is not None:
-            return Plan("pages, one request after the other")
-        if spec.blocks is not None:
-            return Plan(f"{spec.blocks.size[0]} x {spec.blocks.size[1]}, the blocks of the mask")
-        return Plan("dense blocks, no mask lists")
+            return Plan(lambda: "pages, one request after the other")
+        size = spec.block_size
+        if size is not None:
+            return Plan(lambda: f"{size[0]} x {size[1]}, the blocks of the mask")
+        return Plan(lambda: "dense blocks, no mask lists")
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """It is the last in the order."""

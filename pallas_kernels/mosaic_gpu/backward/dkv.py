@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows
-from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import bias_tiles, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     KEY,
@@ -111,7 +111,7 @@ def _launched(static: Static, arrays: Operands, rows: Rows, *, one_pass: bool = 
         [
             *(of_batch(like[name]) for name in static.sums),
             *(per_column for _ in groups.columns),
-            *([marks] if needs_marks(spec) else []),
+            *([marks] if spec.needs_marks else []),
         ],
         declared,
         name="jflex_backward_sm90" if one_pass else f"jflex_backward_d{''.join(name[0] for name in static.sums)}_sm90",
@@ -121,7 +121,7 @@ def _launched(static: Static, arrays: Operands, rows: Rows, *, one_pass: bool = 
     query = None if d_query is None else jax.freeze(d_query)[:, :, : spec.T]
     sums = dict(zip(static.sums, outs, strict=False))
     by_column = [x[..., : spec.S] for x in outs[len(sums) :]]
-    marked = by_column.pop() if needs_marks(spec) else None
+    marked = by_column.pop() if spec.needs_marks else None
     return DkvOutputs(sums.get(KEY), sums.get(VALUE), by_column, query, marked)
 
 
@@ -179,7 +179,7 @@ def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scra
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
     # No row of dQ is available in the epilogue: so a key that is not finite is itself marked.
-    marks = mark(_tile(scratch.keys.at[group])) if needs_marks(spec) and scratch.d_query is not None else None
+    marks = mark(_tile(scratch.keys.at[group])) if spec.needs_marks and scratch.d_query is not None else None
 
     def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
@@ -198,7 +198,7 @@ def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scra
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
     outs: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
-    if needs_marks(spec):
+    if spec.needs_marks:
         marks = mark(*outs) if marks is None else marks + mark(*outs)
         store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}

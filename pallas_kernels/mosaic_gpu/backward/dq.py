@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp
-from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, padding, scores, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
@@ -138,7 +138,7 @@ def dq(
         [
             padding.like_rows(arrays.query, spec.D),
             *(per_row for _ in groups.rows),
-            *([per_row] if needs_marks(spec) else []),
+            *([per_row] if spec.needs_marks else []),
         ],
         declared,
         name="jflex_backward_dq_sm90",
@@ -146,7 +146,7 @@ def dq(
         warp_groups=static.warp_groups + 1,
     )
     by_row = [x[..., : spec.T] for x in sums]
-    return DqOutputs(d_query, by_row[: len(groups.rows)], by_row[-1] if needs_marks(spec) else None)
+    return DqOutputs(d_query, by_row[: len(groups.rows)], by_row[-1] if spec.needs_marks else None)
 
 
 def _grid(static: Static) -> Grid:
@@ -223,7 +223,7 @@ def _consume(
         return d_query[...] * spec.scale, sums
 
     d_q, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
-    if needs_marks(spec):
+    if spec.needs_marks:
         sums = (*sums, mark(d_q))
     for ref, x in zip(outputs[1:], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp
-from pallas_kernels.marks import needs_marks
 from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, scores, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -63,7 +62,7 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, loads: LoadGroups, *,
         return Scratch(
             smem.tiled((groups, rows, spec.D), dtype),
             smem.tiled((groups, rows, spec.Dv), dtype),
-            plg.SMEM((groups, rows), jnp.float32) if loads.columns or needs_marks(spec) else None,
+            plg.SMEM((groups, rows), jnp.float32) if loads.columns or spec.needs_marks else None,
             plg.Barrier(num_arrivals=2, num_barriers=groups),
             Stream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,

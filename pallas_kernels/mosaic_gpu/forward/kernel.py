@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import needs_marks
 from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.forward import step as forward_step
@@ -274,7 +273,7 @@ def _consume_tile(static: Static, ping_pong: PingPong, group: Any, i: Any, index
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.query.dtype, stage)
     step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
     state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
-    result = forward_step.finish(scratch.ring, state, marks=needs_marks(spec))
+    result = forward_step.finish(scratch.ring, state, marks=spec.needs_marks)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
     _store(spec, staged, result, static.outputs, (b, h, first))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
-from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -66,7 +66,7 @@ def dkv(
     outputs = [
         *(jax.ShapeDtypeStruct(spec.keys_shape(size), dtype) for size in (spec.D, spec.Dv)),
         *(per_column for _ in groups.columns),
-        *([marks] if needs_marks(spec) else []),
+        *([marks] if spec.needs_marks else []),
     ]
     d_key, d_value, *columns = launch(
         functools.partial(_kernel, spec, tiles, derivative, groups),
@@ -77,7 +77,7 @@ def dkv(
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    if needs_marks(spec):
+    if spec.needs_marks:
         *columns, marks = columns
         d_key, d_value = repair(spec, tiles, arrays, rows, derivative, (d_key, d_value), marks)
     return DkvOutputs(d_key, d_value, columns)
@@ -135,7 +135,7 @@ def _kernel(
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
     keys.store(d_key, d_value, d_k, d_v)
-    if needs_marks(spec):
+    if spec.needs_marks:
         store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
 
 

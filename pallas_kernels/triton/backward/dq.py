@@ -19,7 +19,7 @@ from jax.ref import addupdate
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
-from pallas_kernels.marks import mark, needs_marks
+from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes
@@ -73,7 +73,7 @@ def dq(
         jax.ShapeDtypeStruct(arrays.query.shape, arrays.query.dtype),
         *(per_row for _ in groups.rows),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in zeros),
-        *([per_row] if needs_marks(spec) else []),
+        *([per_row] if spec.needs_marks else []),
     ]
     before = len(jax.tree.leaves(inputs[:3]))
     aliases = {before + i: 1 + len(groups.rows) + i for i in range(len(zeros))}
@@ -88,7 +88,7 @@ def dq(
         aliases=aliases,
     )
     d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
-    if needs_marks(spec):
+    if spec.needs_marks:
         d_query = repair(spec, tiles, arrays, rows, derivative, d_query, result[-1])
     return DqOutputs(d_query, list(captured[: len(groups.rows)]), list(captured[len(groups.rows) :]))
 
@@ -148,7 +148,7 @@ def _kernel(
     d_q, sums = queries.walk((zero_rows(tiles.block_q, spec.D), sums), step)
     queries.store(d_query, d_q)
     vectors = zip(captured, sums, strict=False)
-    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if needs_marks(spec) else vectors:
+    for ref, x in [*vectors, (captured[-1], mark(*d_q))] if spec.needs_marks else vectors:
         store_vector(ref, (b, h), queries.first, x, spec.T, may_end=queries.rows_end)
 
 

@@ -25,7 +25,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.marks import needs_marks
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv
 from pallas_kernels.triton.attention import Attention, Tile
@@ -53,7 +52,7 @@ def decode(
         result = _decode_ragged(spec, tiles, arrays, lengths)
     else:
         result = _decode_uniform(spec, tiles, arrays)
-    return _repair(spec, tiles, arrays, lengths, result) if needs_marks(spec) else result
+    return _repair(spec, tiles, arrays, lengths, result) if spec.needs_marks else result
 
 
 def _repair(

@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.marks import needs_marks
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv
@@ -46,7 +45,7 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands) -
     for work in works:
         out, lse, *splits = _attend(spec, work, arrays, result)
         result = merge_splits(spec, work, arrays, (out, lse), splits) if splits else [out, lse]
-    for work in works if needs_marks(spec) else ():
+    for work in works if spec.needs_marks else ():
         result = _repair(spec, work, arrays, result)
     out, lse = result
     return out, lse
