@@ -29,6 +29,8 @@ from jflex.mods.compose import noop_mask as noop_mask
 from jflex.mods.compose import not_mask as not_mask
 from jflex.mods.compose import or_masks as or_masks
 from jflex.mods.offset import with_offset as with_offset
+from jflex.mods.types import MaskMod as MaskMod
+from jflex.mods.types import ScoreMod as ScoreMod
 from jflex.paged.attention import paged_attention as paged_attention
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2

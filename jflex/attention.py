@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
@@ -28,29 +27,28 @@ from jflex.config import Config
 from jflex.explain import Account
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.types import MaskMod, ScoreMod
 from pallas_kernels.spec import AttentionSpec, Blocks
-
-Mod = Callable[..., Any] | None
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
+    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
+    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: Mod = None, block_mask: BlockMask | None = None, *,
-    mask_mod: Mod = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
+    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
@@ -58,10 +56,10 @@ def flex_attention(
     query: Float[Array, "B T Hq D"],
     key: Float[Array, "B S Hkv D"],
     value: Float[Array, "B S Hkv Dv"],
-    score_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     *,
-    mask_mod: Callable[..., Any] | None = None,
+    mask_mod: MaskMod | None = None,
     kv_lengths: Int32[Array, " B"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
@@ -144,10 +142,10 @@ def explain(
     query: Any,
     key: Any,
     value: Any,
-    score_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     *,
-    mask_mod: Callable[..., Any] | None = None,
+    mask_mod: MaskMod | None = None,
     kv_lengths: Any = None,
     scale: float | None = None,
     layout: str = "BTNH",

@@ -23,14 +23,13 @@ from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, Pages, attend
 from jflex.state import merge_all
-
-Mod = Callable[..., Any] | None
 
 
 @jax.tree_util.register_dataclass
@@ -142,13 +141,15 @@ class CascadeLevel:
 @overload
 def cascade_attention(
     q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: Mod = None, mask_mod: Mod = None, scale: float | None = None, return_lse: Literal[False] = False,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
+    return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
     q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: Mod = None, mask_mod: Mod = None, scale: float | None = None, return_lse: Literal[True],
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
+    return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -158,8 +159,8 @@ def cascade_attention(
     *,
     positions: Int32[Array, " N"] | None = None,
     requests: Int32[Array, " N"] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,

@@ -6,7 +6,6 @@ To a backend the packed tokens are one batch entry, with a mask that keeps seque
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -22,7 +21,6 @@ from jflex.attention import flex_attention
 from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
-    Mod,
     PackedMod,
     PackedTokens,
     VarlenBlockMask,
@@ -33,20 +31,21 @@ from jflex.block_mask.varlen_mask import (
 )
 from jflex.config import Config
 from jflex.mods.trace import trace_mask_mod
+from jflex.mods.types import MaskMod, ScoreMod
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: Mod = None,
-    mask_mod: Mod = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: Mod = None,
-    mask_mod: Mod = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -57,8 +56,8 @@ def flex_attention_varlen(
     *,
     cu_seqlens_q: Int32[Array, " R+1"],
     cu_seqlens_k: Int32[Array, " R+1"],
-    score_mod: Mod = None,
-    mask_mod: Mod = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -158,7 +157,7 @@ def _without_padding(x: jax.Array, ends: Int32[Array, " R+1"], fill: float = 0) 
     return jnp.where(inside, x, jnp.full_like(x, fill))
 
 
-def _uses_heads(mask_mod: Callable[..., Any]) -> bool:
+def _uses_heads(mask_mod: MaskMod) -> bool:
     check_callable(mask_mod, "mask_mod", "(b, h, q_idx, kv_idx) -> bool")
     return uses_index(trace_mask_mod(mask_mod)[0], "h")
 

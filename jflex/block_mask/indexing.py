@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
+from jflex.mods.types import MaskMod
 
 _AXES = ("batch", "heads", "query blocks")
 
@@ -41,7 +41,7 @@ class Selection:
 class SelectedMask(SizedMod):
     """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
 
-    mask_mod: Callable[..., Any]
+    mask_mod: MaskMod
     selections: tuple[Selection, Selection, Selection]
     q_block_size: int
 

@@ -26,8 +26,8 @@ from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.types import MaskMod, ScoreMod
 
-Mod = Callable[..., Any] | None
 DEFAULT_BLOCK = 128
 _ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
 
@@ -54,7 +54,7 @@ def varlen_block_mask(
     num_queries: int,
     num_keys: int,
     *,
-    mask_mod: Mod = None,
+    mask_mod: MaskMod | None = None,
     H: int | None = None,
     block_size: BlockSize = DEFAULT_BLOCK,
 ) -> VarlenBlockMask:
@@ -266,7 +266,9 @@ def check_callable(mod: Any, name: str, signature: str) -> None:
     raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
 
 
-def check_packed_sizes(mod: Mod, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str) -> None:
+def check_packed_sizes(
+    mod: ScoreMod | MaskMod | None, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str
+) -> None:
     """Raises unless a mod was made for packed sequences; of positions, where the boundaries are known."""
     ends = known_lengths(q_ends), known_lengths(kv_ends)
     queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)

@@ -6,7 +6,6 @@ What they return keeps its parts in a field, so that the structure of a mask can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of
 from jflex.mods.trace import TracedMod
-
-MaskMod = Callable[..., Any]
+from jflex.mods.types import MaskMod
 
 
 @dataclasses.dataclass(frozen=True)

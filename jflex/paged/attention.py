@@ -16,24 +16,25 @@ from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, Pages, attend
-
-Mod = Callable[..., Any] | None
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *, score_mod: Mod = None, mask_mod: Mod = None,
+    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *, score_mod: Mod = None, mask_mod: Mod = None,
+    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
@@ -43,8 +44,8 @@ def paged_attention(
     cache: PagedCache,
     batch: PagedBatch,
     *,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     scale: float | None = None,
     layer: int | Int32[Array, ""] | None = None,
     return_lse: bool = False,
@@ -114,7 +115,7 @@ def paged_attention(
     return (state.out, state.lse) if return_lse else state.out
 
 
-def _check_sizes(score_mod: Mod, mask_mod: Mod, heads: int, batch: PagedBatch) -> None:
+def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
     """Compares the sizes that mods were made for; positions where lengths are known, since a table may hold more."""
     lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
     longest = None

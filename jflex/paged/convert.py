@@ -27,8 +27,9 @@ from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_kinds
 from jflex.block_mask.mask import BlockMask
 from jflex.block_mask.mask_fit import uses_index
 from jflex.mods.array_sizes import Requirement, SizedMod, check_mod_sizes, requirements_of, without
-from jflex.mods.compose import MaskMod, noop_mask
+from jflex.mods.compose import noop_mask
 from jflex.mods.trace import trace_mask_mod
+from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import PagedCache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
 from jflex.paged.sizes import checked_pages
@@ -194,7 +195,7 @@ def convert_mask_mod(
 
 
 def convert_score_mod(
-    score_mod: Callable[..., Any],
+    score_mod: ScoreMod,
     page_table: Int32[Array, "B max_pages"],
     *,
     page_size: int,

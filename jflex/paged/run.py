@@ -5,7 +5,6 @@ What `jflex.paged_attention` and `jflex.cascade_attention` have in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.types import MaskMod, ScoreMod
 from jflex.state import AttentionState
 from pallas_kernels.spec import AttentionSpec, Paging
 
@@ -59,8 +59,8 @@ class How(NamedTuple):
       exact_out: Whether the output keeps the precision of sums, to be merged; else it has the dtype of the query.
     """
 
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
     scale: float | None
     implementation: Implementation
     config: Config | None
