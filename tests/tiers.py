@@ -14,7 +14,7 @@ BENCH = {
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
 CASES = {
-    "alibi_like", "bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "table", "two_groups",
+    "bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups",
 }  # fmt: skip
 TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
 
