@@ -13,12 +13,11 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
-from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, decodes, limit_of_device
+from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work
 from pallas_kernels.tuning import tables, triton_rules
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
-MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 _UNLIMITED = 1 << 30
 
 
@@ -111,8 +110,10 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
     if isinstance(derivative, Refusal):
         return derivative
     dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
-    if isinstance(dkv, Refusal) or isinstance(dq, Refusal):
-        return dkv if isinstance(dkv, Refusal) else dq  # pyright: ignore[reportReturnType]
+    if isinstance(dkv, Refusal):
+        return dkv
+    if isinstance(dq, Refusal):
+        return dq
     return BackwardPlan(made, requested, derivative, dkv, dq)
 
 
