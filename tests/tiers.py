@@ -7,15 +7,11 @@ the demo). `.ci/run` runs all of them. Seconds of a test decide: `pytest --durat
 import re
 
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
-BENCH = {
-    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_demo", "test_demo_generation",
-    "test_report", "test_tuning", "test_wheel",
-}  # fmt: skip
+BENCHMARKS = {"test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_report", "test_tuning"}
+BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_wheel"}
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
-CASES = {
-    "bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups",
-}  # fmt: skip
+CASES = {"bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
 TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
 
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
