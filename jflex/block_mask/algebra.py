@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int8
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
 from jflex.mods.compose import MaskMod, and_masks, not_mask, or_masks
+from jflex.mods.reindex import Positions, ReindexedMod
 
 if TYPE_CHECKING:
     from jflex.block_mask.mask import BlockMask
@@ -34,26 +35,6 @@ class ListedMask(SizedMod):
     def requirements(self) -> tuple[Requirement, ...]:
         """See `SizedMod`."""
         return requirements_of(self.mask_mod)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SharedMask(SizedMod):
-    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
-
-    mask_mod: MaskMod
-    shares_batch: bool
-    shares_heads: bool
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """Evaluates the mask at one place."""
-        zero = jnp.int32(0)
-        return self.mask_mod(zero if self.shares_batch else b, zero if self.shares_heads else h, q_idx, kv_idx)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        kept = requirements_of(self.mask_mod)
-        kept = without(kept, "b") if self.shares_batch else kept
-        return without(kept, "h") if self.shares_heads else kept
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,9 +128,19 @@ def _spread_kinds(block_mask: BlockMask, shape: tuple[int, int]) -> Int8[Array, 
 
 
 def _shared(block_mask: BlockMask, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
+    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
     own = block_mask.kv_num_blocks.shape
     shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
-    return SharedMask(mask_mod, shares_batch, shares_heads) if shares_batch or shares_heads else mask_mod
+    if not (shares_batch or shares_heads):
+        return mask_mod
+
+    def first(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        zero = jnp.int32(0)
+        return Positions(zero if shares_batch else b, zero if shares_heads else h, q_idx, kv_idx)
+
+    kept = requirements_of(mask_mod)
+    kept = without(kept, "b") if shares_batch else kept
+    return ReindexedMod(mask_mod, first, without(kept, "h") if shares_heads else kept)
 
 
 def _joined_source(first: BlockMask, second: BlockMask, symbol: str) -> str:

@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
-from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
+from jflex.mods.array_sizes import requirements_of, without
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod
 
 _AXES = ("batch", "heads", "query blocks")
@@ -37,36 +38,23 @@ class Selection:
     known: tuple[int, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SelectedMask(SizedMod):
+def selected_mask(
+    mask_mod: MaskMod, selections: tuple[Selection, Selection, Selection], q_block_size: int
+) -> ReindexedMod:
     """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
+    of_batch, of_head, of_query = selections
 
-    mask_mod: MaskMod
-    selections: tuple[Selection, Selection, Selection]
-    q_block_size: int
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """Evaluates the mask at one place."""
-        of_batch, of_head, of_query = self.selections
+    def old(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
         old_b, old_h = _look_up(of_batch, b), _look_up(of_head, h)
-        if of_query.blocks is None:
-            return self.mask_mod(old_b, old_h, q_idx, kv_idx)
-        if of_query.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
-            return self.mask_mod(old_b, old_h, q_idx + of_query.start * self.q_block_size, kv_idx)
-        if not of_query.size:
-            return jnp.asarray(False)
-        block, within = q_idx // self.q_block_size, q_idx % self.q_block_size
-        old_q = of_query.blocks[block] * self.q_block_size + within
-        return (block < of_query.size) & self.mask_mod(old_b, old_h, old_q, kv_idx)
+        old_q, exists = _look_up_query(of_query, q_idx, q_block_size)
+        return Positions(old_b, old_h, old_q, kv_idx, exists)
 
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        of_batch, of_head, of_query = self.selections
-        kept = requirements_of(self.mask_mod)
-        kept = kept if of_batch.blocks is None else without(kept, "b")
-        kept = kept if of_head.blocks is None else without(kept, "h")
-        # What neighbouring blocks require beyond this depends on where they begin, which is data.
-        return kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
+    kept = requirements_of(mask_mod)
+    kept = kept if of_batch.blocks is None else without(kept, "b")
+    kept = kept if of_head.blocks is None else without(kept, "h")
+    # What neighbouring blocks require beyond this depends on where they begin, which is data.
+    required = kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
+    return ReindexedMod(mask_mod, old, required)
 
 
 def _look_up(selection: Selection, index: Any) -> Any:
@@ -75,6 +63,18 @@ def _look_up(selection: Selection, index: Any) -> Any:
     if selection.size == 1:
         return selection.blocks[0]
     return selection.blocks[index] if selection.size else index
+
+
+def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[Any, Any]:
+    """The old number of a query, and whether it was selected; None where all are."""
+    if selection.blocks is None:
+        return q_idx, None
+    if selection.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
+        return q_idx + selection.start * block_size, None
+    if not selection.size:
+        return q_idx, jnp.asarray(False)
+    block, within = q_idx // block_size, q_idx % block_size
+    return selection.blocks[block] * block_size + within, block < selection.size
 
 
 def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int, Int8, Int32
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import block_mask_elements
 from jflex.block_mask.from_lists import kinds_from_given
-from jflex.block_mask.indexing import SelectedMask, select, selected_kinds, selected_length
+from jflex.block_mask.indexing import select, selected_kinds, selected_length, selected_mask
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
 from jflex.block_mask.lists import BlockLists, demote_tails, kinds_from_lists, lists_from_kinds
 from jflex.block_mask.mask_fit import uses_index
@@ -208,7 +208,7 @@ class BlockMask:
         batch, heads, rows = self.kv_num_blocks.shape
         selections = select(index, (batch, heads, rows))
         q_length = selected_length(selections[2], self.seq_lengths[0], self.block_size[0])
-        mask_mod = None if self.mask_mod is None else SelectedMask(self.mask_mod, selections, self.block_size[0])
+        mask_mod = None if self.mask_mod is None else selected_mask(self.mask_mod, selections, self.block_size[0])
         kinds = selected_kinds(self.kinds(), selections)
         return self._like(kinds, mask_mod, (q_length, self.seq_lengths[1]), lists_follow_mod=self.lists_follow_mod)
 
