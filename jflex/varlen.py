@@ -18,7 +18,6 @@ from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex.attention import flex_attention
-from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
     PackedTokens,
@@ -29,6 +28,7 @@ from jflex.block_mask.varlen_mask import (
     varlen_block_mask,
 )
 from jflex.config import Config
+from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod

@@ -25,10 +25,10 @@ from jflex.block_mask.from_lists import kinds_from_given
 from jflex.block_mask.indexing import select, selected_kinds, selected_length, selected_mask
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
 from jflex.block_mask.lists import BlockLists, demote_tails, kinds_from_lists, lists_from_kinds
-from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.states import block_kinds
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, MaskMod
+from jflex.mods.dependence import uses_index
 from jflex.mods.trace import TracedMod, trace_mask_mod
 
 BlockSize = int | tuple[int, int]

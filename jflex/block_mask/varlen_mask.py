@@ -21,9 +21,9 @@ from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_kinds
 from jflex.block_mask.mask import BlockMask, BlockSize
-from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod

@@ -25,9 +25,9 @@ from jaxtyping import Array, Int8, Int32
 from jflex._call.kv_lengths import last_key
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_kinds
 from jflex.block_mask.mask import BlockMask
-from jflex.block_mask.mask_fit import uses_index
 from jflex.mods.array_sizes import check_mod_sizes, requirements_of, without
 from jflex.mods.compose import noop_mask
+from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
