@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
+from jflex.block_mask.lists import BlockMatrix
 from jflex.mods.array_sizes import requirements_of, without
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod
@@ -38,10 +39,22 @@ class Selection:
     known: tuple[int, ...] | None = None
 
 
-def selected_mask(
+def select(mask: BlockMatrix, index: Any) -> BlockMatrix:
+    """What ``block_mask[index]`` says; its errors are those of `BlockMask.__getitem__`."""
+    batch, heads, rows = mask.kinds.shape[:3]
+    selections = _selections(index, (batch, heads, rows))
+    q_length = _selected_length(selections[2], mask.seq_lengths[0], mask.block_size[0])
+    return mask._replace(
+        kinds=_selected_kinds(mask.kinds, selections),
+        mask_mod=None if mask.mask_mod is None else _selected_mask(mask.mask_mod, selections, mask.block_size[0]),
+        seq_lengths=(q_length, mask.seq_lengths[1]),
+    )
+
+
+def _selected_mask(
     mask_mod: MaskMod, selections: tuple[Selection, Selection, Selection], q_block_size: int
 ) -> ReindexedMod:
-    """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
+    """The mask_mod that sends the new indices to the old ones."""
     of_batch, of_head, of_query = selections
 
     def old(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
@@ -77,7 +90,7 @@ def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[A
     return selection.blocks[block] * block_size + within, block < selection.size
 
 
-def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
+def _selections(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
     """Reads the index of ``block_mask[index]`` for axes of these sizes.
 
     Raises:
@@ -144,7 +157,7 @@ def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
     return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
 
 
-def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
+def _selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
     """Takes the selected batches, heads and rows of a matrix of kinds."""
     for axis, selection in enumerate(selections):
         if selection.blocks is not None:
@@ -155,7 +168,7 @@ def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, .
 _take = jax.jit(jnp.take, static_argnames="axis")
 
 
-def selected_length(selection: Selection, length: int, block: int) -> int:
+def _selected_length(selection: Selection, length: int, block: int) -> int:
     """How many queries the selected blocks hold.
 
     Raises:
