@@ -10,7 +10,7 @@ Hydragen, arXiv:2402.05099.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -23,6 +23,7 @@ from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
@@ -225,8 +226,7 @@ def cascade_attention(
         return _nothing(q, value_size, return_lse)
     states = []
     for level in levels:
-        score = None if score_mod is None else _PlacedScore(score_mod, level.start, positions, requests)
-        mask = None if mask_mod is None else _PlacedMask(mask_mod, level.start, positions, requests)
+        score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         how = How(score, mask, scale, implementation, config, exact_out=len(levels) > 1)
         states.append(attend("cascade_attention", q, _pages_of(level), how))
     merged = merge_all(states)
@@ -264,32 +264,14 @@ def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Placed:
-    """A mod of absolute positions, made to take the numbers of packed queries and of the keys of a group."""
+def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:
+    """A mod that is called with groups, and with the numbers of packed queries and of the keys of a group."""
 
-    mod: Callable[..., Any]
-    start: jax.Array
-    positions: jax.Array
-    requests: jax.Array | None
+    def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
+        b = jnp.zeros_like(n) if requests is None else requests[n]
+        return Positions(b, h, positions[n], level.start[g] + j)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
-
-    def place(self, h: Any, g: Any, n: Any, j: Any) -> tuple[Any, ...]:
-        """b, h, q_idx, kv_idx."""
-        b = jnp.zeros_like(n) if self.requests is None else self.requests[n]
-        return b, h, self.positions[n], self.start[g] + j
-
-
-class _PlacedScore(_Placed):
-    def __call__(self, score: Any, g: Any, h: Any, n: Any, j: Any) -> Any:
-        return self.mod(score, *self.place(h, g, n, j))
-
-
-class _PlacedMask(_Placed):
-    def __call__(self, g: Any, h: Any, n: Any, j: Any) -> Any:
-        return self.mod(*self.place(h, g, n, j))
+    return None if mod is None else ReindexedMod(mod, absolute)
 
 
 def _starts(start: Any, groups: int) -> jax.Array:

@@ -18,10 +18,8 @@ from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex.attention import flex_attention
-from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
-    PackedMod,
     PackedTokens,
     VarlenBlockMask,
     check_callable,
@@ -30,6 +28,8 @@ from jflex.block_mask.varlen_mask import (
     varlen_block_mask,
 )
 from jflex.config import Config
+from jflex.mods.dependence import uses_index
+from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 
@@ -131,7 +131,7 @@ def flex_attention_varlen(
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
     if score_mod is not None:
         tokens = PackedTokens.of(q_ends, kv_ends, lengths)
-        score_mod = _PackedScore(score_mod, tokens) if tokens.sequences else None
+        score_mod = ReindexedMod(score_mod, tokens.positions) if tokens.sequences else None
     # NaN in padding would survive a weight of 0, in the products of the block that the last boundary cuts.
     q, k, v = _without_padding(q, q_ends), _without_padding(k, kv_ends), _without_padding(v, kv_ends)
     out, lse = flex_attention(
@@ -140,12 +140,6 @@ def flex_attention_varlen(
     )  # fmt: skip
     out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
     return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
-
-
-class _PackedScore(PackedMod):
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        del b
-        return self.mod(score, *self.tokens.places(h, q_idx, kv_idx))
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R+1"], fill: float = 0) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflex._jax.primitive import lower_separately
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
@@ -130,13 +131,10 @@ def shifted(
         return mod, operands
     whole = lambda local, start: local if start is None else local + start.astype(jnp.int32)
 
-    def shifted_score(score, b, h, q_idx, kv_idx):
-        return mod(operands, score, whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
+    def positions(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        return Positions(whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
 
-    def shifted_mask(b, h, q_idx, kv_idx):
-        return mod(operands, whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
-
-    traced, captured = trace(shifted_score if mod.kind == "score" else shifted_mask)
+    traced, captured = trace(ReindexedMod(functools.partial(mod, operands), positions))
     return dataclasses.replace(traced, source=mod.source), captured
 
 

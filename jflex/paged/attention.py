@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -16,6 +14,7 @@ from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
@@ -107,11 +106,8 @@ def paged_attention(
     check_batch(batch, cache, q.shape[0])
     layer = checked_layer(cache, layer)
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    score_mod = _PositionedScore(score_mod, batch) if callable(score_mod) else score_mod
-    mask_mod = _PositionedMask(mask_mod, batch) if callable(mask_mod) else mask_mod
-    state = attend(
-        "paged_attention", q, pages_of(cache, batch, layer), How(score_mod, mask_mod, scale, implementation, config)
-    )
+    how = How(_of_packed(score_mod, batch), _of_packed(mask_mod, batch), scale, implementation, config)
+    state = attend("paged_attention", q, pages_of(cache, batch, layer), how)
     return (state.out, state.lse) if return_lse else state.out
 
 
@@ -136,32 +132,16 @@ def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> P
     return Pages(rows(cache.k), rows(cache.v), cache.num_pages, first, *facts)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Positioned:
-    """A mod of positions, made to take the numbers of packed queries."""
+def _of_packed(mod: Any, batch: PagedBatch) -> Any:
+    """A mod that is called with the numbers of packed queries: the last query of a request stands at its last key."""
 
-    mod: Callable[..., Any]
-    batch: PagedBatch
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
-
-    def position(self, b: Any, n: Any) -> Any:
-        """Where a packed query stands in its request: the last of them at the last key."""
-        lengths, indptr = jnp.asarray(self.batch.kv_lengths), jnp.asarray(self.batch.qo_indptr)
+    def positions(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
+        lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
         if not lengths.size:  # no requests: there is nothing to read, but a mod is traced all the same
-            return n
-        return n + (lengths[b] - indptr[b + 1])
+            return Positions(b, h, n, kv_idx)
+        return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
 
-
-class _PositionedScore(_Positioned):
-    def __call__(self, score: Any, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
-        return self.mod(score, b, h, self.position(b, n), kv_idx)
-
-
-class _PositionedMask(_Positioned):
-    def __call__(self, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
-        return self.mod(b, h, self.position(b, n), kv_idx)
+    return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses what is no function
 
 
 def check_queries(q: Any, cache: Any) -> None:

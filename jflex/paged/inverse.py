@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jflex._call.checks import describe_array
+from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
 from jflex.paged.cache import check_int32, is_known
 from jflex.paged.sizes import checked_pages
@@ -29,13 +30,13 @@ class SlotMap:
     lengths: Int32[Array, " B"]
     page_size: int
 
-    def locate(self, b: Any, slot: Any) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
-        """The position that a slot holds for a request, and whether it holds any; if not, the position is 0."""
+    def positions(self, b: Any, h: Any, q_idx: Any, slot: Any) -> Positions:
+        """The position of the key that a slot holds for a request, and whether it holds any; if not, it is 0."""
         row = b if self.starts.shape[0] > 1 else 0
         start = self.starts[row, slot // self.page_size]
         position = start + slot % self.page_size
         holds = (start >= 0) & (position < self.lengths[row])
-        return jnp.where(holds, position, 0), holds
+        return Positions(b, h, q_idx, jnp.where(holds, position, 0), exists=holds)
 
 
 def slot_map(page_table: Any, kv_lengths: Any, num_pages: Any, page_size: Any) -> SlotMap:
