@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
-from jflex.paged.run import How, Pages, attend
+from jflex.paged.run import How, PagedCall, attend
+from jflex.paged.run import prepare as prepare_pages
 from jflex.state import merge_all
 
 
@@ -98,7 +99,8 @@ class CascadeLevel:
         table = np.arange(groups, dtype=np.int32)[:, None]
         made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
         check_fields(made)
-        return cls(PagedCache(jnp.asarray(key), jnp.asarray(value)), made, _starts(start, groups), is_dense=True)
+        key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (key, value))
+        return cls(PagedCache(key, value), made, _starts(start, groups), is_dense=True)
 
     @classmethod
     def paged(
@@ -211,6 +213,44 @@ def cascade_attention(
     >>> cascade_attention(q, [shared, own]).shape
     (3, 4, 16)
     """
+    call = prepare(
+        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod, scale=scale,
+        config=config,
+    )  # fmt: skip
+    states = [attend(level, implementation) for level in call.levels if level is not None]
+    if not states:
+        return _nothing(call, return_lse)
+    merged = merge_all(states)
+    out = merged.out.astype(call.dtype)
+    return (out, merged.lse) if return_lse else out
+
+
+class CascadeCall(NamedTuple):
+    """A checked call.
+
+    Attributes:
+      out_shape: [N, Hq, Dv].
+      dtype: Of the queries.
+      levels: Those of the call, None for one without room for a key that a query could see.
+    """
+
+    out_shape: tuple[int, int, int]
+    dtype: Any
+    levels: tuple[PagedCall | None, ...]
+
+
+def prepare(
+    q: Any,
+    levels: Sequence[CascadeLevel],
+    *,
+    positions: Int32[Array, " N"] | None,
+    requests: Int32[Array, " N"] | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    config: Config | None,
+) -> CascadeCall:
+    """Checks every argument of `cascade_attention`; of q and of keys and values only the shapes are read."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     levels = _checked_levels(levels)
     for level in levels:
@@ -221,17 +261,16 @@ def cascade_attention(
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    levels = [level for level in levels if _has_places(level, q.shape[0])]
-    if not levels:
-        return _nothing(q, value_size, return_lse)
-    states = []
-    for level in levels:
+    partial = sum(_has_places(level, q.shape[0]) for level in levels) > 1
+
+    def prepared(level: CascadeLevel) -> PagedCall | None:
+        if not _has_places(level, q.shape[0]):
+            return None
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
-        how = How(score, mask, scale, implementation, config, exact_out=len(levels) > 1)
-        states.append(attend("cascade_attention", q, _pages_of(level), how))
-    merged = merge_all(states)
-    out = merged.out.astype(q.dtype)
-    return (out, merged.lse) if return_lse else out
+        pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
+        return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
+
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)))
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
@@ -250,18 +289,14 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
     )
 
 
-def _pages_of(level: CascadeLevel) -> Pages:
-    return pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
-
-
 def _has_places(level: CascadeLevel, num_tokens: int) -> bool:
     """Whether there is room for a key that a query could see: of no queries, groups or keys, mods have none to read."""
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
-def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
-    out = jnp.zeros((*q.shape[:2], value_size), q.dtype)
-    return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
+def _nothing(call: CascadeCall, return_lse: bool) -> Any:
+    out = jnp.zeros(call.out_shape, call.dtype)
+    return (out, jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 
 def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:

@@ -26,6 +26,8 @@ SHORT = {
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_doctests": r"jflex\.(attention|varlen|cascade|state|explain|config|masks|scores|mods)",
+    "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
+    r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
     "test_kv_lengths": r"one_program|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",

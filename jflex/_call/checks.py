@@ -211,21 +211,30 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
 def current_device(*arrays: Any) -> tuple[str, str]:
     """Platform and kind of the device that will run the call.
 
-    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays,
-    then JAX's default.
+    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays
+    and of ShapeDtypeStructs with a sharding, then JAX's default.
     """
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
         platform = getattr(abstract, "platform", None) or "gpu"
         return _platform(platform), abstract.device_kind
-    for x in arrays:
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            device = next(iter(x.devices()))
+    for device in map(device_of, arrays):
+        if device is not None:
             return _platform(device.platform), device.device_kind
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
     return _platform(device.platform), device.device_kind
+
+
+def device_of(x: Any) -> Any:
+    """A device of an array, or of a shape with a sharding; None where there is none, and for tracers."""
+    if isinstance(x, jax.Array):
+        return None if isinstance(x, Tracer) else next(iter(x.devices()))
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return None
+    return next(iter(sharding.device_set))
 
 
 def _platform(name: str) -> str:

@@ -18,7 +18,8 @@ from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
-from jflex.paged.run import How, Pages, attend
+from jflex.paged.run import How, PagedCall, Pages, attend
+from jflex.paged.run import prepare as prepare_pages
 
 
 # What is returned, by `return_lse`.
@@ -101,14 +102,30 @@ def paged_attention(
     >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
     (4, 8, 64)
     """
+    call = prepare(q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, scale=scale, layer=layer, config=config)
+    state = attend(call, implementation)
+    return (state.out, state.lse) if return_lse else state.out
+
+
+def prepare(
+    q: Any,
+    cache: PagedCache,
+    batch: PagedBatch,
+    *,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    layer: int | Int32[Array, ""] | None,
+    config: Config | None,
+) -> PagedCall:
+    """Checks every argument of `paged_attention`; of q and of keys and values only the shapes are read."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
-    layer = checked_layer(cache, layer)
+    pages = pages_of(cache, batch, checked_layer(cache, layer))
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    how = How(_of_packed(score_mod, batch), _of_packed(mask_mod, batch), scale, implementation, config)
-    state = attend("paged_attention", q, pages_of(cache, batch, layer), how)
-    return (state.out, state.lse) if return_lse else state.out
+    how = How(_of_packed(score_mod, batch), _of_packed(mask_mod, batch), scale, config)
+    return prepare_pages("paged_attention", q, pages, how)
 
 
 def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
@@ -122,14 +139,12 @@ def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: in
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
-    """The pages of a layer, where they lie: the layers are one row of pages."""
-    rows = lambda x: x.reshape(-1, *x.shape[-3:])
+    """The pages of a layer, where they lie."""
     first = jnp.zeros((1,), jnp.int32)
     if layer is not None:
         assert cache.layers is not None  # `checked_layer` has made sure
         first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
-    facts = (jnp.asarray(x) for x in (batch.qo_indptr, batch.kv_lengths, batch.page_table))
-    return Pages(rows(cache.k), rows(cache.v), cache.num_pages, first, *facts)
+    return Pages(cache.k, cache.v, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
 
 
 def _of_packed(mod: Any, batch: PagedBatch) -> Any:

@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from jflex._call import kv_lengths
-from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
@@ -92,14 +92,15 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
             return dataclasses.replace(
                 others, reason=f"for gradients, {own.left_reason}; and of 'triton': {others.reason}", mod=None
             )
-    return Plan(functools.partial(_describe, own), own)
+    all_left = own.left is not None and own.backward is None
+    return Plan(
+        functools.partial(_describe, own), own, GradientsBy(triton.Triton.name, own.left_reason) if all_left else None
+    )
 
 
 def _describe(own: mosaic_plan.Plan) -> str:
-    if own.left is None:
+    if own.left is None or own.backward is None:
         return own.describe()
-    if own.backward is None:
-        return f"{own.describe()}; gradients by 'triton', because {own.left_reason}"
     return f"{own.describe()}; gradients of arrays that {own.left_reason} by 'triton'"
 
 

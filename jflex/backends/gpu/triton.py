@@ -7,9 +7,10 @@ import functools
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
+import numpy as np
 
 from jflex._call import kv_lengths
-from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -119,7 +120,8 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
         return decoded
     if decoded is not None:
         planned = dataclasses.replace(decoded, backward=planned.backward)
-    return Plan(planned.describe, planned)
+    count_splits = None if spec.paging is None else functools.partial(_count_splits, planned)
+    return Plan(planned.describe, planned, count_splits=count_splits)
 
 
 def _planned(spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.Plan:
@@ -127,6 +129,12 @@ def _planned(spec: AttentionSpec, requested: GradientRequest | None) -> triton_p
     plan = _plan(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
+
+
+@isolated_trace
+def _count_splits(plan: triton_plan.Plan, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
+    with jax.ensure_compile_time_eval():
+        return Splits(*plan.count_splits(indptr, lengths))
 
 
 def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:

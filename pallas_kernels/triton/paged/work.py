@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -60,12 +61,14 @@ class Work:
       min_queries: Fewest queries of a request that is taken.
       max_queries: Most queries of a request that is taken.
       may_split: Whether the keys of a tile of queries may be split.
+      source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
     """
 
     tiles: Tiles
     min_queries: int
     max_queries: int
     may_split: bool = True
+    source: Literal["config", "table", "rule"] = "rule"
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -134,11 +137,23 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands | RequestExt
     """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
-    bound = lambda x: jnp.minimum(jnp.maximum(x, 0), N)
-    start = bound(plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N))
-    end = bound(plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N))
-    length = plgpu.load(arrays.lengths.at[i], mask=i < R, other=0)
-    length = jnp.minimum(jnp.maximum(length, 0), spec.S)
+    start = plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N)
+    end = plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N)
+    return planned_requests(spec, work, start, end, plgpu.load(arrays.lengths.at[i], mask=i < R, other=0))
+
+
+def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
+    """What the kernel plans for known lengths, for `jflex.explain`."""
+    padding = (1 << spec.B.bit_length()) - spec.B
+    padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
+    start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
+    return planned_requests(spec, work, start, end, padded(lengths, padding, 0))
+
+
+def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax.Array, length: jax.Array) -> Requests:
+    """Plans the tiles and splits of all requests from their first queries, the ends of these, and their lengths."""
+    bound = lambda x, most: jnp.minimum(jnp.maximum(x, 0), most)
+    start, end, length = bound(start, spec.T), bound(end, spec.T), bound(length, spec.S)
     queries = jnp.maximum(end - start, 0)
     taken = (queries >= work.min_queries) & (queries <= work.max_queries)
     per_tile = work.queries(spec)
