@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from benchmarks import search_space
 from benchmarks.environment import ROOT, describe, gpu_facts
-from benchmarks.run import timing
 from benchmarks.run.check_outputs import mismatch
+from benchmarks.run.jax_runner import samples, timer
 from benchmarks.run.jobs import Job, exclusive, run_job
 from benchmarks.search_space import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Tiles, table_name
 
@@ -44,7 +44,6 @@ _NAMES = {
     "dq_sm90": ("jflex_backward_dq_sm90",),
 }
 Calls = dict[Tiles, list[Callable[[], Any]]]  # one for each attention of a condition
-_REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
 class Scope(NamedTuple):
@@ -187,7 +186,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
     def compiled(lowered: list[Any]) -> list[Any] | None:
         try:
             return [x.compile() for x in lowered]
-        except _REFUSALS:
+        except Exception:  # each stage of a compiler has errors of its own
             return None
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -196,7 +195,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
             programs = [search_space.program(attention, kernel, x) for attention in attentions]
             try:
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
-            except _REFUSALS:
+            except Exception:
                 continue
             if not all(_runs(kernel, program.as_text()) for program in lowered):
                 continue  # jflex would take kernels of Triton instead
@@ -217,8 +216,8 @@ def _correct(head_size: int, condition: tuple[str, str, str], calls: Calls) -> C
     expected = []
     for attention in search_space.attentions(head_size, mods, length):
         run = jax.jit(search_space.program(attention, kernel.removesuffix("_sm90"), None))
-        expected.append(timing.samples(run(*search_space.inputs(attention))))
-    agrees = lambda run, samples: mismatch(timing.samples(run()), samples, "triton") is None
+        expected.append(samples(run(*search_space.inputs(attention))))
+    agrees = lambda run, right: mismatch(samples(run()), right, "triton") is None
     return {tiles: runs for tiles, runs in calls.items() if all(map(agrees, runs, expected))}
 
 
@@ -242,7 +241,7 @@ def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
         return calls[(made - 1) % len(calls)]()
 
     runs = _RUNS * len(calls)
-    seconds = timing.device_seconds(next_call, runs, warmup=len(calls))
+    seconds = timer().device_seconds(next_call, runs, warmup=len(calls))
     first = (made - runs) % len(calls)  # whose turn it was when measuring began
     return [statistics.median(seconds[(i - first) % len(calls) :: len(calls)]) for i in range(len(calls))]
 
@@ -270,7 +269,7 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
         for tiles in scope.configurations(D, kernel, mods):
             try:
                 compiled = gpu_compile.compile_kernels(search_space.program(attention, kernel, tiles), *arrays)
-            except _REFUSALS:
+            except Exception:
                 continue
             if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem
 from benchmarks.results.schema import ResultFile
-from benchmarks.results.tables import directions_of, peers_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
@@ -56,7 +55,7 @@ def _panels(
 def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable[..., None]) -> Picture:
     from matplotlib.figure import Figure as Picture
 
-    directions = directions_of(result)
+    directions = result.directions
     size = (_SIZE[0] * len(panels), _SIZE[1] * len(directions) + 0.6)
     picture = Picture(figsize=size, layout="constrained")
     axes = picture.subplots(len(directions), len(panels), squeeze=False)
@@ -81,7 +80,7 @@ def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction
     first = problems[0]
     labels = list(dict.fromkeys(problem.label for problem in problems))
     for place, label in enumerate(labels):
-        for name in peers_of(result, direction):
+        for name in result.peers(direction):
             points = [
                 (problem.S, record.tflops)
                 for problem in problems
@@ -98,7 +97,7 @@ def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction
 
 
 def _bars(axis: Any, result: ResultFile, problems: Sequence[Problem], direction: str) -> None:
-    peers = peers_of(result, direction)
+    peers = result.peers(direction)
     width = 0.8 / len(peers)
     for column, name in enumerate(peers):
         found = [result.find(problem, name, direction) for problem in problems]
