@@ -156,3 +156,14 @@ def test_facts_of_the_gpu(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert environment.gpu_facts() == {}
+
+
+def test_clocks_are_those_of_the_busy_gpu(monkeypatch, tmp_path):
+    script = tmp_path / "nvidia-smi"
+    lines = ("97, 1980, 3201, 400.5, 50", "[N/A], 1, 1, 1, 1", "3, 345, 3201, 80, 30", "99, 1965, 3201, 600.5, 52")
+    script.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with environment.ClockWatch() as watch:
+        watch._process.wait()
+        assert watch.seen()["clocks.sm (MHz)"] == [1965.0, 1972.5, 1980.0]

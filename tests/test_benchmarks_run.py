@@ -199,6 +199,7 @@ def test_the_jax_runner_serves(name: str):
 @pytest.mark.parametrize("name", ["decode", "paged", "tiny"])
 def test_the_torch_runner_runs_what_a_cpu_can(name: str):
     pytest.importorskip("torch")
+    from benchmarks.peers import torch_peers
     from benchmarks.run.torch_runner import TorchRunner
 
     runner = TorchRunner()
@@ -206,6 +207,19 @@ def test_the_torch_runner_runs_what_a_cpu_can(name: str):
         peers = by_library(problem, peers_of(name)).get("torch", [])
         answer = runner.prepare(dataclasses.asdict(problem), peers, ["forward"])
         assert not answer["unable"].keys() - {"flashinfer", "sdpa-cudnn", "sdpa-flash"}
+    bound = torch_peers.bind(square(2, 64, 4, 16, "alibi"), "cpu")
+    assert torch_peers._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
+
+
+def test_a_failed_profile_is_said_and_never_taken_for_device_time():
+    def profiled(call, runs):
+        raise ValueError("The profiler saw 0 calls")
+
+    timer = Timer(lambda result: None, profiled)
+    seconds, method = timer.timed(lambda: None, 2)
+    assert (len(seconds), method) == (2, f"{QUEUE}: The profiler saw 0 calls")
+    with pytest.raises(ValueError, match="saw 0 calls"):
+        timer.device_seconds(lambda: None, 2)
 
 
 def test_spans_belong_to_the_call_after_their_separator():
