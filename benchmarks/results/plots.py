@@ -18,18 +18,7 @@ _SIZE = (4.2, 3.0)  # inches of a panel
 
 
 def draw(result: ResultFile, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes ``<suite>_by_length.png`` and ``<suite>_by_variant.png``, where the suite has enough points.
-
-    Args:
-      result: What was measured.
-      folder: Where to.
-
-    Returns:
-      The files.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """Writes ``<suite>_by_length.png`` and ``<suite>_by_variant.png``, where the suite has enough points."""
     written = []
     for name, panels, fill in (
         ("by_length", _panels(result, lambda x: (x.variant, x.Hq, x.Hkv, x.D), lambda x: x.S), _lines),
@@ -72,8 +61,12 @@ def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable
     return picture
 
 
-def _color(peer: str) -> str:
-    return f"C{list(PEERS).index(peer)}"
+def _color(peer: str) -> Any:
+    """The usual ten colors, and the light ones of the same hues for the peers after these."""
+    from matplotlib import colormaps
+
+    index = list(PEERS).index(peer)
+    return colormaps["tab20"](2 * index % 20 + index // 10)
 
 
 def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction: str) -> None:
