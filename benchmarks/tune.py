@@ -47,21 +47,13 @@ Calls = dict[Tiles, list[Callable[[], Any]]]  # one for each attention of a cond
 
 
 class Scope(NamedTuple):
-    """The conditions to search.
-
-    Attributes:
-      kernels: Of `KERNELS` and `HOPPER_KERNELS`.
-      mods: Of `MODS`.
-      lengths: Of `LENGTHS`.
-      allowed: What `--prune` wrote, or None for all configurations.
-      deadline: Seconds since 1970 after which no condition is begun; what is left keeps its old entry, or has none.
-    """
+    """The conditions to search."""
 
     kernels: Sequence[str] = KERNELS
     mods: Sequence[str] = MODS
     lengths: Sequence[str] = LENGTHS
-    allowed: dict[str, Any] | None = None
-    deadline: float = float("inf")
+    allowed: dict[str, Any] | None = None  # what `--prune` wrote, or None for all configurations
+    deadline: float = float("inf")  # since 1970; conditions that are not begun keep their old entries
 
     def conditions(self, head_size: int) -> list[tuple[str, str, str]]:
         """Kernels, buckets of mods and lengths."""
@@ -114,9 +106,8 @@ def plan(heads: Sequence[int], scope: Scope) -> str:
         for kernel, mods, length in scope.conditions(head_size):
             tiles = scope.configurations(head_size, kernel, mods)
             total += len(tiles) * len(search_space.attentions(head_size, mods, length))
-            lines.append(
-                f"{kernel} {head_size} {mods} {length}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}"
-            )
+            words = ", ".join(str(dataclasses.astuple(x)) for x in tiles)
+            lines.append(f"{kernel} {head_size} {mods} {length}: {words}")
     return "\n".join([*lines, f"{total} programs"])
 
 
@@ -258,9 +249,11 @@ def _name(kernel: str, head_size: int, mods: str) -> str:
 
 def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
-    found: dict[str, list[list[int]]] = {}
     from tests import gpu_compile  # which needs what no benchmark does
 
+    if reason := gpu_compile.missing():
+        raise SystemExit(reason)
+    found: dict[str, list[list[int]]] = {}
     searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
     for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
         attention = search_space.attentions(D, mods, "short")[0]

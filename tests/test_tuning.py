@@ -258,6 +258,11 @@ class TestSearch:
         calls = {right: [lambda: x], wrong: [lambda: far]}
         assert list(tune._correct(64, ("forward_sm90", "none", "long"), calls)) == [right]
 
+    def test_nothing_is_pruned_without_a_compiler(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(gpu_compile, "missing", lambda: "no compiler")
+        with pytest.raises(SystemExit, match="no compiler"):
+            tune.main(["--kernels", "dq", "--prune", str(tmp_path / "x.json")])
+
     def test_kernels_of_hopper_are_not_pruned(self, tmp_path, capsys):
         with pytest.raises(SystemExit):
             tune.main(["--kernels", "dq_sm90", "--prune", str(tmp_path / "x.json")])

@@ -48,11 +48,11 @@ _PROCESSES = {
 
 
 class Errors(NamedTuple):
-    """Of a result against the exact one: root of the mean square, the largest, and the mean square's of the exact."""
+    """Of a result against the exact one."""
 
     rmse: float
     largest: float
-    size: float
+    size: float  # root of the mean square of the exact one
 
 
 ErrorsOfResults = dict[str, Errors]  # by `RESULTS`
