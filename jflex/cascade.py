@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
@@ -30,6 +31,7 @@ from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, Pages, attend
 from jflex.state import merge_all
+from jflex.types import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -52,18 +54,18 @@ class CascadeLevel:
     cache: PagedCache
     groups: PagedBatch
     start: Int32[Array, " G"]
-    layer: Any = None
+    layer: int | Int[AnyArray, ""] | None = None
     is_dense: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def dense(
         cls,
-        key: Float[Array, "G S Hkv D"],
-        value: Float[Array, "G S Hkv Dv"],
+        key: Float[AnyArray, "G S Hkv D"],
+        value: Float[AnyArray, "G S Hkv Dv"],
         *,
-        qo_indptr: Int32[Array, " G_and_1"],
-        lengths: Int32[Array, " G"] | None = None,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
+        qo_indptr: Int32[AnyArray, " G_and_1"],
+        lengths: Int32[AnyArray, " G"] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
     ) -> CascadeLevel:
         """A level of plain arrays.
 
@@ -105,8 +107,8 @@ class CascadeLevel:
         cache: PagedCache,
         groups: PagedBatch,
         *,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
-        layer: int | Int32[Array, ""] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
+        layer: int | Int[AnyArray, ""] | None = None,
     ) -> CascadeLevel:
         """A level of pages.
 
@@ -140,25 +142,25 @@ class CascadeLevel:
 # fmt: off
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[False] = False,
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[True],
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def cascade_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     levels: Sequence[CascadeLevel],
     *,
-    positions: Int32[Array, " N"] | None = None,
-    requests: Int32[Array, " N"] | None = None,
+    positions: Int32[AnyArray, " N"] | None = None,
+    requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
@@ -259,7 +261,7 @@ def _has_places(level: CascadeLevel, num_tokens: int) -> bool:
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
-def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
+def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
     out = jnp.zeros((*q.shape[:2], value_size), q.dtype)
     return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
@@ -268,7 +270,7 @@ def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
 class _Placed:
     """A mod of absolute positions, made to take the numbers of packed queries and of the keys of a group."""
 
-    mod: Callable[..., Any]
+    mod: Callable[..., ArrayLike]
     start: jax.Array
     positions: jax.Array
     requests: jax.Array | None
@@ -276,25 +278,28 @@ class _Placed:
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
 
-    def place(self, h: Any, g: Any, n: Any, j: Any) -> tuple[Any, ...]:
+    def place(
+        self, h: jax.Array, g: jax.Array, n: jax.Array, j: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """b, h, q_idx, kv_idx."""
         b = jnp.zeros_like(n) if self.requests is None else self.requests[n]
         return b, h, self.positions[n], self.start[g] + j
 
 
 class _PlacedScore(_Placed):
-    def __call__(self, score: Any, g: Any, h: Any, n: Any, j: Any) -> Any:
+    def __call__(self, score: jax.Array, g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> ArrayLike:
         return self.mod(score, *self.place(h, g, n, j))
 
 
 class _PlacedMask(_Placed):
-    def __call__(self, g: Any, h: Any, n: Any, j: Any) -> Any:
+    def __call__(self, g: jax.Array, h: jax.Array, n: jax.Array, j: jax.Array) -> ArrayLike:
         return self.mod(*self.place(h, g, n, j))
 
 
-def _starts(start: Any, groups: int) -> jax.Array:
+def _starts(start: int | AnyArray, groups: int) -> jax.Array:
     start = np.asarray(start, np.int32) if type(start) is int else start
     check_int32("start", start, "positions")
+    assert not isinstance(start, int)  # a bool was refused
     if start.shape not in ((), (groups,)):
         raise ValueError(
             f"`start` must be one position, or one for each of the {groups} groups. Got {describe_array(start)}."
@@ -302,7 +307,7 @@ def _starts(start: Any, groups: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(start), (groups,))
 
 
-def _checked_levels(levels: Any) -> tuple[CascadeLevel, ...]:
+def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
     if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
         raise TypeError(f"`levels` must be a sequence of `CascadeLevel`. Got {type(levels).__name__}.")
     for number, level in enumerate(levels):
@@ -325,7 +330,11 @@ def _check_level(level: CascadeLevel, num_tokens: int) -> None:
 
 
 def _checked_rows(
-    q: jax.Array, positions: Any, requests: Any, score_mod: Any, mask_mod: Any
+    q: jax.Array,
+    positions: AnyArray | None,
+    requests: AnyArray | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     if positions is None and (score_mod is not None or mask_mod is not None):
         raise ValueError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
@@ -52,7 +52,7 @@ class Account:
         spec: AttentionSpec,
         implementation: Implementation,
         block_mask: BlockMask | None = None,
-        kv_lengths: Any = None,
+        kv_lengths: jax.Array | jax.ShapeDtypeStruct | None = None,
     ) -> Account:
         """Takes the account of one call."""
         selection = select(implementation, spec)
@@ -116,7 +116,7 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
 
 
 def _count(
-    spec: AttentionSpec, block_mask: BlockMask | None, kv_lengths: Any
+    spec: AttentionSpec, block_mask: BlockMask | None, kv_lengths: jax.Array | jax.ShapeDtypeStruct | None
 ) -> tuple[int | None, int | None, int | None]:
     lists = None if block_mask is None else _known_lists(spec, block_mask, kv_lengths)
     if lists is None:
@@ -128,7 +128,9 @@ def _count(
     return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * spec.B * spec.Hq
 
 
-def _known_lists(spec: AttentionSpec, block_mask: BlockMask, kv_lengths: Any) -> BlockLists | None:
+def _known_lists(
+    spec: AttentionSpec, block_mask: BlockMask, kv_lengths: jax.Array | jax.ShapeDtypeStruct | None
+) -> BlockLists | None:
     """The lists that are walked, or None where they cannot be known."""
     lengths = known_lengths(kv_lengths)
     if any(isinstance(x, Tracer) for x in block_mask.lists) or (kv_lengths is not None and lengths is None):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int8
 
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
@@ -24,7 +26,7 @@ class ListedMask(SizedMod):
     mask_mod: MaskMod | None
     block_size: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         batch, heads = self.listed.shape[:2]
         row, column = q_idx // self.block_size[0], kv_idx // self.block_size[1]
@@ -44,7 +46,7 @@ class SharedMask(SizedMod):
     shares_batch: bool
     shares_heads: bool
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         zero = jnp.int32(0)
         return self.mask_mod(zero if self.shares_batch else b, zero if self.shares_heads else h, q_idx, kv_idx)
@@ -64,7 +66,7 @@ class ExtendedMask(SizedMod):
     outside: MaskMod
     seq_lengths: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
         return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jflex.block_mask.dense import block_mask_elements
 from jflex.block_mask.lists import FULL, PARTIAL
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from jflex.block_mask.mask import BlockMask
@@ -65,7 +66,7 @@ def draw(block_mask: BlockMask, grid_size: int | tuple[int, int] | None = (20, 2
     return "\n".join(lines)
 
 
-def _known_shape(block_mask: BlockMask) -> Any:
+def _known_shape(block_mask: BlockMask) -> tuple[int, ...]:
     leading = getattr(block_mask.kv_num_blocks, "shape", None)
     return block_mask.seq_lengths if leading is None else (*leading[:-1], *block_mask.seq_lengths)
 
@@ -113,7 +114,7 @@ def to_figure(block_mask: BlockMask, batch: int, head: int, zoom: tuple[slice, s
     return figure
 
 
-def _draw_elements(axis: Any, block_mask: BlockMask, zoom: tuple[slice, slice]) -> None:
+def _draw_elements(axis: Axes, block_mask: BlockMask, zoom: tuple[slice, slice]) -> None:
     queries, keys = (range(length)[part] for length, part in zip(block_mask.seq_lengths, zoom, strict=True))
     indices = (jnp.asarray(np.asarray(part, np.int32)) for part in (queries, keys))
     visible = np.asarray(block_mask_elements(block_mask, *indices))[0, 0]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int8, Int32
 
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
 from jflex.mods.types import MaskMod
 
+AxisIndex: TypeAlias = SupportsIndex | slice | jax.Array | np.ndarray | list[int]
 _AXES = ("batch", "heads", "query blocks")
 
 
@@ -45,7 +47,7 @@ class SelectedMask(SizedMod):
     selections: tuple[Selection, Selection, Selection]
     q_block_size: int
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         of_batch, of_head, of_query = self.selections
         old_b, old_h = _look_up(of_batch, b), _look_up(of_head, h)
@@ -69,7 +71,7 @@ class SelectedMask(SizedMod):
         return kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
 
 
-def _look_up(selection: Selection, index: Any) -> Any:
+def _look_up(selection: Selection, index: jax.Array) -> jax.Array:
     if selection.blocks is None:
         return index
     if selection.size == 1:
@@ -77,7 +79,9 @@ def _look_up(selection: Selection, index: Any) -> Any:
     return selection.blocks[index] if selection.size else index
 
 
-def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
+def select(
+    index: AxisIndex | tuple[AxisIndex, ...], sizes: tuple[int, int, int]
+) -> tuple[Selection, Selection, Selection]:
     """Reads the index of ``block_mask[index]`` for axes of these sizes.
 
     Raises:
@@ -95,7 +99,7 @@ def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selectio
     return first, second, third
 
 
-def _select_axis(index: Any, size: int, axis: str) -> Selection:
+def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
     if isinstance(index, slice):
         chosen = range(size)[index]
         if chosen == range(size):
@@ -110,7 +114,7 @@ def _select_axis(index: Any, size: int, axis: str) -> Selection:
     return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
 
 
-def _integers(index: Any, axis: str) -> np.ndarray:
+def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray:
     fault = f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; got "
     if isinstance(index, (bool, np.bool_)) or index is None or index is Ellipsis:
         raise TypeError(f"{fault}{index!r}.")

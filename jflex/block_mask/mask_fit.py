@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax.extend import core
 
@@ -79,7 +79,7 @@ def uses_index(traced: TracedMod, index: str) -> bool:
     return _INDEX_POSITIONS[index] in _used_inputs(jaxpr, [True])
 
 
-def _used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
+def _used_inputs(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[int]:
     """Positions of the inputs on which the `wanted` outputs depend."""
     live = {v for v, want in zip(jaxpr.outvars, wanted, strict=True) if want and not isinstance(v, core.Literal)}
     for eqn in reversed(jaxpr.eqns):

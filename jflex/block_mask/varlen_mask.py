@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._call.checks import describe_array
@@ -27,6 +28,7 @@ from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray
 
 DEFAULT_BLOCK = 128
 _ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
@@ -44,13 +46,13 @@ class VarlenBlockMask(BlockMask):
       cu_seqlens_k: Those of the keys.
     """
 
-    cu_seqlens_q: Int32[Array, " R+1"]
-    cu_seqlens_k: Int32[Array, " R+1"]
+    cu_seqlens_q: Int32[Array, " R_and_1"]
+    cu_seqlens_k: Int32[Array, " R_and_1"]
 
 
 def varlen_block_mask(
-    cu_seqlens_q: Int32[Array, " R+1"],
-    cu_seqlens_k: Int32[Array, " R+1"],
+    cu_seqlens_q: Int32[AnyArray, " R_and_1"],
+    cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     num_queries: int,
     num_keys: int,
     *,
@@ -134,11 +136,11 @@ class PackedTokens(NamedTuple):
         sequences = q_ends.size - 1
         return cls(*_places(q_ends, lengths[0], sequences), *_places(kv_ends, lengths[1], -1), sequences)
 
-    def see_each_other(self, q: Any, kv: Any) -> Bool[Array, ""]:
+    def see_each_other(self, q: jax.Array, kv: jax.Array) -> Bool[Array, ""]:
         """Whether a query and a key are of one sequence."""
         return self.q_sequence[q] == self.kv_sequence[kv]
 
-    def places(self, h: Any, q: Any, kv: Any) -> tuple[Any, ...]:
+    def places(self, h: jax.Array, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """What a mod of the user sees."""
         return jnp.minimum(self.q_sequence[q], self.sequences - 1), h, self.q_position[q], self.kv_position[kv]
 
@@ -153,7 +155,7 @@ def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " 
     return jnp.where(inside, sequence, padding), jnp.where(inside, token - ends[:-1][sequence], 0)
 
 
-def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R+1"]) -> Int32[Array, " N"]:
+def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> Int32[Array, " N"]:
     """How many sequences end before or at a token: its own number, R for padding. Empty ones have no token."""
     return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
 
@@ -164,7 +166,7 @@ class _SameSequence:
     def __init__(self, tokens: PackedTokens) -> None:
         self.tokens = tokens
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         del b, h
         return self.tokens.see_each_other(q_idx, kv_idx)
 
@@ -172,13 +174,13 @@ class _SameSequence:
 class PackedMod:
     """A mod of the user, made to take numbers of packed tokens. Messages name the user's function."""
 
-    def __init__(self, mod: Callable[..., Any], tokens: PackedTokens) -> None:
+    def __init__(self, mod: Callable[..., ArrayLike], tokens: PackedTokens) -> None:
         self.mod, self.tokens = mod, tokens
         self.__wrapped__ = mod
 
 
 class _PackedMask(PackedMod):
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         del b
         visible = self.mod(*self.tokens.places(h, q_idx, kv_idx))
         if getattr(visible, "dtype", type(visible)) not in (bool, jnp.bool_) or jnp.shape(visible):
@@ -188,8 +190,8 @@ class _PackedMask(PackedMod):
 
 @jax.jit(static_argnames=("lengths", "block_size"))
 def _boundary_kinds(
-    q_ends: Int32[Array, " R+1"],
-    kv_ends: Int32[Array, " R+1"],
+    q_ends: Int32[Array, " R_and_1"],
+    kv_ends: Int32[Array, " R_and_1"],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "R C"]:
@@ -258,7 +260,7 @@ def _evaluated_kinds(
     return found.reshape(heads, *kinds.shape)
 
 
-def check_callable(mod: Any, name: str, signature: str) -> None:
+def check_callable(mod: object, name: str, signature: str) -> None:
     """Raises TypeError for a mod that is neither None nor a function."""
     if mod is None or callable(mod):
         return
@@ -275,7 +277,7 @@ def check_packed_sizes(
     check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
 
 
-def checked_boundaries(q_ends: Any, kv_ends: Any, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """The boundaries of queries and of keys, as arrays of JAX.
 
     Raises:

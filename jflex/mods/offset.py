@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Int, Int32
 
 from jflex._call.kv_lengths import known_lengths
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, shifted
@@ -37,7 +36,7 @@ class OffsetMask(SizedMod):
     def __post_init__(self) -> None:
         _name_after(self, self.mod)
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         return self.mod(b, h, _position(self.offset, b, q_idx), kv_idx)
 
@@ -50,14 +49,14 @@ class OffsetMask(SizedMod):
 class OffsetScore(SizedMod):
     """A score_mod for queries that begin at `offset`. Made by `with_offset`."""
 
-    mod: Callable[..., Any]
+    mod: Callable[..., ArrayLike]
     offset: Offset
     known: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _name_after(self, self.mod)
 
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
+    def __call__(self, score: jax.Array, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Changes one score."""
         return self.mod(score, b, h, _position(self.offset, b, q_idx), kv_idx)
 
@@ -66,7 +65,9 @@ class OffsetScore(SizedMod):
         return _requirements(self)
 
 
-def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> Callable[..., Any]:
+def with_offset(
+    mod: Callable[..., ArrayLike], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]
+) -> Callable[..., ArrayLike]:
     """Turns a mod for training into its form for inference, where the queries of a call continue a sequence.
 
     Query ``i`` of the call has the position ``offset + i``, and that is the ``q_idx`` that `mod` sees; ``kv_idx``
@@ -123,16 +124,16 @@ def _requirements(mod: OffsetMask | OffsetScore) -> tuple[Requirement, ...]:
     return (Requirement("b", mod.offset.shape[0], rule, "Pass offsets [{}]."), *kept)
 
 
-def _position(offset: Offset, b: Any, q_idx: Any) -> Any:
+def _position(offset: Offset, b: jax.Array, q_idx: jax.Array) -> jax.Array:
     return q_idx + (offset[b] if offset.ndim else offset)
 
 
-def _name_after(wrapper: OffsetMask | OffsetScore, mod: Callable[..., Any]) -> None:
+def _name_after(wrapper: OffsetMask | OffsetScore, mod: Callable[..., ArrayLike]) -> None:
     """Lets messages name the user's function, and the signature be its signature."""
     object.__setattr__(wrapper, "__wrapped__", mod)
 
 
-def _kind(mod: Any) -> str:
+def _kind(mod: object) -> str:
     """``"score"`` or ``"mask"``, by the arguments that a mod takes."""
     if not callable(mod):
         hint = ""
@@ -162,7 +163,7 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _checked_offset(offset: Any) -> tuple[Offset, np.ndarray | None]:
+def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
     """The offset as an array of JAX, and its value where no tracing hides it."""
     rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
@@ -20,34 +21,35 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, Pages, attend
+from jflex.types import AnyArray
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[False] = False,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[True],
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def paged_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
     batch: PagedBatch,
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
-    layer: int | Int32[Array, ""] | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
     config: Config | None = None,
@@ -140,13 +142,13 @@ def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> P
 class _Positioned:
     """A mod of positions, made to take the numbers of packed queries."""
 
-    mod: Callable[..., Any]
+    mod: Callable[..., ArrayLike]
     batch: PagedBatch
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
 
-    def position(self, b: Any, n: Any) -> Any:
+    def position(self, b: jax.Array, n: jax.Array) -> jax.Array:
         """Where a packed query stands in its request: the last of them at the last key."""
         lengths, indptr = jnp.asarray(self.batch.kv_lengths), jnp.asarray(self.batch.qo_indptr)
         if not lengths.size:  # no requests: there is nothing to read, but a mod is traced all the same
@@ -155,16 +157,16 @@ class _Positioned:
 
 
 class _PositionedScore(_Positioned):
-    def __call__(self, score: Any, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
+    def __call__(self, score: jax.Array, b: jax.Array, h: jax.Array, n: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         return self.mod(score, b, h, self.position(b, n), kv_idx)
 
 
 class _PositionedMask(_Positioned):
-    def __call__(self, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, n: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         return self.mod(b, h, self.position(b, n), kv_idx)
 
 
-def check_queries(q: Any, cache: Any) -> None:
+def check_queries(q: AnyArray, cache: object) -> None:
     """Raises unless packed queries fit a cache.
 
     Raises:

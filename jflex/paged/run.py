@@ -5,7 +5,7 @@ What `jflex.paged_attention` and `jflex.cascade_attention` have in common.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def _without_gradient(x: jax.Array, caller: str, name: str) -> jax.Array:
         return x
 
     @identity.defjvp
-    def _refuse(primals: Any, tangents: Any) -> Any:
+    def _refuse(primals: object, tangents: object) -> NoReturn:
         raise UnsupportedError(
             f"`{caller}` has no derivative on {name!r}: it is made for inference. implementation='reference' has one, "
             "dense and slow; `flex_attention_varlen` and `flex_attention` train."
