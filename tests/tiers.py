@@ -16,7 +16,7 @@ BENCH = {
 CASES = {
     "bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups",
 }  # fmt: skip
-TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
+TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper", "test_types"}
 
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
 SHORT = {
@@ -48,6 +48,7 @@ SHORT = {
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
+    "test_types": r"^(?!.*examples)",
 }
 
 
