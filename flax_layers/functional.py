@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def split_heads(features: Float[Array, "*batch T H*D"], num_heads: int) -> Float[Array, "*batch T H D"]:
+def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
     """Splits the last axis into heads; head `h` gets the `h`-th run of neighbouring features.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jflex import backends
 from jflex._call.checks import (
@@ -27,6 +27,7 @@ from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 
@@ -34,38 +35,41 @@ from pallas_kernels.spec import AttentionSpec, Blocks
 # fmt: off
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
 def flex_attention(
-    query: Float[Array, "B T Hq D"],
-    key: Float[Array, "B S Hkv D"],
-    value: Float[Array, "B S Hkv Dv"],
+    query: Query,
+    key: Key,
+    value: Value,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     *,
     mask_mod: MaskMod | None = None,
-    kv_lengths: Int32[Array, " B"] | None = None,
+    kv_lengths: Int32[AnyArray, " B"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Float[Array, "B T Hq Dv"] | tuple[Float[Array, "B T Hq Dv"], Float[Array, "B Hq T"]]:
+) -> Out | tuple[Out, Lse]:
     """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
 
     Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; keys that the mask hides do not enter

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
@@ -32,6 +32,7 @@ from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.state import merge_all
+from jflex.types import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +55,18 @@ class CascadeLevel:
     cache: PagedCache
     groups: PagedBatch
     start: Int32[Array, " G"]
-    layer: Any = None
+    layer: int | Int[AnyArray, ""] | None = None
     is_dense: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def dense(
         cls,
-        key: Float[Array, "G S Hkv D"],
-        value: Float[Array, "G S Hkv Dv"],
+        key: Float[AnyArray, "G S Hkv D"],
+        value: Float[AnyArray, "G S Hkv Dv"],
         *,
-        qo_indptr: Int32[Array, " G_and_1"],
-        lengths: Int32[Array, " G"] | None = None,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
+        qo_indptr: Int32[AnyArray, " G_and_1"],
+        lengths: Int32[AnyArray, " G"] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
     ) -> CascadeLevel:
         """A level of plain arrays.
 
@@ -108,8 +109,8 @@ class CascadeLevel:
         cache: PagedCache,
         groups: PagedBatch,
         *,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
-        layer: int | Int32[Array, ""] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
+        layer: int | Int[AnyArray, ""] | None = None,
     ) -> CascadeLevel:
         """A level of pages.
 
@@ -143,25 +144,25 @@ class CascadeLevel:
 # fmt: off
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[False] = False,
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[True],
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def cascade_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     levels: Sequence[CascadeLevel],
     *,
-    positions: Int32[Array, " N"] | None = None,
-    requests: Int32[Array, " N"] | None = None,
+    positions: Int32[AnyArray, " N"] | None = None,
+    requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
@@ -243,8 +244,8 @@ def prepare(
     q: Any,
     levels: Sequence[CascadeLevel],
     *,
-    positions: Int32[Array, " N"] | None,
-    requests: Int32[Array, " N"] | None,
+    positions: Int32[AnyArray, " N"] | None,
+    requests: Int32[AnyArray, " N"] | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     scale: float | None,
@@ -309,9 +310,10 @@ def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax
     return None if mod is None else ReindexedMod(mod, absolute)
 
 
-def _starts(start: Any, groups: int) -> jax.Array:
+def _starts(start: int | AnyArray, groups: int) -> jax.Array:
     start = np.asarray(start, np.int32) if type(start) is int else start
     check_int32("start", start, "positions")
+    assert not isinstance(start, int)  # a bool was refused
     if start.shape not in ((), (groups,)):
         raise ValueError(
             f"`start` must be one position, or one for each of the {groups} groups. Got {describe_array(start)}."
@@ -319,7 +321,7 @@ def _starts(start: Any, groups: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(start), (groups,))
 
 
-def _checked_levels(levels: Any) -> tuple[CascadeLevel, ...]:
+def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
     if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
         raise TypeError(f"`levels` must be a sequence of `CascadeLevel`. Got {type(levels).__name__}.")
     for number, level in enumerate(levels):
@@ -342,7 +344,11 @@ def _check_level(level: CascadeLevel, num_tokens: int) -> None:
 
 
 def _checked_rows(
-    q: jax.Array, positions: Any, requests: Any, score_mod: Any, mask_mod: Any
+    q: jax.Array,
+    positions: AnyArray | None,
+    requests: AnyArray | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     if positions is None and (score_mod is not None or mask_mod is not None):
         raise ValueError(

@@ -33,30 +33,33 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
+    score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
+    score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def flex_attention_varlen(
-    q: Float[Array, "N Hq D"],
-    k: Float[Array, "M Hkv D"],
-    v: Float[Array, "M Hkv Dv"],
+    q: Float[AnyArray, "N Hq D"],
+    k: Float[AnyArray, "M Hkv D"],
+    v: Float[AnyArray, "M Hkv Dv"],
     *,
-    cu_seqlens_q: Int32[Array, " R+1"],
-    cu_seqlens_k: Int32[Array, " R+1"],
+    cu_seqlens_q: Int32[AnyArray, " R_and_1"],
+    cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
@@ -190,7 +193,7 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *x.shape), dtype, sharding=sharding)
 
 
-def _without_padding(x: jax.Array, ends: Int32[Array, " R+1"], fill: float = 0) -> jax.Array:
+def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
     """Overwrites tokens behind the last boundary, and clears their cotangents; nothing to do where there are none."""
     known = known_lengths(ends)
     if known is not None and known[-1] == x.shape[0]:
@@ -204,14 +207,14 @@ def _uses_heads(mask_mod: MaskMod) -> bool:
     return uses_index(trace_mask_mod(mask_mod)[0], "h")
 
 
-def _own_block_size(config: Any) -> tuple[int, int]:
+def _own_block_size(config: object) -> tuple[int, int]:
     """Of a mask that is made for one call: no smaller than the tiles of the user."""
     tiles = [getattr(config, name, None) for name in ("forward", "dkv", "dq", "decode")]
     sizes = [(tile.block_q, tile.block_kv) for tile in tiles if tile is not None]
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
 
 
-def _check_packed(q: Any, k: Any, v: Any) -> None:
+def _check_packed(q: AnyArray, k: AnyArray, v: AnyArray) -> None:
     for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
@@ -223,7 +226,7 @@ def _check_packed(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_mask(
-    block_mask: Any, mask_mod: Any, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
+    block_mask: object, mask_mod: object, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
 ) -> None:
     remedy = "Make it with `varlen_block_mask(cu_seqlens_q, cu_seqlens_k, {}, {}, mask_mod=...)`.".format(*lengths)
     if not isinstance(block_mask, VarlenBlockMask):

@@ -46,6 +46,7 @@ SHORT = {
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
+    "test_types": r"^(?!.*examples)",
 }
 
 

@@ -1,7 +1,6 @@
 """A byte-level decoder with learnable ALiBi slopes, written with `flax_layers.nnx.FlexAttention`."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,11 @@ class Sizes(NamedTuple):
     layers: int
     heads: int
     kv_heads: int
+
+
+class _Mods(TypedDict):
+    score_mod: jflex.ScoreMod
+    mask_mod: jflex.MaskMod
 
 
 class Block(nnx.Module):
@@ -70,7 +74,7 @@ class Block(nnx.Module):
         )
         return self._feed_forward(stream + attended), cache
 
-    def _decoding_mods(self) -> dict[str, Callable[..., Array]]:
+    def _decoding_mods(self) -> _Mods:
         """Those of training, where a sequence is one document."""
         return {"score_mod": alibi(self.slopes[...]), "mask_mod": causal()}
 

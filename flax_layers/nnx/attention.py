@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers.dense_cache import DenseCache
-from flax_layers.nnx.hidden_state import Mod, check_no_hidden_state
+from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
 
 
@@ -69,8 +69,8 @@ class FlexAttention(Projections):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
@@ -110,8 +110,8 @@ class FlexAttention(Projections):
         self,
         inputs: Float[Array, "*batch T features"],
         *,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
         positions: Int[Array, "*#batch T"] | None = None,
     ) -> Float[Array, "*batch T features"]:
@@ -200,8 +200,8 @@ class FlexAttention(Projections):
         inputs: Float[Array, "*batch T features"],
         cache: DenseCache,
         *,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
 
@@ -276,8 +276,8 @@ class FlexAttention(Projections):
         batch: jflex.paged.PagedBatch,
         *,
         layer: int | Int32[Array, ""] | None = None,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Continues requests whose keys lie on pages, each by as many tokens as it has in `inputs`.
 
@@ -340,7 +340,9 @@ class FlexAttention(Projections):
         )
         return self._join(attended.astype(query.dtype)), cache
 
-    def _decoding_mods(self, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod | None, Mod | None]:
+    def _decoding_mods(
+        self, score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None
+    ) -> tuple[jflex.ScoreMod | None, jflex.MaskMod | None]:
         """The mods of this call, in their form for training."""
         score_mod = self.score_mod if score_mod is None else score_mod
         if mask_mod is not None or self.block_mask is None:

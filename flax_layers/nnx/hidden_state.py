@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TypeAlias
 
 from flax import nnx
 
-Mod = Callable[..., Any]
+from jflex import MaskMod, ScoreMod
+
+Mod: TypeAlias = ScoreMod | MaskMod
 """A `score_mod` or a `mask_mod`, as `jflex.flex_attention` takes them."""
 
 
@@ -41,10 +43,10 @@ def check_no_hidden_state(name: str, mod: Mod | None) -> None:
             )
 
 
-def _captures(mod: Mod) -> Iterator[Any]:
+def _captures(mod: Mod) -> Iterator[object]:
     """What a function, a method or a `functools.partial` of one reaches: owner, arguments, closure, and so on down."""
     empty_cell = types.CellType()
-    pending: list[Any] = [mod]
+    pending: list[object] = [mod]
     seen: set[int] = set()
     while pending:
         value = pending.pop()

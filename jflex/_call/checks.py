@@ -9,22 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.dependence import uses_index
+from jflex.types import ArrayOrShape
 from pallas_kernels.spec import Blocks
 
 LAYOUTS = ("BTNH", "BNTH")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def describe_array(x: Any) -> str:
+def describe_array(x: ArrayOrShape) -> str:
     """Writes an array as messages show it: ``bfloat16[2,1024,16,64]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def check_arrays(query: Any, key: Any, value: Any, layout: str) -> None:
+def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, layout: str) -> None:
     """Raises unless query, key and value fit together.
 
     Raises:
@@ -94,7 +96,7 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
         fail("Head sizes must be at least 1.")
 
 
-def check_scale(scale: Any, D: int) -> float:
+def check_scale(scale: object, D: int) -> float:
     """Returns the scale as a float; ``D ** -0.5`` for None.
 
     Raises:
@@ -113,7 +115,7 @@ def check_scale(scale: Any, D: int) -> float:
     return float(scale)
 
 
-def check_block_mask(block_mask: Any, mask_mod: Any, B: int, Hq: int, T: int, S: int) -> None:
+def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
     """Raises unless `block_mask` fits the call.
 
     Raises:
@@ -208,7 +210,7 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
     return config
 
 
-def current_device(*arrays: Any) -> tuple[str, str]:
+def current_device(*arrays: object) -> tuple[str, str]:
     """Platform and kind of the device that will run the call.
 
     An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays
@@ -241,7 +243,7 @@ def _platform(name: str) -> str:
     return "gpu" if name in ("cuda", "rocm", "gpu") else name
 
 
-def current_precision(dtype: Any) -> str | None:
+def current_precision(dtype: DTypeLike) -> str | None:
     """Precision of float32 products: what ``jax.default_matmul_precision`` says, None for JAX's default."""
     if jnp.dtype(dtype) != jnp.float32:
         return None

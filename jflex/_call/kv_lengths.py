@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,25 @@ from jflex.block_mask.lists import (
 )
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
+from jflex.types import AnyArray, ArrayOrShape
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 LENGTHS_BLOCK = 128  # queries and keys of a block, in lists that lengths alone lead to
 
 
-def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") -> Any:
+# fmt: off
+@overload
+def check_kv_lengths(kv_lengths: None, B: int, S: int, name: str = "kv_lengths") -> None: ...
+@overload
+def check_kv_lengths(kv_lengths: AnyArray, B: int, S: int, name: str = "kv_lengths") -> jax.Array: ...
+@overload
+def check_kv_lengths(
+    kv_lengths: jax.ShapeDtypeStruct, B: int, S: int, name: str = "kv_lengths"
+) -> jax.ShapeDtypeStruct: ...
+# fmt: on
+def check_kv_lengths(
+    kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
+) -> jax.Array | jax.ShapeDtypeStruct | None:
     """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`; `name` is the argument's.
 
     Raises:
@@ -63,19 +76,19 @@ def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") 
     return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
 
 
-def known_lengths(kv_lengths: Any) -> np.ndarray | None:
+def known_lengths(kv_lengths: object) -> np.ndarray | None:
     """The numbers, where this process knows them: not while tracing."""
     if isinstance(kv_lengths, jax.Array) and not isinstance(kv_lengths, Tracer) and kv_lengths.is_fully_addressable:
         return np.asarray(kv_lengths)
     return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
 
 
-def known_keys(kv_lengths: Any, S: int) -> int | None:
+def known_keys(kv_lengths: object, S: int) -> int | None:
     """Keys that a call sees of some batch entry: S without lengths, None where lengths are not known."""
     return S if kv_lengths is None else last_key(kv_lengths)
 
 
-def last_key(kv_lengths: Any) -> int | None:
+def last_key(kv_lengths: object) -> int | None:
     """The longest of known lengths, None of others."""
     known = known_lengths(kv_lengths)
     return None if known is None else int(known.max(initial=0))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int8
 
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, BlockMatrix, block_count
@@ -22,7 +24,7 @@ class ListedMask(SizedMod):
     mask_mod: MaskMod | None
     block_size: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         batch, heads = self.listed.shape[:2]
         row, column = q_idx // self.block_size[0], kv_idx // self.block_size[1]
@@ -42,7 +44,7 @@ class ExtendedMask(SizedMod):
     outside: MaskMod
     seq_lengths: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
         return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))

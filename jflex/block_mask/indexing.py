@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jflex.mods.array_sizes import requirements_of, without
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod
 
+AxisIndex: TypeAlias = SupportsIndex | slice | jax.Array | np.ndarray | list[int]
 _AXES = ("batch", "heads", "query blocks")
 
 
@@ -39,7 +40,7 @@ class Selection:
     known: tuple[int, ...] | None = None
 
 
-def select(mask: BlockMatrix, index: Any) -> BlockMatrix:
+def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMatrix:
     """What ``block_mask[index]`` says; its errors are those of `BlockMask.__getitem__`."""
     batch, heads, rows = mask.kinds.shape[:3]
     selections = _selections(index, (batch, heads, rows))
@@ -70,7 +71,7 @@ def _selected_mask(
     return ReindexedMod(mask_mod, old, required)
 
 
-def _look_up(selection: Selection, index: Any) -> Any:
+def _look_up(selection: Selection, index: jax.Array) -> jax.Array:
     if selection.blocks is None:
         return index
     if selection.size == 1:
@@ -90,7 +91,9 @@ def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[A
     return selection.blocks[block] * block_size + within, block < selection.size
 
 
-def _selections(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
+def _selections(
+    index: AxisIndex | tuple[AxisIndex, ...], sizes: tuple[int, int, int]
+) -> tuple[Selection, Selection, Selection]:
     """Reads the index of ``block_mask[index]`` for axes of these sizes.
 
     Raises:
@@ -108,7 +111,7 @@ def _selections(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Sel
     return first, second, third
 
 
-def _select_axis(index: Any, size: int, axis: str) -> Selection:
+def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
     if isinstance(index, slice):
         chosen = range(size)[index]
         if chosen == range(size):
@@ -123,7 +126,7 @@ def _select_axis(index: Any, size: int, axis: str) -> Selection:
     return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
 
 
-def _integers(index: Any, axis: str) -> np.ndarray:
+def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray:
     fault = f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; got "
     if isinstance(index, (bool, np.bool_)) or index is None or index is Ellipsis:
         raise TypeError(f"{fault}{index!r}.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxtyping import Array, Bool, Int, Int8, Int32
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import kinds_from_given
-from jflex.block_mask.indexing import select
+from jflex.block_mask.indexing import AxisIndex, select
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
 from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, kinds_from_lists, lists_from_kinds
 from jflex.block_mask.states import block_kinds
@@ -187,7 +186,7 @@ class BlockMask:
             )
         return drawing.sparsity(np.asarray(self.kinds()), self.seq_lengths, self.block_size)
 
-    def __getitem__(self, index: Any) -> BlockMask:
+    def __getitem__(self, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMask:
         """Selects batches, heads and query blocks; ``block_mask[b, h, q_block]``.
 
         Args:
@@ -276,7 +275,7 @@ class BlockMask:
         """
         return drawing.draw(self.lists, self.seq_lengths, self.block_size, grid_size, limit)
 
-    def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> Any:
+    def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> drawing.Figure:
         """Draws the blocks, and the elements of a part, with matplotlib.
 
         Args:

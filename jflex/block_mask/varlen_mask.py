@@ -27,6 +27,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray
 
 DEFAULT_BLOCK = 128
 _ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
@@ -44,13 +45,13 @@ class VarlenBlockMask(BlockMask):
       cu_seqlens_k: Those of the keys.
     """
 
-    cu_seqlens_q: Int32[Array, " R+1"]
-    cu_seqlens_k: Int32[Array, " R+1"]
+    cu_seqlens_q: Int32[Array, " R_and_1"]
+    cu_seqlens_k: Int32[Array, " R_and_1"]
 
 
 def varlen_block_mask(
-    cu_seqlens_q: Int32[Array, " R+1"],
-    cu_seqlens_k: Int32[Array, " R+1"],
+    cu_seqlens_q: Int32[AnyArray, " R_and_1"],
+    cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     num_queries: int,
     num_keys: int,
     *,
@@ -163,15 +164,15 @@ def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " 
     return jnp.where(inside, sequence, padding), jnp.where(inside, token - ends[:-1][sequence], 0)
 
 
-def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R+1"]) -> Int32[Array, " N"]:
+def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> Int32[Array, " N"]:
     """How many sequences end before or at a token: its own number, R for padding. Empty ones have no token."""
     return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 @jax.jit(static_argnames=("lengths", "block_size"))
 def _boundary_kinds(
-    q_ends: Int32[Array, " R+1"],
-    kv_ends: Int32[Array, " R+1"],
+    q_ends: Int32[Array, " R_and_1"],
+    kv_ends: Int32[Array, " R_and_1"],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "R C"]:
@@ -240,7 +241,7 @@ def _evaluated_kinds(
     return found.reshape(heads, *kinds.shape)
 
 
-def check_callable(mod: Any, name: str, signature: str) -> None:
+def check_callable(mod: object, name: str, signature: str) -> None:
     """Raises TypeError for a mod that is neither None nor a function."""
     if mod is None or callable(mod):
         return
@@ -257,7 +258,7 @@ def check_packed_sizes(
     check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
 
 
-def checked_boundaries(q_ends: Any, kv_ends: Any, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """The boundaries of queries and of keys, as arrays of JAX.
 
     Raises:

@@ -115,7 +115,7 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _checked_offset(offset: Any) -> tuple[Offset, np.ndarray | None]:
+def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
     """The offset as an array of JAX, and its value where no tracing hides it."""
     rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):

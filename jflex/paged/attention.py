@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
@@ -20,34 +20,35 @@ from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
+from jflex.types import AnyArray
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[False] = False,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[True],
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def paged_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
     batch: PagedBatch,
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
-    layer: int | Int32[Array, ""] | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
     config: Config | None = None,
@@ -115,7 +116,7 @@ def prepare(
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     scale: float | None,
-    layer: int | Int32[Array, ""] | None,
+    layer: int | Int32[AnyArray, ""] | None,
     config: Config | None,
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; of q and of keys and values only the shapes are read."""
@@ -159,7 +160,7 @@ def _of_packed(mod: Any, batch: PagedBatch) -> Any:
     return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses what is no function
 
 
-def check_queries(q: Any, cache: Any) -> None:
+def check_queries(q: AnyArray, cache: object) -> None:
     """Raises unless packed queries fit a cache.
 
     Raises:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int8, Int32
 
 from jflex._call.kv_lengths import last_key
@@ -34,15 +34,16 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import PagedCache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
 from jflex.paged.sizes import checked_pages
+from jflex.types import AnyArray
 
 
 def convert_block_mask(
     block_mask: BlockMask,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
-    kv_lengths: Int32[Array, " B"] | None = None,
+    kv_lengths: Int32[AnyArray, " B"] | None = None,
 ) -> BlockMask:
     """The BlockMask over all slots of a paged cache that shows each request the keys which `block_mask` shows it.
 
@@ -115,7 +116,7 @@ def convert_block_mask(
 
 def convert_mask_mod(
     mask_mod: MaskMod,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
@@ -157,7 +158,7 @@ def convert_mask_mod(
 
 def convert_score_mod(
     score_mod: ScoreMod,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
@@ -197,7 +198,7 @@ def convert_score_mod(
 
 
 def clear_unused(
-    cache: PagedCache, page_table: Int32[Array, "B max_pages"], kv_lengths: Int32[Array, " B"] | None = None
+    cache: PagedCache, page_table: Int32[AnyArray, "B max_pages"], kv_lengths: Int32[AnyArray, " B"] | None = None
 ) -> PagedCache:
     """The cache with zeros in every slot that holds no token of these requests, so that NaN there cannot spread.
 
@@ -249,7 +250,7 @@ def _page_kinds(kinds: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B
     return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(kinds, block)
 
 
-def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: int) -> None:
+def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_size: int) -> None:
     if not isinstance(block_mask, BlockMask):
         hint = " A mask_mod is converted by `convert_mask_mod`." if callable(block_mask) else ""
         raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
@@ -278,13 +279,13 @@ def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: 
         )
 
 
-def _check_sizes(mod: Callable[..., Any], page_table: Any, kv_lengths: Any) -> None:
+def _check_sizes(mod: Callable[..., ArrayLike], page_table: AnyArray, kv_lengths: AnyArray | None) -> None:
     """Compares what the call over slots no longer can: batch entries are rows of the table, and positions are known."""
     keys = None if kv_lengths is None else last_key(kv_lengths)
     check_mod_sizes(mod, batch=page_table.shape[0], keys=keys, caller="a page table")
 
 
-def _check_mod(name: str, mod: Any, signature: str) -> None:
+def _check_mod(name: str, mod: object, signature: str) -> None:
     if not callable(mod):
         hint = " A BlockMask is converted by `convert_block_mask`." if isinstance(mod, BlockMask) else ""
         raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
 from jflex.paged.cache import check_int32, is_known
 from jflex.paged.sizes import checked_pages
+from jflex.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +40,9 @@ class SlotMap:
         return Positions(b, h, q_idx, jnp.where(holds, position, 0), exists=holds)
 
 
-def slot_map(page_table: Any, kv_lengths: Any, num_pages: Any, page_size: Any) -> SlotMap:
+def slot_map(
+    page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: SupportsIndex, page_size: SupportsIndex
+) -> SlotMap:
     """Inverts a page table; memory is B times P.
 
     Args:
@@ -66,7 +69,7 @@ def slot_map(page_table: Any, kv_lengths: Any, num_pages: Any, page_size: Any) -
     return _inverted(page_table, kv_lengths, num_pages, page_size)
 
 
-def _inverted(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) -> SlotMap:
+def _inverted(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int, page_size: int) -> SlotMap:
     table = jnp.asarray(page_table)
     requests, max_pages = table.shape
     starts = jnp.arange(max_pages, dtype=jnp.int32)[None] * page_size
@@ -84,7 +87,7 @@ def _inverted(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) 
     return SlotMap(jnp.where(inverse == nowhere, -1, inverse), lengths, page_size)
 
 
-def _check_table(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) -> None:
+def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int, page_size: int) -> None:
     check_int32("page_table", page_table, "pages")
     if page_table.ndim != 2:
         raise ValueError(
