@@ -98,6 +98,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     call: Callable[..., Any] = attention.flex_attention
     if args and callable(args[0]):
         call, args = args[0], args[1:]
+    call = inspect.unwrap(call)  # of `jax.jit`, or of a decorator
     if not (inspect.isfunction(call) and call in _CALLS):
         known = ", ".join(f"`jflex.{function.__name__}`" for function in _CALLS)
         raise TypeError(
