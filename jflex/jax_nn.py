@@ -79,6 +79,7 @@ def dot_product_attention(
       that is hidden from all queries reaches nothing.
     * A boolean `bias`, a length beyond the keys or queries and a window that hides every key are refused. Lengths that
       are traced cannot be checked: they count as the nearest that exists.
+    * Sharded by plain `jax.jit`, a `bias` or `mask` is gathered; under `jax.shard_map` each shard has its own.
 
     Args:
       query: As in `flex_attention`, in the layout BTNH; or without a batch, [T, Hq, D], and so are all others.
@@ -186,7 +187,7 @@ def _masks(
     band: Band, q_lengths: Array | None, mask: Array | None, shape: tuple[int, int, int, int], config: Config
 ) -> tuple[BlockMask | None, MaskMod | None]:
     """The mask of a call, as a BlockMask where blocks can be skipped."""
-    _, Hq, T, S = shape
+    B, Hq, T, S = shape
     parts: list[MaskMod] = []
     if band == Band(None, 0):
         parts.append(causal())
@@ -202,8 +203,10 @@ def _masks(
     block = _block_size(config)
     # To read a mask costs a byte for each of its elements. That pays where several heads skip what it hides.
     listed = mask is not None and block[0] < T and (Hq > mask.shape[1] or Hq == 1 or 1 in mask.shape[2:])
+    b, h = (1, 1) if mask is None else mask.shape[:2]
+    sizes = (b if q_lengths is None else B, h, T, S)
     block_mask = band_block_mask(
-        mask_mod, band, (T, S), block, q_lengths, mask if listed else None,
+        mask_mod, band, sizes, block, q_lengths, mask if listed else None,
         hides_more=mask is not None and not listed,
     )  # fmt: skip
     return (None, mask_mod) if block_mask is None else (block_mask, None)

@@ -45,7 +45,7 @@ class Band(NamedTuple):
 def band_block_mask(
     mask_mod: MaskMod,
     band: Band,
-    seq_lengths: tuple[int, int],
+    shape: tuple[int, int, int, int],
     block_size: tuple[int, int],
     q_lengths: Int32[Array, " B"] | None = None,
     mask: Bool[Array, "b h t s"] | None = None,
@@ -57,8 +57,8 @@ def band_block_mask(
     Args:
       mask_mod: All of the mask, evaluated in partial blocks.
       band: See `Band`; `Band.within` the lengths.
-      seq_lengths: Queries and keys.
-      block_size: Likewise.
+      shape: ``(B, H, T, S)``; B and H are 1 where `mask_mod` does not use ``b`` and ``h``.
+      block_size: Of queries and keys.
       q_lengths: Queries of each batch entry; those beyond see nothing.
       mask: A dense mask, which is read once for its blocks; its axes may be 1.
       hides_more: Whether `mask_mod` hides more than the others tell: then no block is full.
@@ -66,6 +66,7 @@ def band_block_mask(
     Returns:
       The mask; None where lists would say nothing: all blocks are partial, or there is only one.
     """
+    seq_lengths = shape[2:]
     R, C = (block_count(n, block) for n, block in zip(seq_lengths, block_size, strict=True))
     if R * C <= 1:
         return None
@@ -74,6 +75,8 @@ def band_block_mask(
         lists = _static_lists(band, seq_lengths, block_size, hides_more)
         if lists is None:
             return None
+        if shape[:2] != (1, 1):
+            lists = BlockLists(*(jnp.broadcast_to(x, (*shape[:2], *x.shape[2:])) for x in lists))
     else:
         kinds = jnp.asarray(_static_kinds(band, seq_lengths, block_size))
         if q_lengths is not None:
@@ -81,6 +84,7 @@ def band_block_mask(
         if mask is not None:
             kinds = jnp.minimum(*jnp.broadcast_arrays(kinds, dense_kinds(mask, block_size)))
         kinds = jnp.minimum(kinds, jnp.int8(PARTIAL)) if hides_more else kinds
+        kinds = jnp.broadcast_to(kinds, (*shape[:2], R, C))
         lists = lists_from_kinds(demote_tails(kinds, seq_lengths, block_size))
     traced, operands = trace_mask_mod(mask_mod)
     return BlockMask(
