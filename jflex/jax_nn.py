@@ -73,7 +73,8 @@ def dot_product_attention(
     It differs from `jax.nn.dot_product_attention` in this:
 
     * A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
-      values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both.
+      values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both. Where a bias is
+      below ``-2e38``, as ``finfo.min`` is, for all keys of a query, kernels for GPUs give zeros, too, and XLA a mean.
     * The residual is float32, and differentiable; there it has the dtype of `key`, and no gradient.
     * `key` and `value` may have batch size 1, shared by all, and `value` a head size of its own. NaN in a key or value
       that is hidden from all queries reaches nothing.
@@ -165,10 +166,11 @@ def translate(
     checks.check_implementation(implementation)
     config = check_config(config, None)
     band = Band(left, right if not is_causal else 0 if right is None else min(right, 0)).within(T, S)
-    block_mask, mask_mod = _masks(band, q_lengths, mask, (B, Hq, T, S), config)
-    return FlexCall(
-        query, key, value, _score_mod(factor, bias), block_mask, mask_mod, kv_lengths, scale, implementation, config
-    )
+    score_mod, block_mask, mask_mod = None, None, None
+    if 0 not in (B, T, S):  # else there is nothing to index
+        score_mod = _score_mod(factor, bias)
+        block_mask, mask_mod = _masks(band, q_lengths, mask, (B, Hq, T, S), config)
+    return FlexCall(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, implementation, config)
 
 
 def _score_mod(factor: Any, bias: Array | None) -> ScoreMod | None:

@@ -242,6 +242,36 @@ def test_scales(scale):
     assert_close(jflex.dot_product_attention(x, x, x, scale=scale), jax.nn.dot_product_attention(x, x, x, scale=scale))
 
 
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min, -1e9])
+def test_additive_masks(hidden, backend):
+    """Also where the first keys are hidden, more than a tile of them: padding on the left."""
+    x, bias = (
+        jax.random.normal(jax.random.key(0), (1, 150, 2, 8)),
+        jnp.where(jnp.tri(150).T > 0, 0, jnp.float32(hidden)),
+    )
+    options = INTERPRET if backend == "triton" else {"implementation": backend}
+
+    def run(attend):
+        loss = lambda x, bias: jnp.sin(attend(x, x, x, bias)).sum()
+        return jax.value_and_grad(loss, (0, 1))(x, bias)
+
+    found = run(functools.partial(jflex.dot_product_attention, **options))
+    jax.tree.map(assert_close, found, run(jax.nn.dot_product_attention))
+
+
+@pytest.mark.parametrize("empty", ["B", "T", "S"])
+def test_nothing_to_attend(empty):
+    B, T, S = (0 if name == empty else 3 for name in "BTS")
+    query, key, lengths = jnp.ones((B, T, 4, 8)), jnp.ones((B, S, 2, 8)), jnp.zeros(B, jnp.int32)
+    more = {"bias": jnp.ones((4, T, S)), "mask": jnp.ones((B, 1, T, S), bool), "query_seq_lengths": lengths}
+    attend = lambda query: jflex.dot_product_attention(query, key, key, **more, is_causal=True, return_residual=True)
+    (out, lse), pull = jax.vjp(attend, query)
+    assert (out.shape, lse.shape) == (query.shape, (B, T, 4))
+    assert not out.any()
+    assert not pull((out, lse * 0 + 1))[0].any() or empty == "T"
+
+
 # --- transformations
 
 NAMES = ("query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "scale")

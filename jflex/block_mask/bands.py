@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32
@@ -93,6 +94,7 @@ def band_block_mask(
     )  # fmt: skip
 
 
+@jax.jit(static_argnames="block_size")
 def dense_kinds(mask: Bool[Array, "b h t s"], block_size: tuple[int, int]) -> Int8[Array, "b h r c"]:
     """The kinds of the blocks of a dense mask; an axis of size 1 keeps it, and padding changes nothing.
 
