@@ -31,7 +31,7 @@ SHORT = {
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
-    r"|long_mask-bfloat16-triton-int|without|hidden1-triton|unbatched_res|shared|numbers|query-key-value-bias.*xla|mesh",
+    r"|long_mask-bfloat16-triton-int|without|hidden1-triton|unbatched_res|shared|numbers|query-key-value-bias.*xla",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|shape0|take|signature|message",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
