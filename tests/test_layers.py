@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jflex
-from flax_layers import functional
+from flax_layers import attention_core, functional
 from flax_layers.nnx import FlexAttention
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -212,7 +212,7 @@ def test_dtype_policy():
 
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
-    query, key, _ = seen._project(100.0 * inputs_of(1), jnp.arange(LENGTH))
+    query, key, _ = attention_core.project(seen, 100.0 * inputs_of(1), jnp.arange(LENGTH))
     for heads in (query, key):
         np.testing.assert_allclose(np.mean(np.square(heads), axis=-1), 1.0, rtol=1e-3)
 
