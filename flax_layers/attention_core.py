@@ -55,8 +55,8 @@ class Mods(NamedTuple):
 
     def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
         """Those of `for_decoding`, for queries that begin at the position `first`."""
-        moved = (None if mod is None else jflex.with_offset(mod, first) for mod in self[:2])
-        return Mods(*moved)
+        move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
+        return Mods(move(self.score_mod), move(self.mask_mod))
 
 
 class Layer(Protocol):
