@@ -14,5 +14,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from flax_layers import linen, nnx
+from flax_layers.drop_in import attention_fn
 
-__all__ = ["linen", "nnx"]
+__all__ = ["attention_fn", "linen", "nnx"]

@@ -11,12 +11,16 @@ Mod = Callable[..., Any]
 """A `score_mod` or a `mask_mod`, as `jflex.flex_attention` takes them."""
 
 
-def check_no_hidden_state(name: str, mod: Mod | None) -> None:
+_REMEDY = "Pass it to the call, `layer(inputs, {name}=...)`, or make it a callable nnx.Module."
+
+
+def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> None:
     """Refuses a mod that would read its parameters behind the back of Flax's transformations.
 
     Args:
         name: Of the argument, for the message.
         mod: What it was given.
+        remedy: The end of the message.
 
     Raises:
         ValueError: The mod is no module, and reaches a module or a variable.
@@ -35,5 +39,5 @@ def check_no_hidden_state(name: str, mod: Mod | None) -> None:
             raise ValueError(
                 f"`{name}` holds a {type(value).__name__}, which a layer cannot keep from its constructor: inside "
                 "nnx.jit and nnx.grad the function would read the parameters of the old module, and they would get no "
-                f"gradients. Pass it to the call, `layer(inputs, {name}=...)`, or make it a callable nnx.Module."
+                f"gradients. {remedy.format(name=name)}"
             )
