@@ -1,6 +1,7 @@
 """The attention layers of nnx and linen behind one interface, so that each test of a layer is written once."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen
@@ -66,8 +67,9 @@ class NNX:
     def make(self, in_features: int, num_heads: int = HEADS, *, seed: Any = 0, **options):
         return flax_layers.nnx.FlexAttention(in_features, num_heads, rngs=nnx.Rngs(seed), **options)
 
-    def stack(self, keys: jax.Array, in_features: int, **options):
-        return nnx.vmap(lambda key: self.make(in_features, seed=key, **options))(keys)
+    def stack(self, keys: jax.Array, in_features: int, options: Callable[[], dict]):
+        """Layers with stacked parameters; `options` are made inside of `vmap`, modules among them, too."""
+        return nnx.vmap(lambda key: self.make(in_features, seed=key, **options()))(keys)
 
     def params(self, layer) -> dict:
         return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
@@ -97,8 +99,8 @@ class Linen:
         everything = lambda b, h, q_idx, kv_idx: kv_idx >= 0
         return LinenLayer(module.init(key, token, mask_mod=everything), module)
 
-    def stack(self, keys: jax.Array, in_features: int, **options) -> LinenLayer:
-        return jax.vmap(lambda key: self.make(in_features, seed=key, **options))(keys)
+    def stack(self, keys: jax.Array, in_features: int, options: Callable[[], dict]) -> LinenLayer:
+        return jax.vmap(lambda key: self.make(in_features, seed=key, **options()))(keys)
 
     def params(self, layer: LinenLayer) -> dict:
         return layer.variables["params"]

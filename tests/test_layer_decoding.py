@@ -263,7 +263,7 @@ def test_layers_that_share_a_paged_cache_scan_in_place(flavour):
     """The cache is part of the carry; what is scanned over are the layers and their numbers."""
     keys = jax.random.split(jax.random.key(0), 3)
     options = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal, "rotary_base": 50.0}
-    merge, state = FLAVOURS[flavour].split(FLAVOURS[flavour].stack(keys, FEATURES, **options))
+    merge, state = FLAVOURS[flavour].split(FLAVOURS[flavour].stack(keys, FEATURES, lambda: options))
     table, lengths = table_of(2, 256), [11, 3000]
     batch = batch_of([1, 1], lengths, table)
 
