@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from flax_layers.rotary_scaling import RotaryScaling
+
 
 def split_heads(features: Float[Array, "*batch T H*D"], num_heads: int) -> Float[Array, "*batch T H D"]:
     """Splits the last axis into heads; head `h` gets the `h`-th run of neighbouring features.
@@ -40,7 +42,12 @@ def merge_heads(heads: Float[Array, "*batch T H D"]) -> Float[Array, "*batch T H
 
 
 def rotate(
-    heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], base: float = 10000.0
+    heads: Float[Array, "*batch T H D"],
+    positions: Int[Array, "*#batch T"],
+    base: float = 10000.0,
+    *,
+    scaling: RotaryScaling | None = None,
+    rotary_dim: int | None = None,
 ) -> Float[Array, "*batch T H D"]:
     """Rotary position embedding: rotates pairs of features by angles that grow with the position.
 
@@ -53,12 +60,14 @@ def rotate(
         heads: Queries or keys. `D` is even.
         positions: Position of each vector, whole numbers from any origin. Leading axes broadcast.
         base: Wavelengths run from `2 * pi` to almost `2 * pi * base` positions.
+        scaling: Changes the frequencies, for longer contexts; see `flax_layers.rotary_scaling`.
+        rotary_dim: How many features of a head rotate, the first ones; it stands for `D` above. Default: all.
 
     Returns:
         The rotated vectors in the dtype of `heads`.
 
     Raises:
-        ValueError: `D` is odd.
+        ValueError: `D` is odd, or `rotary_dim` is odd or greater than `D`.
 
     References:
         Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
@@ -70,16 +79,23 @@ def rotate(
         True
     """
     head_dim = heads.shape[-1]
-    if head_dim % 2:
+    if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
+        raise ValueError(f"`rotary_dim` must lie between 0 and the head size, {head_dim}. Got {rotary_dim}.")
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if rotary_dim % 2:
         raise ValueError(
-            f"Rotary embedding turns pairs of features, so the head size must be even; got {head_dim}. Change "
+            f"Rotary embedding turns pairs of features, so the head size must be even; got {rotary_dim}. Change "
             "`head_dim`, or leave the rotary embedding out."
         )
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     frequencies = jnp.float32(base) ** -exponents
+    magnitude = 1.0
+    if scaling is not None:
+        frequencies, magnitude = scaling(frequencies), scaling.magnitude
     positions = jnp.broadcast_to(positions, heads.shape[:-2]).astype(jnp.float32)
     angles = jnp.multiply.outer(positions, frequencies)[..., None, :]  # the same for all heads
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    turning, still = heads[..., :rotary_dim].astype(jnp.float32), heads[..., rotary_dim:]
+    first, second = jnp.split(turning, 2, axis=-1)
+    cosine, sine = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(heads.dtype)
+    return jnp.concatenate([rotated.astype(heads.dtype), still], axis=-1)

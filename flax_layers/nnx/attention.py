@@ -1,6 +1,7 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +12,7 @@ import jflex
 from flax_layers.dense_cache import DenseCache
 from flax_layers.nnx.hidden_state import Mod, check_no_hidden_state
 from flax_layers.nnx.projections import Projections
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class FlexAttention(Projections):
@@ -36,9 +38,14 @@ class FlexAttention(Projections):
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
             10000. Default: no rotary embedding.
+        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
+            `flax_layers.rotary_scaling` do.
+        rotary_dim: How many features of a head rotate, the first ones. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
+        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
+        out_bias: Whether the last of the four has one. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
@@ -74,8 +81,12 @@ class FlexAttention(Projections):
         block_mask: jflex.BlockMask | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
+        rotary_scaling: RotaryScaling | None = None,
+        rotary_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_options: dict[str, Any] | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008  a pure function, Flax's own habit
@@ -92,8 +103,12 @@ class FlexAttention(Projections):
             num_kv_heads,
             head_dim,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            rotary_dim=rotary_dim,
             qk_norm=qk_norm,
+            qk_norm_options=qk_norm_options or {},
             use_bias=use_bias,
+            out_bias=out_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -202,6 +217,7 @@ class FlexAttention(Projections):
         *,
         score_mod: Mod | None = None,
         mask_mod: Mod | None = None,
+        block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
 
@@ -218,6 +234,9 @@ class FlexAttention(Projections):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
+                cache. Blocks that it does not list are not read, as of a layer with a window. Make it with
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -252,8 +271,14 @@ class FlexAttention(Projections):
                 f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
                 f"inputs of shape {inputs.shape}: all axes but the last two count."
             )
-        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
         before = cache.lengths
+        if block_mask is None:
+            score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
+            mask_mod = None if mask_mod is None else jflex.with_offset(mask_mod, before)
+        elif mask_mod is not None:
+            raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
+        else:
+            score_mod = self.score_mod if score_mod is None else score_mod
         positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
         query, key, value = self._project(inputs, positions)
         cache = cache.append(_fold_batch(key), _fold_batch(value))
@@ -262,7 +287,8 @@ class FlexAttention(Projections):
             cache.k,
             cache.v,
             None if score_mod is None else jflex.with_offset(score_mod, before),
-            mask_mod=None if mask_mod is None else jflex.with_offset(mask_mod, before),
+            block_mask,
+            mask_mod=mask_mod,
             kv_lengths=cache.lengths,
             scale=self.scale,
             implementation=self.implementation,
