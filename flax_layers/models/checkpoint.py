@@ -131,7 +131,7 @@ def save_pretrained(
     folder = pathlib.Path(folder)
     raw = write_config(model.config)
     values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.state(model, nnx.Param).flat_state()}
-    raw["dtype"] = str(values["norm.scale"].dtype)
+    raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
     tensors = families.tensors_of(families.family_named(model.config.family), shapes)
     with replaced_folder(folder) as room:

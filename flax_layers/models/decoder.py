@@ -235,9 +235,9 @@ class Decoder(nnx.Module):
             One vector for each place, in the dtype of the computation.
         """
         masks = mods.training_masks(self.config, *tokens.shape, documents)
-        apply = Block.__call__
+        apply = _apply
         if remat:
-            apply = nnx.remat(apply, policy=mods.remat_policy() if remat is True else remat)
+            apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
         stream = self._embed(tokens)
         for block in self.blocks:
             stream = apply(block, stream, masks[block.layer.window], positions)
@@ -340,3 +340,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         stream = self.embed(tokens)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
+
+
+def _apply(block: Block, *args: Any) -> Array:
+    return block(*args)

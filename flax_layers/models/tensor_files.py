@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax.typing import Dtype
 from jax.sharding import Sharding
@@ -17,10 +16,6 @@ from jaxtyping import Array
 from flax_layers.models.families import Shape, Tensor
 from flax_layers.models.folders import CheckpointError
 from flax_layers.models.optional import needs
-
-with needs("safetensors"):
-    import safetensors
-    import safetensors.numpy
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 16 << 20
@@ -81,7 +76,7 @@ class TensorFiles(contextlib.ExitStack):
             return jax.block_until_ready(jax.device_put(_part(piece, rows.start, shape, dtype, transposed)))
         parts: dict[str, np.ndarray] = {}  # devices with equal parts share one
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
             if str(index) not in parts:
                 parts[str(index)] = _part(piece, rows.start, shape, dtype, transposed, index)
             return parts[str(index)]
@@ -141,6 +136,8 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
 
 
 def _opened(path: pathlib.Path) -> Any:
+    with needs("safetensors"):
+        import safetensors
     try:
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
@@ -161,6 +158,9 @@ def write_files(
     Raises:
         OSError: Writing fails.
     """
+    with needs("safetensors"):
+        import safetensors
+        import safetensors.numpy
     size = {name: sum(values[path].nbytes for path in tensor.parts) for name, tensor in tensors.items()}
     groups, total = [[]], 0
     for name in tensors:
@@ -189,7 +189,3 @@ def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
     parts = [np.asarray(values[path]) for path in tensor.parts]
     parts = [part.T if tensor.transposed else part for part in parts]
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
-
-
-FILE_DTYPES = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
-"""Dtypes of parameters that files hold."""

@@ -4,22 +4,15 @@ import datetime
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.models.folders import CheckpointError
 from flax_layers.models.optional import needs
 
-with needs("tokenizers"):
-    import tokenizers
-    from tokenizers.decoders import DecodeStream
-
-with needs("jinja2"):
+if TYPE_CHECKING:
     import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
 
 Message = Mapping[str, Any]
 """Of a chat: `{"role": "user", "content": "..."}`."""
@@ -34,7 +27,6 @@ class Tokenizer:
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
-        CheckpointError: A file cannot be read.
     """
 
     def __init__(self, folder: str | pathlib.Path):
@@ -45,10 +37,9 @@ class Tokenizer:
                 f"`folder` must hold `tokenizer.json`. There is no {path}; `transformers` writes one with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
             )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # noqa: BLE001  the library raises nothing narrower
-            raise CheckpointError(f"{path} is not a tokenizer that can be read: {error}") from error
+        with needs("tokenizers"):
+            import tokenizers
+        self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         config_path = folder / "tokenizer_config.json"
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
         self.special_tokens: dict[str, str] = {
@@ -101,6 +92,8 @@ class Tokenizer:
         Yields:
             Pieces of the text.
         """
+        from tokenizers.decoders import DecodeStream
+
         stream = DecodeStream(skip_special_tokens=not special_tokens)
         for token in tokens:
             piece = stream.step(self._tokenizer, int(token))
@@ -136,6 +129,8 @@ class Tokenizer:
             raise ValueError(
                 f"`template` must name a chat template of the checkpoint; it has {known}. Got {template!r}."
             )
+        with needs("jinja2"):
+            import jinja2
         compiled = _environment().from_string(self.chat_templates[template])
         values = {"tools": None, "documents": None, **self.special_tokens, **values}
         try:
@@ -160,8 +155,10 @@ def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str
     return {**given, "default": path.read_text(encoding="utf-8")} if path.exists() else dict(given)
 
 
-def _environment() -> jinja2.Environment:
+def _environment() -> "jinja2.Environment":
     """What templates of Hugging Face are written for."""
+    import jinja2.ext
+    import jinja2.sandbox
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
