@@ -67,6 +67,8 @@ class Layer(Protocol):
     in_features: Any
     scale: Any
     rotary_base: Any
+    rotary_scaling: Any
+    rotary_dim: Any
     implementation: Any
     query: Any
     key: Any
@@ -104,8 +106,9 @@ def project(
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = layer.query_norm(query), layer.key_norm(key)
     if layer.rotary_base is not None:
-        query = functional.rotate(query, positions, layer.rotary_base)
-        key = functional.rotate(key, positions, layer.rotary_base)
+        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim}
+        query = functional.rotate(query, positions, layer.rotary_base, **options)
+        key = functional.rotate(key, positions, layer.rotary_base, **options)
     return query, key, value
 
 
@@ -147,10 +150,20 @@ def attend(
     return join(layer, attended.reshape(*batch, *attended.shape[1:]))
 
 
+def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
+    """Raises ValueError where a call is given both forms of a mask."""
+    if mask_mod is not None and block_mask is not None:
+        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
+
+
 def decode(
-    layer: Layer, inputs: Float[Array, "*batch T features"], cache: DenseCache, mods: Mods
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    cache: DenseCache,
+    mods: Mods,
+    block_mask: jflex.BlockMask | None,
 ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
-    """What `decode` of a layer computes."""
+    """What `decode` of a layer computes; a `block_mask` of the call is one of its own queries, and replaces a mask."""
     if not isinstance(cache, DenseCache):
         raise TypeError(
             f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
@@ -162,16 +175,17 @@ def decode(
             f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
             f"inputs of shape {inputs.shape}: all axes but the last two count."
         )
-    mods, before = mods.for_decoding(), cache.lengths
+    before = cache.lengths
+    mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
     query, key, value = project(layer, inputs, positions)
     cache = cache.append(fold_batch(key), fold_batch(value))
-    mods = mods.at(before)
     attended = jflex.flex_attention(
         fold_batch(query).astype(cache.k.dtype),
         cache.k,
         cache.v,
         mods.score_mod,
+        block_mask,
         mask_mod=mods.mask_mod,
         kv_lengths=cache.lengths,
         scale=layer.scale,

@@ -152,6 +152,18 @@ def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
 
 
+def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
+    layer, inputs = layer_like(flavour, "alibi", mask_mod=None), inputs_of(3)
+    cache, outputs = layer.init_cache(3, ROOM), []
+    for part in np.split(inputs, [PART], axis=1):
+        block_mask = cache.block_mask(window, part.shape[1], block_size=4)
+        output, cache = layer.decode(part, cache, block_mask=block_mask)
+        outputs.append(np.asarray(output))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, "alibi"))
+    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to"):
+        layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
+
+
 def test_leading_axes_are_folded(flavour):
     layer, inputs = layer_like(flavour, "rotary"), inputs_of(2, 3)
     cache = layer.init_cache(6, ROOM)

@@ -16,6 +16,7 @@ import flax_layers.linen
 import jflex
 from flax_layers import attention_fn
 from flax_layers.linen import params_from_nnx, params_to_nnx
+from flax_layers.rotary_scaling import LinearScaling
 from tests.layer_flavours import FLAVOURS, HEADS, LinenLayer
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -38,6 +39,14 @@ OPTIONS = {
         "use_bias": True,
         "bias_init": flax.linen.initializers.normal(0.3),
         "score_mod": FLAVOURS[flavour].alibi(),
+    },
+    "of families": lambda flavour: {
+        "rotary_base": 50.0,
+        "rotary_scaling": LinearScaling(2.0),
+        "rotary_dim": 4,
+        "qk_norm": True,
+        "qk_norm_options": {"epsilon": 1e-2, "offset": 1.0},
+        "out_bias": True,
     },
 }
 

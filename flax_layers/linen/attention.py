@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
@@ -12,6 +13,8 @@ import jflex
 from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
 from flax_layers.linen.mods import check_no_nnx_state, with_parameters
+from flax_layers.linen.rms_norm import RMSNorm
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class FlexAttention(linen.Module):
@@ -39,8 +42,13 @@ class FlexAttention(linen.Module):
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
             10000. Default: no rotary embedding.
+        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
+            `flax_layers.rotary_scaling` do.
+        rotary_dim: How many features of a head rotate, the first ones. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding.
+        qk_norm_options: Arguments of `flax_layers.linen.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
+        out_bias: Whether the last of the four has one. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
@@ -75,8 +83,12 @@ class FlexAttention(linen.Module):
     block_mask: jflex.BlockMask | None = None
     scale: float | None = None
     rotary_base: float | None = None
+    rotary_scaling: RotaryScaling | None = None
+    rotary_dim: int | None = None
     qk_norm: bool = False
+    qk_norm_options: dict[str, Any] | None = None
     use_bias: bool = False
+    out_bias: bool | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = linen.initializers.lecun_normal()
@@ -98,13 +110,14 @@ class FlexAttention(linen.Module):
         num_kv_heads, head_dim = _sizes(self)
         dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         inits = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
-        linear = functools.partial(linen.Dense, use_bias=self.use_bias, **inits, **dtypes)
-        self.query = linear(self.num_heads * head_dim)
-        self.key = linear(num_kv_heads * head_dim)
-        self.value = linear(num_kv_heads * head_dim)
-        self.out = linear(self.in_features)
-        self.query_norm = linen.RMSNorm(**dtypes) if self.qk_norm else None
-        self.key_norm = linen.RMSNorm(**dtypes) if self.qk_norm else None
+        linear = functools.partial(linen.Dense, **inits, **dtypes)
+        self.query = linear(self.num_heads * head_dim, use_bias=self.use_bias)
+        self.key = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
+        self.value = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
+        self.out = linear(self.in_features, use_bias=self.use_bias if self.out_bias is None else self.out_bias)
+        norm = functools.partial(RMSNorm, head_dim, **dtypes, **(self.qk_norm_options or {}))
+        self.query_norm = norm() if self.qk_norm else None
+        self.key_norm = norm() if self.qk_norm else None
 
     def __call__(
         self,
@@ -184,6 +197,7 @@ class FlexAttention(linen.Module):
         *,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
 
@@ -194,6 +208,8 @@ class FlexAttention(linen.Module):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
+                cache. Make it with `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -218,7 +234,8 @@ class FlexAttention(linen.Module):
             >>> print(jnp.allclose(token, layer.apply(variables, inputs)[:, 9:], atol=1e-5), cache.lengths)
             True [10 10]
         """
-        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod))
+        attention_core.check_one_mask(mask_mod, block_mask)
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
 
     def decode_paged(
         self,

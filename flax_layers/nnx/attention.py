@@ -12,6 +12,7 @@ from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
 from flax_layers.nnx.hidden_state import Mod, check_no_hidden_state
 from flax_layers.nnx.projections import Projections
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class FlexAttention(Projections):
@@ -37,9 +38,14 @@ class FlexAttention(Projections):
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
             10000. Default: no rotary embedding.
+        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
+            `flax_layers.rotary_scaling` do.
+        rotary_dim: How many features of a head rotate, the first ones. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
+        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
+        out_bias: Whether the last of the four has one. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
@@ -75,8 +81,12 @@ class FlexAttention(Projections):
         block_mask: jflex.BlockMask | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
+        rotary_scaling: RotaryScaling | None = None,
+        rotary_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_options: dict[str, Any] | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008  a pure function, Flax's own habit
@@ -93,8 +103,12 @@ class FlexAttention(Projections):
             num_kv_heads,
             head_dim,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            rotary_dim=rotary_dim,
             qk_norm=qk_norm,
+            qk_norm_options=qk_norm_options or {},
             use_bias=use_bias,
+            out_bias=out_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -186,6 +200,7 @@ class FlexAttention(Projections):
         *,
         score_mod: Mod | None = None,
         mask_mod: Mod | None = None,
+        block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
 
@@ -202,6 +217,9 @@ class FlexAttention(Projections):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
+                cache. Blocks that it does not list are not read, as of a layer with a window. Make it with
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -225,7 +243,8 @@ class FlexAttention(Projections):
             >>> print(jnp.allclose(token, layer(inputs)[:, 9:], atol=1e-5), cache.lengths)
             True [10 10]
         """
-        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod))
+        attention_core.check_one_mask(mask_mod, block_mask)
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
 
     def decode_paged(
         self,

@@ -6,6 +6,8 @@ from typing import Any
 from flax import nnx
 
 from flax_layers import attention_core
+from flax_layers.nnx.rms_norm import RMSNorm
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class Projections(nnx.Module):
@@ -19,7 +21,12 @@ class Projections(nnx.Module):
         num_kv_heads: Key and value heads.
         head_dim: Size of a head.
         rotary_base: Base of the rotary position embedding; None: none.
+        rotary_scaling: Changes its frequencies.
+        rotary_dim: How many features of a head it turns; None: all.
         qk_norm: Whether query and key heads are normalised.
+        qk_norm_options: What `flax_layers.nnx.RMSNorm` takes, for both.
+        use_bias: Whether the projections have biases.
+        out_bias: Whether the last projection has one; None: as the others.
         rngs: Source of the keys of the initializers.
         linear_options: What `nnx.Linear` takes, for each of the four projections.
 
@@ -35,7 +42,12 @@ class Projections(nnx.Module):
         head_dim: int | None,
         *,
         rotary_base: float | None,
+        rotary_scaling: RotaryScaling | None,
+        rotary_dim: int | None,
         qk_norm: bool,
+        qk_norm_options: dict[str, Any],
+        use_bias: bool,
+        out_bias: bool | None,
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
@@ -44,11 +56,11 @@ class Projections(nnx.Module):
         head_dim = in_features // num_heads if head_dim is None else head_dim
         linear = functools.partial(nnx.Linear, rngs=rngs, **linear_options)
         dtypes = {name: linear_options[name] for name in ("dtype", "param_dtype")}
-        norm = functools.partial(nnx.RMSNorm, head_dim, rngs=rngs, **dtypes)
-        self.query = linear(in_features, num_heads * head_dim)
-        self.key = linear(in_features, num_kv_heads * head_dim)
-        self.value = linear(in_features, num_kv_heads * head_dim)
-        self.out = linear(num_heads * head_dim, in_features)
+        norm = functools.partial(RMSNorm, head_dim, rngs=rngs, **dtypes, **qk_norm_options)
+        self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
+        self.key = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.value = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.out = linear(num_heads * head_dim, in_features, use_bias=use_bias if out_bias is None else out_bias)
         self.query_norm = nnx.data(norm() if qk_norm else None)
         self.key_norm = nnx.data(norm() if qk_norm else None)
         self.in_features = in_features
@@ -56,3 +68,5 @@ class Projections(nnx.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary_base = rotary_base
+        self.rotary_scaling = rotary_scaling
+        self.rotary_dim = rotary_dim
