@@ -23,6 +23,7 @@ from jflex.cascade import cascade_attention as cascade_attention
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.errors import UnsupportedError as UnsupportedError
+from jflex.jax_nn import dot_product_attention as dot_product_attention
 from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods.compose import and_masks as and_masks
 from jflex.mods.compose import noop_mask as noop_mask
