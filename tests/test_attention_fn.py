@@ -81,6 +81,22 @@ def test_the_function_is_flaxs_own_with_gradients(flavour, name):
     jax.tree.map(assert_close, run(attention_fn()), run(FLAX[flavour]))
 
 
+@pytest.mark.parametrize("handed", ["mask of keys, bias of heads", "mask, bias", "is_causal, mask"])
+def test_a_kernel_reads_them_tile_by_tile(handed):
+    """The Triton kernels, interpreted: of bool and of float32, along one axis and along two."""
+    masks = {"mask of keys, bias of heads": shown(B, 1, 1, T), "mask, bias": shown(B, HEADS, T, T, dtype=bool)}
+    arguments = {"mask": masks.get(handed, shown(B, 1, T, T))}
+    arguments |= {"is_causal": True} if "is_causal" in handed else {}
+    inputs = {"qkv": arrays((B,), KV_HEADS), "bias": draw(1, HEADS, T, T) if "heads" in handed else draw(B, 1, T, T)}
+    in_kernel = attention_fn(implementation="triton", config=jflex.Config(interpret=True))
+
+    def loss(function, inputs):
+        return jnp.sum(jnp.sin(function(*inputs["qkv"], inputs["bias"], **arguments)))
+
+    run = lambda function: jax.jit(jax.value_and_grad(functools.partial(loss, function)))(inputs)
+    jax.tree.map(assert_close, run(in_kernel), run(FLAX["nnx"]))
+
+
 @pytest.mark.parametrize("mask_shape", [(2, 3, HEADS, T, T), (2, 1, 1, T, T), (1, 3, 1, 1, T), (T, T), (1, T), ()])
 def test_a_mask_and_a_bias_of_any_shape_that_broadcasts(mask_shape):
     query, key, value = arrays((2, 3))
