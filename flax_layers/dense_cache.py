@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+import jflex
 from jflex.backends.xla.narrow import set_rows
 
 
@@ -144,6 +145,30 @@ class DenseCache:
         if known is not None and known.size and not 0 <= known.min() <= known.max() <= self.max_length:
             raise ValueError(f"`lengths` must lie within 0 and `max_length`, {self.max_length}. Got {known.tolist()}.")
         return dataclasses.replace(self, lengths=jnp.asarray(new, jnp.int32))
+
+    def block_mask(
+        self, mask_mod: jflex.MaskMod, tokens: int, *, block_size: int | tuple[int, int] = 128
+    ) -> jflex.BlockMask:
+        """The blocks of the cache that the next tokens see: attention reads no others.
+
+        Make it before the tokens are appended, once for all layers that share the mask. The lengths may be traced.
+
+        Args:
+            mask_mod: A mask of positions in whole sequences, as for training.
+            tokens: How many tokens each sequence goes on by.
+            block_size: Of queries and keys, one number or a pair.
+
+        Returns:
+            The mask of `tokens` queries of each sequence and `max_length` keys.
+
+        Example:
+            >>> from jflex.masks import sliding_window
+            >>> cache = DenseCache.create(1, 1024, num_kv_heads=1, head_dim=1, dtype=jnp.float32).with_lengths([700])
+            >>> cache.block_mask(sliding_window(99), tokens=1).to_dense()[0, 0].tolist()  # keys 601 to 700
+            [[0, 0, 0, 0, 1, 1, 0, 0]]
+        """
+        mod = jflex.with_offset(mask_mod, self.lengths)
+        return jflex.create_block_mask(mod, self.batch_size, None, tokens, self.max_length, block_size=block_size)
 
     def _check_room(self, tokens: int) -> None:
         known = _known(self.lengths)

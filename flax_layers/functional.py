@@ -1,7 +1,11 @@
-"""What the layers of every Flax family share: rotary embedding, and the split into heads."""
+"""What the layers of every Flax family share: rotary embedding, normalisation, and the split into heads."""
 
+import jax
 import jax.numpy as jnp
+from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
+
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
@@ -40,7 +44,12 @@ def merge_heads(heads: Float[Array, "*batch T H D"]) -> Float[Array, "*batch T H
 
 
 def rotate(
-    heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], base: float = 10000.0
+    heads: Float[Array, "*batch T H D"],
+    positions: Int[Array, "*#batch T"],
+    base: float = 10000.0,
+    *,
+    scaling: RotaryScaling | None = None,
+    rotary_dim: int | None = None,
 ) -> Float[Array, "*batch T H D"]:
     """Rotary position embedding: rotates pairs of features by angles that grow with the position.
 
@@ -53,12 +62,14 @@ def rotate(
         heads: Queries or keys. `D` is even.
         positions: Position of each vector, whole numbers from any origin. Leading axes broadcast.
         base: Wavelengths run from `2 * pi` to almost `2 * pi * base` positions.
+        scaling: Changes the frequencies, for longer contexts; see `flax_layers.rotary_scaling`.
+        rotary_dim: How many features of a head rotate, the first ones; it stands for `D` above. Default: all.
 
     Returns:
         The rotated vectors in the dtype of `heads`.
 
     Raises:
-        ValueError: `D` is odd.
+        ValueError: `D` is odd, or `rotary_dim` is odd or greater than `D`.
 
     References:
         Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
@@ -70,16 +81,57 @@ def rotate(
         True
     """
     head_dim = heads.shape[-1]
-    if head_dim % 2:
+    if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
+        raise ValueError(f"`rotary_dim` must lie between 0 and the head size, {head_dim}. Got {rotary_dim}.")
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if rotary_dim % 2:
         raise ValueError(
-            f"Rotary embedding turns pairs of features, so the head size must be even; got {head_dim}. Change "
+            f"Rotary embedding turns pairs of features, so the head size must be even; got {rotary_dim}. Change "
             "`head_dim`, or leave the rotary embedding out."
         )
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     frequencies = jnp.float32(base) ** -exponents
+    magnitude = 1.0
+    if scaling is not None:
+        frequencies, magnitude = scaling(frequencies), scaling.magnitude
     positions = jnp.broadcast_to(positions, heads.shape[:-2]).astype(jnp.float32)
     angles = jnp.multiply.outer(positions, frequencies)[..., None, :]  # the same for all heads
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    turning, still = heads[..., :rotary_dim].astype(jnp.float32), heads[..., rotary_dim:]
+    first, second = jnp.split(turning, 2, axis=-1)
+    cosine, sine = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(heads.dtype)
+    return jnp.concatenate([rotated.astype(heads.dtype), still], axis=-1)
+
+
+def rms_norm(
+    inputs: Float[Array, "*batch features"],
+    scale: Float[Array, " features"],
+    *,
+    epsilon: float = 1e-6,
+    offset: float = 0.0,
+    dtype: Dtype | None = None,
+) -> Float[Array, "*batch features"]:
+    """Divides by the root mean square and multiplies by `scale + offset`, both in float32.
+
+    Args:
+        inputs: What is normalised, along the last axis.
+        scale: One factor for each feature.
+        epsilon: Added to the mean of squares.
+        offset: Added to the scale.
+        dtype: Of the result. Default: that of the inputs.
+
+    Returns:
+        The normalised inputs.
+
+    References:
+        Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> [round(x, 3) for x in rms_norm(jnp.array([3.0, 4.0]), jnp.ones(2)).tolist()]
+        [0.849, 1.131]
+    """
+    x = inputs.astype(jnp.float32)
+    factor = jnp.expand_dims(scale.astype(jnp.float32) + offset, range(x.ndim - 1))
+    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return (normal * factor).astype(dtype or inputs.dtype)

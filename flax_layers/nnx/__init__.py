@@ -2,5 +2,6 @@
 
 from flax_layers.dense_cache import DenseCache
 from flax_layers.nnx.attention import FlexAttention
+from flax_layers.nnx.rms_norm import RMSNorm
 
-__all__ = ["DenseCache", "FlexAttention"]
+__all__ = ["DenseCache", "FlexAttention", "RMSNorm"]

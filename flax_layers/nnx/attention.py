@@ -1,6 +1,6 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
-import math
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,9 +8,11 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int, Int32
 
 import jflex
+from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
 from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class FlexAttention(Projections):
@@ -36,9 +38,14 @@ class FlexAttention(Projections):
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
             10000. Default: no rotary embedding.
+        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
+            `flax_layers.rotary_scaling` do.
+        rotary_dim: How many features of a head rotate, the first ones. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
+        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
+        out_bias: Whether the last of the four has one. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
@@ -74,8 +81,12 @@ class FlexAttention(Projections):
         block_mask: jflex.BlockMask | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
+        rotary_scaling: RotaryScaling | None = None,
+        rotary_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_options: dict[str, Any] | None = None,
         use_bias: bool = False,
+        out_bias: bool | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008  a pure function, Flax's own habit
@@ -92,8 +103,12 @@ class FlexAttention(Projections):
             num_kv_heads,
             head_dim,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            rotary_dim=rotary_dim,
             qk_norm=qk_norm,
+            qk_norm_options=qk_norm_options or {},
             use_bias=use_bias,
+            out_bias=out_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -132,25 +147,8 @@ class FlexAttention(Projections):
         Raises:
             ValueError: A BlockMask for another length or batch, and what else `jflex.flex_attention` raises.
         """
-        if score_mod is None:
-            score_mod = self.score_mod
-        if mask_mod is None and block_mask is None:
-            mask_mod, block_mask = self.mask_mod, self.block_mask
-
-        batch, length = inputs.shape[:-2], inputs.shape[-2]
-        positions = jnp.arange(length) if positions is None else positions
-        query, key, value = map(_fold_batch, self._project(inputs, positions))
-        attended = jflex.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            mask_mod=mask_mod,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
-        return self._join(attended.reshape(*batch, *attended.shape[1:]))
+        mods = self._mods(score_mod, mask_mod, block_mask)
+        return attention_core.attend(self, inputs, mods, positions)
 
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
         """A dense cache of empty sequences for `decode`.
@@ -202,6 +200,7 @@ class FlexAttention(Projections):
         *,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
 
@@ -218,6 +217,9 @@ class FlexAttention(Projections):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
+                cache. Blocks that it does not list are not read, as of a layer with a window. Make it with
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -241,33 +243,8 @@ class FlexAttention(Projections):
             >>> print(jnp.allclose(token, layer(inputs)[:, 9:], atol=1e-5), cache.lengths)
             True [10 10]
         """
-        if not isinstance(cache, DenseCache):
-            raise TypeError(
-                f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
-                "cache goes to `layer.decode_paged`."
-            )
-        batch, length = inputs.shape[:-2], inputs.shape[-2]
-        if math.prod(batch) != cache.batch_size:
-            raise ValueError(
-                f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
-                f"inputs of shape {inputs.shape}: all axes but the last two count."
-            )
-        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
-        before = cache.lengths
-        positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
-        query, key, value = self._project(inputs, positions)
-        cache = cache.append(_fold_batch(key), _fold_batch(value))
-        attended = jflex.flex_attention(
-            _fold_batch(query).astype(cache.k.dtype),
-            cache.k,
-            cache.v,
-            None if score_mod is None else jflex.with_offset(score_mod, before),
-            mask_mod=None if mask_mod is None else jflex.with_offset(mask_mod, before),
-            kv_lengths=cache.lengths,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
-        return self._join(attended.reshape(query.shape).astype(query.dtype)), cache
+        attention_core.check_one_mask(mask_mod, block_mask)
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
 
     def decode_paged(
         self,
@@ -317,46 +294,10 @@ class FlexAttention(Projections):
             >>> outputs.shape
             (2, 32)
         """
-        if inputs.ndim != 2:
-            raise ValueError(
-                f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
-                "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
-            )
-        tokens = inputs.shape[0]
-        jflex.paged.check_batch(batch, cache, tokens)
-        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
-        query, key, value = self._project(inputs, jflex.paged.token_positions(batch, tokens))
-        dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
-        cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=layer)
-        attended = jflex.paged_attention(
-            query.astype(dtype),
-            cache,
-            batch,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            scale=self.scale,
-            layer=layer,
-            implementation=self.implementation,
-        )
-        return self._join(attended.astype(query.dtype)), cache
+        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
 
-    def _decoding_mods(
-        self, score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None
-    ) -> tuple[jflex.ScoreMod | None, jflex.MaskMod | None]:
-        """The mods of this call, in their form for training."""
-        score_mod = self.score_mod if score_mod is None else score_mod
-        if mask_mod is not None or self.block_mask is None:
-            return score_mod, self.mask_mod if mask_mod is None else mask_mod
-        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
-            raise ValueError(
-                "The `block_mask` of this layer's constructor hides more than one mask_mod tells, so there is no "
-                "form of it for decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
-            )
-        return score_mod, self.block_mask.mask_mod
+    def _mods(self, *of_call: Any) -> attention_core.Mods:
+        return attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask).replaced_by(*of_call)
 
     def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
         return dtype or self.key.dtype or self.key.param_dtype
-
-
-def _fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
-    return heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])

@@ -4,13 +4,16 @@ import functools
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from flax_layers import functional
+from flax_layers import attention_core
+from flax_layers.nnx.rms_norm import RMSNorm
+from flax_layers.rotary_scaling import RotaryScaling
 
 
 class Projections(nnx.Module):
-    """Projects inputs to queries, keys and values, and what was attended to back to the features of the inputs.
+    """The parameters that project inputs to queries, keys and values, and what was attended to back to outputs.
+
+    `flax_layers.attention_core` computes with them.
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
@@ -18,7 +21,12 @@ class Projections(nnx.Module):
         num_kv_heads: Key and value heads.
         head_dim: Size of a head.
         rotary_base: Base of the rotary position embedding; None: none.
+        rotary_scaling: Changes its frequencies.
+        rotary_dim: How many features of a head it turns; None: all.
         qk_norm: Whether query and key heads are normalised.
+        qk_norm_options: What `flax_layers.nnx.RMSNorm` takes, for both.
+        use_bias: Whether the projections have biases.
+        out_bias: Whether the last projection has one; None: as the others.
         rngs: Source of the keys of the initializers.
         linear_options: What `nnx.Linear` takes, for each of the four projections.
 
@@ -34,54 +42,31 @@ class Projections(nnx.Module):
         head_dim: int | None,
         *,
         rotary_base: float | None,
+        rotary_scaling: RotaryScaling | None,
+        rotary_dim: int | None,
         qk_norm: bool,
+        qk_norm_options: dict[str, Any],
+        use_bias: bool,
+        out_bias: bool | None,
         rngs: nnx.Rngs,
         **linear_options: Any,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(in_features, num_heads, num_kv_heads, head_dim)
+        attention_core.check_heads(in_features, num_heads, num_kv_heads, head_dim)
         head_dim = in_features // num_heads if head_dim is None else head_dim
         linear = functools.partial(nnx.Linear, rngs=rngs, **linear_options)
         dtypes = {name: linear_options[name] for name in ("dtype", "param_dtype")}
-        norm = functools.partial(nnx.RMSNorm, head_dim, rngs=rngs, **dtypes)
-        self.query = linear(in_features, num_heads * head_dim)
-        self.key = linear(in_features, num_kv_heads * head_dim)
-        self.value = linear(in_features, num_kv_heads * head_dim)
-        self.out = linear(num_heads * head_dim, in_features)
+        norm = functools.partial(RMSNorm, head_dim, rngs=rngs, **dtypes, **qk_norm_options)
+        self.query = linear(in_features, num_heads * head_dim, use_bias=use_bias)
+        self.key = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.value = linear(in_features, num_kv_heads * head_dim, use_bias=use_bias)
+        self.out = linear(num_heads * head_dim, in_features, use_bias=use_bias if out_bias is None else out_bias)
         self.query_norm = nnx.data(norm() if qk_norm else None)
         self.key_norm = nnx.data(norm() if qk_norm else None)
+        self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary_base = rotary_base
-
-    def _project(
-        self, inputs: Float[Array, "*batch T features"], positions: Int[Array, "*#batch T"]
-    ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-        """Queries, keys and values, split into heads, normalised and rotated."""
-        query = functional.split_heads(self.query(inputs), self.num_heads)
-        key = functional.split_heads(self.key(inputs), self.num_kv_heads)
-        value = functional.split_heads(self.value(inputs), self.num_kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary_base is not None:
-            query = functional.rotate(query, positions, self.rotary_base)
-            key = functional.rotate(key, positions, self.rotary_base)
-        return query, key, value
-
-    def _join(self, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
-        """Outputs of the layer."""
-        return self.out(functional.merge_heads(attended))
-
-
-def _check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
-            f"{num_heads}, num_kv_heads={num_kv_heads}."
-        )
-    if head_dim is None and in_features % num_heads:
-        raise ValueError(
-            f"Without `head_dim`, `num_heads` must divide `in_features`; got in_features={in_features}, num_heads="
-            f"{num_heads}. Pass `head_dim`, or change one of the two."
-        )
+        self.rotary_scaling = rotary_scaling
+        self.rotary_dim = rotary_dim

@@ -1,0 +1,96 @@
+"""What sets one decoder apart from another: sizes, norms, and how each layer attends."""
+
+import dataclasses
+
+from flax_layers.rotary_scaling import RotaryScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """How one layer attends.
+
+    Attributes:
+        window: How many keys a query sees, its own among them; None: all before it.
+        rotary_base: Base of the rotary embedding.
+        rotary_scaling: Changes its frequencies, for long contexts.
+        rotary_dim: How many features of a head rotate; None: all.
+    """
+
+    window: int | None = None
+    rotary_base: float = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    rotary_dim: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder.
+
+    Attributes:
+        family: Name in `flax_layers.models.families`, which says how its checkpoints are written.
+        vocabulary: Number of tokens.
+        width: Size of the residual stream.
+        mlp_width: Size of the hidden layer of the MLP.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        layers: How each layer attends; as many as there are layers.
+        max_positions: The longest context that the model was made for.
+        activation: Of the gate of the MLP: a name in `flax_layers.models.decoder.ACTIVATIONS`.
+        norm_epsilon: Of all RMS norms.
+        norm_offset: Added to their scales: 1 in Gemma.
+        post_norms: Whether what attention and MLP return is normalised before it is added to the stream.
+        qk_norm: Whether query and key heads are normalised.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether the projection after attention has one.
+        mlp_bias: Whether the projections of the MLP have biases.
+        attention_scale: Factor of the scores; None: `head_dim ** -0.5`.
+        attention_softcap: Bound of the scores; None: none.
+        logits_softcap: Bound of the logits; None: none.
+        embedding_scale: Factor of the embeddings.
+        tied_embeddings: Whether the embeddings are also the last projection.
+        initializer_range: Standard deviation of new embeddings and projections.
+        bos_token_id: Begins a sequence, for generation.
+        eos_token_ids: End one.
+        pad_token_id: Fills rows.
+
+    Example:
+        >>> config = ModelConfig(
+        ...     vocabulary=256, width=64, mlp_width=128, num_heads=4, num_kv_heads=2, head_dim=16,
+        ...     layers=(LayerConfig(window=128), LayerConfig()), max_positions=1024,
+        ... )
+        >>> config.windows
+        (128, None)
+    """
+
+    family: str = "llama"
+    vocabulary: int
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    max_positions: int
+    activation: str = "silu"
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of the layers, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))

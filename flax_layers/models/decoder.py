@@ -1,0 +1,346 @@
+"""One decoder for all families: what they differ in is in its `ModelConfig`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float, Int
+
+import jflex
+from flax_layers.models import mods
+from flax_layers.models.config import LayerConfig, ModelConfig
+from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm
+from jflex.paged import PagedBatch, PagedCache
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+}
+"""By the names of Hugging Face."""
+
+Caches = tuple[DenseCache, ...]
+"""One for each layer."""
+
+
+class MLP(nnx.Module):
+    """A gated hidden layer.
+
+    Args:
+        config: The model.
+        linear: Makes a projection from its two sizes.
+    """
+
+    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear]):
+        self.gate = linear(config.width, config.mlp_width, use_bias=config.mlp_bias)
+        self.up = linear(config.width, config.mlp_width, use_bias=config.mlp_bias)
+        self.down = linear(config.mlp_width, config.width, use_bias=config.mlp_bias)
+        self.activation = config.activation
+
+    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Returns what the MLP adds to the stream."""
+        return self.down(ACTIVATIONS[self.activation](self.gate(inputs)) * self.up(inputs))
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each added to the residual stream.
+
+    Args:
+        config: The model.
+        layer: How this layer attends.
+        options: `dtype`, `param_dtype` and `rngs`, as of `Decoder`.
+        implementation: The backend of jflex.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        *,
+        implementation: str | tuple[str, ...] | None = None,
+        **options: Any,
+    ):
+        normal = nnx.initializers.normal(config.initializer_range)
+        norm_options = {"epsilon": config.norm_epsilon, "offset": config.norm_offset}
+        norm = functools.partial(RMSNorm, config.width, **norm_options, **options)
+        self.attention = FlexAttention(
+            config.width,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            rotary_base=layer.rotary_base,
+            rotary_scaling=layer.rotary_scaling,
+            rotary_dim=layer.rotary_dim,
+            qk_norm=config.qk_norm,
+            qk_norm_options=norm_options,
+            use_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            kernel_init=normal,
+            implementation=implementation,
+            **options,
+        )
+        self.mlp = MLP(config, functools.partial(nnx.Linear, kernel_init=normal, **options))
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
+        self.post_attention_norm = nnx.data(norm() if config.post_norms else None)
+        self.post_mlp_norm = nnx.data(norm() if config.post_norms else None)
+        self.config = config
+        self.layer = layer
+
+    def __call__(
+        self,
+        stream: Float[Array, "B T width"],
+        block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#B T"] | None = None,
+    ) -> Float[Array, "B T width"]:
+        """Returns the stream after this block.
+
+        Args:
+            stream: The residual stream.
+            block_mask: Who sees whom. Default: causal, within the layer's window; no block is skipped.
+            positions: For the rotary embedding. Default: 0, 1, 2, ...
+        """
+        mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
+        attended = self.attention(
+            self.attention_norm(stream),
+            score_mod=mods.score_mod(self.config),
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            positions=positions,
+        )
+        return self._add_both(stream, attended)
+
+    def decode(
+        self, stream: Float[Array, "B T width"], cache: DenseCache, block_mask: jflex.BlockMask | None = None
+    ) -> tuple[Float[Array, "B T width"], DenseCache]:
+        """Returns the stream of the next tokens of each sequence, and the cache with them."""
+        attended, cache = self.attention.decode(
+            self.attention_norm(stream),
+            cache,
+            score_mod=mods.score_mod(self.config),
+            mask_mod=mods.mask_mod(self.layer.window) if block_mask is None else None,
+            block_mask=block_mask,
+        )
+        return self._add_both(stream, attended), cache
+
+    def decode_paged(
+        self, stream: Float[Array, "N width"], cache: PagedCache, batch: PagedBatch, layer: int | Int[Array, ""]
+    ) -> tuple[Float[Array, "N width"], PagedCache]:
+        """Returns the stream of packed tokens, and the cache with them as this layer."""
+        attended, cache = self.attention.decode_paged(
+            self.attention_norm(stream),
+            cache,
+            batch,
+            layer=layer,
+            score_mod=mods.score_mod(self.config),
+            mask_mod=mods.mask_mod(self.layer.window),
+        )
+        return self._add_both(stream, attended), cache
+
+    def _add_both(
+        self, stream: Float[Array, "*batch width"], attended: Float[Array, "*batch width"]
+    ) -> Float[Array, "*batch width"]:
+        """The stream after what attention, and then the MLP, add to it."""
+        if self.post_attention_norm is not None:
+            attended = self.post_attention_norm(attended)
+        stream = stream + attended
+        added = self.mlp(self.mlp_norm(stream))
+        if self.post_mlp_norm is not None:
+            added = self.post_mlp_norm(added)
+        return stream + added
+
+
+class Decoder(nnx.Module):
+    """A causal language model: training form, dense cache and paged cache from the same parameters.
+
+    Rotary positions count along a row, through all its documents: scores depend on differences of positions alone, so
+    it does not matter where a document begins.
+
+    Args:
+        config: The model.
+        dtype: Of the computation; parameters are cast to it. Default: `param_dtype`.
+        param_dtype: Of the parameters.
+        implementation: The backend of jflex, or a sequence of them. Default: jflex chooses.
+        rngs: Source of the keys of the initializers.
+
+    Raises:
+        ValueError: The head counts do not fit, or the activation is unknown.
+
+    Example:
+        >>> from flax_layers.models.config import LayerConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=256, width=32, mlp_width=64, num_heads=4, num_kv_heads=2, head_dim=8,
+        ...     layers=(LayerConfig(window=4), LayerConfig()), max_positions=64,
+        ... )
+        >>> model = Decoder(config, rngs=nnx.Rngs(0))
+        >>> tokens = jnp.arange(10)[None]
+        >>> logits, caches = model.decode(tokens, model.init_caches(1, max_length=16))
+        >>> print(logits.shape, jnp.allclose(logits, model(tokens), atol=1e-5))
+        (1, 10, 256) True
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        implementation: str | tuple[str, ...] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if config.activation not in ACTIVATIONS:
+            raise ValueError(f"`activation` must be one of {', '.join(ACTIVATIONS)}. Got {config.activation!r}.")
+        options: dict[str, Any] = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
+        normal = nnx.initializers.normal(config.initializer_range)
+        self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, **options)
+        self.blocks = nnx.List(
+            [Block(config, layer, implementation=implementation, **options) for layer in config.layers]
+        )
+        self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, **options)
+        head = None
+        if not config.tied_embeddings:
+            head = nnx.Linear(config.width, config.vocabulary, use_bias=False, kernel_init=normal, **options)
+        self.head = nnx.data(head)
+        self.config = config
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], documents: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T vocabulary"]:
+        """Returns the logits of the token after each place, float32; see `hidden`."""
+        return self.logits(self.hidden(tokens, documents))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        documents: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "*#B T"] | None = None,
+        *,
+        remat: bool | Callable[..., bool] = False,
+    ) -> Float[Array, "B T width"]:
+        """The last hidden states, normalised: what `logits` takes.
+
+        Args:
+            tokens: Rows of tokens.
+            documents: Number of the document at each place: no token sees another document. Default: one a row.
+            positions: For the rotary embedding. Default: 0, 1, 2, ... in each row.
+            remat: Whether blocks are computed again in the backward pass. True keeps what attention saved
+                (`flax_layers.models.mods.remat_policy`); a policy of `jax.checkpoint_policies` keeps what it names.
+
+        Returns:
+            One vector for each place, in the dtype of the computation.
+        """
+        masks = mods.training_masks(self.config, *tokens.shape, documents)
+        apply = _apply
+        if remat:
+            apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
+        stream = self._embed(tokens)
+        for block in self.blocks:
+            stream = apply(block, stream, masks[block.layer.window], positions)
+        return self.norm(stream)
+
+    def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
+        """Logits of hidden states, float32: of all of them, or of the chunk that a loss takes at a time.
+
+        Args:
+            hidden: Of `hidden`, `decode_hidden` or `decode_paged_hidden`.
+
+        Returns:
+            The logits; the product is accumulated in float32.
+        """
+        if self.head is None:
+            kernel, axis = self.embed.embedding[...], 1
+        else:
+            kernel, axis = self.head.kernel[...], 0
+        contraction = (((hidden.ndim - 1,), (axis,)), ((), ()))
+        logits = jax.lax.dot_general(
+            hidden, kernel.astype(hidden.dtype), contraction, preferred_element_type=jnp.float32
+        )
+        cap = self.config.logits_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def init_caches(self, batch: int, max_length: int, *, dtype: Dtype | None = None) -> Caches:
+        """Dense caches of empty sequences, one for each layer, for `decode`.
+
+        Args:
+            batch: Number of sequences.
+            max_length: Tokens that each has room for.
+            dtype: Of keys and values. Default: that of the computation.
+
+        Returns:
+            The caches.
+        """
+        return tuple(block.attention.init_cache(batch, max_length, dtype=dtype) for block in self.blocks)
+
+    def decode(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T vocabulary"], Caches]:
+        """Continues sequences by T tokens each.
+
+        Args:
+            tokens: The next tokens of each: a prompt, one token, or a few that are speculated.
+            caches: Of `init_caches`, or what the last call returned. Donate them to `jit`.
+
+        Returns:
+            The logits of the token after each of them, and the caches with them.
+        """
+        hidden, caches = self.decode_hidden(tokens, caches)
+        return self.logits(hidden), caches
+
+    def decode_hidden(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T width"], Caches]:
+        """As `decode`, up to the logits: after a long prompt, pass those of the last token alone to `logits`."""
+        masks = mods.cache_masks(self.config, caches[0], tokens.shape[1])
+        stream, written = self._embed(tokens), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            stream, cache = block.decode(stream, cache, masks[block.layer.window])
+            written.append(cache)
+        return self.norm(stream), tuple(written)
+
+    def init_paged_cache(self, num_pages: int, page_size: int, *, dtype: Dtype | None = None) -> PagedCache:
+        """A paged cache that all layers share, for `decode_paged`.
+
+        Args:
+            num_pages: Pages in all, page 0 included, which holds no tokens.
+            page_size: Tokens in a page.
+            dtype: Of keys and values. Default: that of the computation.
+
+        Returns:
+            The cache.
+        """
+        attention = self.blocks[0].attention
+        return attention.init_paged_cache(num_pages, page_size, layers=len(self.blocks), dtype=dtype)
+
+    def decode_paged(
+        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+    ) -> tuple[Float[Array, "N vocabulary"], PagedCache]:
+        """Continues requests, each by as many tokens as it has in `tokens`.
+
+        Args:
+            tokens: The next tokens of all requests, packed.
+            cache: Of `init_paged_cache`, or what the last call returned. Donate it to `jit`.
+            batch: Which tokens are whose, and on which pages their keys are.
+
+        Returns:
+            The logits of the token after each of them, and the cache with them.
+        """
+        hidden, cache = self.decode_paged_hidden(tokens, cache, batch)
+        return self.logits(hidden), cache
+
+    def decode_paged_hidden(
+        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+    ) -> tuple[Float[Array, "N width"], PagedCache]:
+        """As `decode_paged`, up to the logits."""
+        stream = self._embed(tokens)
+        for layer, block in enumerate(self.blocks):
+            stream, cache = block.decode_paged(stream, cache, batch, layer)
+        return self.norm(stream), cache
+
+    def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
+        stream = self.embed(tokens)
+        return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
+
+
+def _apply(block: Block, *args: Any) -> Array:
+    return block(*args)

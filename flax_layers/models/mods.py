@@ -1,0 +1,104 @@
+"""What sets the attention of one family apart from another, said with mods and masks alone."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Int
+
+import jflex
+from flax_layers.models.config import ModelConfig
+from flax_layers.nnx import DenseCache
+from jflex.masks import causal, document, sliding_window
+from jflex.scores import softcap
+
+Masks = dict[int | None, jflex.BlockMask | None]
+"""The mask of each kind of layer, by its window."""
+
+FEW_TOKENS = 16
+"""Up to here one row of blocks holds all queries of a sequence, and decoding kernels serve the call."""
+
+
+def score_mod(config: ModelConfig) -> Callable[..., Array] | None:
+    """Of all layers: a soft cap, or nothing.
+
+    Args:
+        config: The model.
+
+    Returns:
+        The score_mod.
+    """
+    return None if config.attention_softcap is None else softcap(config.attention_softcap)
+
+
+def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> jflex.MaskMod:
+    """Causal, within the window, within the document.
+
+    Args:
+        window: How many keys a query sees, its own among them; None: all before it.
+        documents: Number of the document at each place; None: one document a row.
+
+    Returns:
+        The mask_mod.
+
+    Example:
+        >>> jflex.create_mask(mask_mod(2), None, None, 3, 3)[0, 0].astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+    mod = causal() if window is None else sliding_window(window - 1)
+    return mod if documents is None else jflex.and_masks(document(documents), mod)
+
+
+def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[Array, "B T"] | None) -> Masks:
+    """One BlockMask for each kind of layer; layers of a kind share it.
+
+    Args:
+        config: The model.
+        rows: B.
+        length: T.
+        documents: Number of the document at each place; it may be a tracer.
+
+    Returns:
+        The masks.
+    """
+    batch = None if documents is None else rows
+    made: Masks = {}
+    for window in config.windows:
+        seen = _within(window, length)
+        if seen not in made:
+            made[seen] = jflex.create_block_mask(mask_mod(seen, documents), batch, None, length, length)
+    return {window: made[_within(window, length)] for window in config.windows}
+
+
+def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
+    """Masks of the next tokens against a dense cache: layers read the blocks that these list, and no others.
+
+    A few tokens of a layer without a window need none: they see all that the cache holds.
+
+    Args:
+        config: The model.
+        cache: Of any layer, before the tokens are appended.
+        tokens: How many each sequence goes on by.
+
+    Returns:
+        The masks; None where the mask_mod does.
+    """
+    made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
+    for window in config.windows:
+        seen = _within(window, cache.max_length)
+        if seen not in made:
+            made[seen] = cache.block_mask(mask_mod(seen), tokens)
+    return {window: made[_within(window, cache.max_length)] for window in config.windows}
+
+
+def _within(window: int | None, length: int) -> int | None:
+    """None for a window that holds all there is."""
+    return None if window is None or window >= length else window
+
+
+def remat_policy() -> Callable[..., bool]:
+    """Keeps what attention saved for its backward pass, so that remat never attends twice.
+
+    Returns:
+        A policy for `jax.checkpoint`.
+    """
+    return jax.checkpoint_policies.save_only_these_names("jflex_out", "jflex_lse")
