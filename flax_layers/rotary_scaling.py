@@ -75,16 +75,26 @@ class Llama3Scaling:
 class LongRopeScaling:
     """Divides each frequency by a factor of its own, found by search (Ding et al. 2024, arXiv:2402.13753).
 
+    One set of factors serves up to the original context, another beyond. Keys in a cache have been rotated already, so
+    a model keeps to one set: that of `max_positions`. (Transformers goes by the length of each call.)
+
     Attributes:
-        factors: One for each pair of features.
+        short_factors: One for each pair of features, for contexts up to `original_max_positions`.
+        long_factors: Likewise, for longer ones.
+        original_max_positions: Length of the original context.
+        max_positions: The longest context that the model will see.
         magnitude: Factor of the rotated features.
 
     Example:
-        >>> LongRopeScaling((1.0, 4.0))(jnp.array([1.0, 0.5])).tolist()
+        >>> scaling = LongRopeScaling((1.0, 1.0), (1.0, 4.0), original_max_positions=4096, max_positions=131072)
+        >>> scaling(jnp.array([1.0, 0.5])).tolist()
         [1.0, 0.125]
     """
 
-    factors: tuple[float, ...]
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    max_positions: int
     magnitude: float = 1.0
 
     def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
@@ -93,9 +103,10 @@ class LongRopeScaling:
         Raises:
             ValueError: There is not one factor for each frequency.
         """
-        if len(self.factors) != frequencies.size:
+        factors = self.long_factors if self.max_positions > self.original_max_positions else self.short_factors
+        if len(factors) != frequencies.size:
             raise ValueError(
-                f"`factors` must hold one factor for each of the {frequencies.size} pairs of features that rotate. "
-                f"Got {len(self.factors)}."
+                f"LongRopeScaling must hold one factor for each of the {frequencies.size} pairs of features that "
+                f"rotate. Got {len(factors)}."
             )
-        return frequencies / jnp.asarray(self.factors, frequencies.dtype)
+        return frequencies / jnp.asarray(factors, frequencies.dtype)

@@ -1,7 +1,6 @@
 """A byte-level decoder with learnable ALiBi slopes, written with `flax_layers.nnx.FlexAttention`."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ class Block(nnx.Module):
         )
         return self._feed_forward(stream + attended), cache
 
-    def _decoding_mods(self) -> dict[str, Callable[..., Array]]:
+    def _decoding_mods(self) -> dict[str, Any]:
         """Those of training, where a sequence is one document."""
         return {"score_mod": alibi(self.slopes[...]), "mask_mod": causal()}
 

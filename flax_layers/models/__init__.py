@@ -1,6 +1,21 @@
-"""Language models of several families, all of them one decoder."""
+"""Language models of several families, all of them one decoder, and their Hugging Face checkpoints."""
 
+from flax_layers.models.checkpoint import from_pretrained, save_pretrained
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.decoder import Block, Decoder
+from flax_layers.models.folders import CheckpointError
+from flax_layers.models.sharding import RULES, parameter_shardings
+from flax_layers.models.tokenizer import Tokenizer
 
-__all__ = ["Block", "Decoder", "LayerConfig", "ModelConfig"]
+__all__ = [
+    "RULES",
+    "Block",
+    "CheckpointError",
+    "Decoder",
+    "LayerConfig",
+    "ModelConfig",
+    "Tokenizer",
+    "from_pretrained",
+    "parameter_shardings",
+    "save_pretrained",
+]

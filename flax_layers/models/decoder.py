@@ -246,9 +246,9 @@ class Decoder(nnx.Module):
             One vector for each place, in the dtype of the computation.
         """
         masks = mods.training_masks(self.config, *tokens.shape, documents)
-        apply = Block.__call__
+        apply = _apply
         if remat:
-            apply = nnx.remat(apply, policy=mods.remat_policy() if remat is True else remat)
+            apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
         stream = constrain(self._embed(tokens))
         for block in self.blocks:
             stream = constrain(apply(block, stream, masks[block.layer.window], positions))
@@ -351,3 +351,7 @@ class Decoder(nnx.Module):
         # Taken, then cast: so the gradients of a token that occurs many times are summed in the parameters' dtype.
         stream = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
+
+
+def _apply(block: Block, *args: Any) -> Array:
+    return block(*args)

@@ -65,10 +65,12 @@ def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[A
         The masks.
     """
     batch = None if documents is None else rows
-    return {
-        window: jflex.create_block_mask(mask_mod(window, documents), batch, None, length, length)
-        for window in config.windows
-    }
+    made: Masks = {}
+    for window in config.windows:
+        seen = _within(window, length)
+        if seen not in made:
+            made[seen] = jflex.create_block_mask(mask_mod(seen, documents), batch, None, length, length)
+    return {window: made[_within(window, length)] for window in config.windows}
 
 
 def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
@@ -84,10 +86,17 @@ def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
     Returns:
         The masks; None where the mask_mod does.
     """
-    return {
-        window: None if window is None and tokens <= FEW_TOKENS else cache.block_mask(mask_mod(window), tokens)
-        for window in config.windows
-    }
+    made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
+    for window in config.windows:
+        seen = _within(window, cache.max_length)
+        if seen not in made:
+            made[seen] = cache.block_mask(mask_mod(seen), tokens)
+    return {window: made[_within(window, cache.max_length)] for window in config.windows}
+
+
+def _within(window: int | None, length: int) -> int | None:
+    """None for a window that holds all there is."""
+    return None if window is None or window >= length else window
 
 
 def remat_policy() -> Callable[..., bool]:

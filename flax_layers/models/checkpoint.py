@@ -1,0 +1,169 @@
+"""Hugging Face checkpoints: read to a `Decoder`, one tensor at a time, and written from one."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+from flax.typing import Dtype
+from jax.sharding import Mesh
+
+from flax_layers.models import families
+from flax_layers.models.config import ModelConfig
+from flax_layers.models.config_json import read_config, write_config
+from flax_layers.models.decoder import Decoder
+from flax_layers.models.folders import CheckpointError, copy_tokenizer, replaced_folder
+from flax_layers.models.sharding import RULES, Rules, parameter_shardings
+from flax_layers.models.tensor_files import TensorFiles, write_files
+
+Folder = str | pathlib.Path
+
+_IGNORED = (".rotary_emb.inv_freq",)
+"""Ends of names of tensors that hold no parameters: old files of Llama have them."""
+
+
+def from_pretrained(
+    folder: Folder,
+    *,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = RULES,
+    implementation: str | tuple[str, ...] | None = None,
+    max_positions: int | None = None,
+) -> Decoder:
+    """Reads a model from a folder that `transformers` or `save_pretrained` wrote.
+
+    Files are mapped into memory, and parameters read one after the other, each device's part straight to that device:
+    the host never holds more than one parameter beside what lies on devices. All names and shapes are compared before
+    the first is read.
+
+    Args:
+        folder: It holds `config.json`, and one or more `*.safetensors`.
+        dtype: Of the computation. Default: `param_dtype`.
+        param_dtype: Of the parameters, float32 for training. Default: `dtype`, or else what the files have.
+        mesh: Devices to spread the parameters over. Default: all on JAX's default device.
+        rules: How each parameter is cut over the mesh.
+        implementation: The backend of jflex.
+        max_positions: The longest context that will be used, for models with two sets of rotary factors (LongRoPE).
+            Default: what the file says.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: The folder, or a file that belongs to it, does not exist.
+        CheckpointError: The architecture is not known; or names and shapes of tensors are not those of the model. The
+            message lists all of them.
+        ValueError: The mesh does not divide the model.
+    """
+    folder = pathlib.Path(folder)
+    config = read_folder_config(folder, max_positions)
+    with TensorFiles(folder) as files:
+        if param_dtype is None:
+            param_dtype = dtype or files.common_dtype()
+        build = lambda: Decoder(
+            config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=nnx.Rngs(0)
+        )
+        graph, state = nnx.split(nnx.eval_shape(build))
+        leaves = dict(state.flat_state())
+        paths = {".".join(map(str, path)): path for path in leaves}
+        shapes = {name: leaves[path].shape for name, path in paths.items()}
+        tensors = families.tensors_of(families.family_named(config.family), shapes)
+        _check_tensors(folder, config, tensors, files)
+        shardings = None
+        if mesh is not None:
+            shardings = parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
+        for name, tensor in tensors.items():
+            start = 0
+            for path, size in zip(tensor.parts, tensor.sizes, strict=True):
+                sharding = None if shardings is None else shardings[path]
+                rows = slice(start, start + size)
+                array = files.read(name, rows, param_dtype, transposed=tensor.transposed, sharding=sharding)
+                leaves[paths[path]] = leaves[paths[path]].replace(array)
+                start += size
+    return nnx.merge(graph, nnx.State.from_flat_path(leaves))
+
+
+def read_folder_config(folder: Folder, max_positions: int | None = None) -> ModelConfig:
+    """The model that the `config.json` of a folder describes.
+
+    Args:
+        folder: Of a checkpoint.
+        max_positions: As for `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: There is none.
+        CheckpointError: It cannot be read, or describes what the decoder cannot do.
+    """
+    path = pathlib.Path(folder) / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}.")
+    try:
+        return read_config(json.loads(path.read_text()), max_positions)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not the configuration of a model that can be read: {error}") from error
+
+
+def save_pretrained(
+    model: Decoder, folder: Folder, *, source: Folder | None = None, max_file_bytes: int = 4 << 30
+) -> None:
+    """Writes a model as `transformers` reads it.
+
+    All files are written beside the folder and take its place at the end: if that fails, as on a full disk, an earlier
+    checkpoint in the folder is what it was.
+
+    Args:
+        model: The model; tensors have the dtype of its parameters.
+        folder: An earlier checkpoint in it is replaced.
+        source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has some.
+        max_file_bytes: Tensors that go into one file; the host holds those of one file at a time.
+
+    Raises:
+        CheckpointError: `folder` holds files that do not belong to a checkpoint.
+        ValueError: The family of `model.config` cannot say what the model does.
+        OSError: Writing fails.
+    """
+    folder = pathlib.Path(folder)
+    raw = write_config(model.config)
+    values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.state(model, nnx.Param).flat_state()}
+    raw["torch_dtype"] = str(values["norm.scale"].dtype)
+    shapes = {path: value.shape for path, value in values.items()}
+    tensors = families.tensors_of(families.family_named(model.config.family), shapes)
+    with replaced_folder(folder) as room:
+        (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_files(room, tensors, values, max_file_bytes)
+        copy_tokenizer(folder if source is None else pathlib.Path(source), room)
+
+
+def _check_tensors(
+    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, families.Tensor], files: TensorFiles
+) -> None:
+    """Raises one error that lists all differences between the model and the files."""
+    known = set(tensors)
+    if config.tied_embeddings:
+        known.add("lm_head.weight")  # some files hold it a second time
+    missing = [name for name in tensors if name not in files.shapes]
+    superfluous = [name for name in files.shapes if name not in known and not name.endswith(_IGNORED)]
+    wrong = [
+        f"{name}: {list(files.shapes[name])}, not {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if name in files.shapes and files.shapes[name] != tensor.shape
+    ]
+    other = [f"{name}: {dtype}" for name, dtype in files.dtypes.items() if name in tensors and dtype not in files.READ]
+    found: dict[str, list[Any]] = {
+        "missing": missing,
+        "superfluous": superfluous,
+        "of a wrong shape": wrong,
+        f"of a dtype other than {', '.join(files.READ)}": other,
+    }
+    lists = [f"{len(names)} {what}:\n  " + "\n  ".join(names) for what, names in found.items() if names]
+    if lists:
+        raise CheckpointError(
+            f"The tensors in {folder} are not those of the model that its `config.json` describes, "
+            f"{config.family} with {len(config.layers)} layers. Nothing was loaded.\n" + "\n".join(lists)
+        )

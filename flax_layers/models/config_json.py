@@ -1,0 +1,309 @@
+"""`config.json` of Hugging Face checkpoints: read to a `ModelConfig`, and written from one.
+
+Both forms of rotary parameters are read: `rope_theta` and `rope_scaling` of Transformers 4, `rope_parameters` of 5.
+The first is written, which both read.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flax_layers.models.config import LayerConfig, ModelConfig
+from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
+from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling
+
+Raw = Mapping[str, Any]
+"""What `config.json` holds."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
+    """The model that a `config.json` describes.
+
+    Args:
+        raw: What it holds.
+        max_positions: The longest context that will be used. Default: what the file says. It decides between the two
+            sets of factors of a LongRoPE.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The architecture is not known, a size is missing, or the file asks for what the decoder cannot do.
+
+    Example:
+        >>> config = read_config({
+        ...     "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+        ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500000.0,
+        ... })
+        >>> config.head_dim, config.layers[0]
+        (16, LayerConfig(window=None, rotary_base=500000.0, rotary_scaling=None, rotary_dim=None))
+    """
+    family = family_of(raw)
+    missing = [key for key in _REQUIRED if raw.get(key) is None]
+    if missing:
+        raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
+    for key in ("quantization_config", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise ValueError(f"`config.json` sets `{key}`, which this decoder cannot do. Got {raw[key]!r}.")
+    raw = {**_DEFAULTS, **family.defaults, **raw}
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    positions = max_positions or raw["max_position_embeddings"]
+    gemma = "query_pre_attn_scalar" in raw
+    bias = bool(raw.get("attention_bias", False))
+    eos = raw.get("eos_token_id")
+    fields = {
+        "layers": tuple(_layer(raw, kind, head_dim, positions) for kind in layer_kinds(family, raw)),
+        "activation": raw.get("hidden_activation")
+        or raw.get("hidden_act")
+        or ("gelu_pytorch_tanh" if gemma else "silu"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "attention_scale": raw["query_pre_attn_scalar"] ** -0.5 if gemma else None,
+        "attention_softcap": raw.get("attn_logit_softcapping"),
+        "logits_softcap": raw.get("final_logit_softcapping"),
+        "embedding_scale": math.sqrt(raw["hidden_size"]) if gemma else 1.0,
+    }
+    return ModelConfig(
+        family=family.name,
+        vocabulary=raw["vocab_size"],
+        width=raw["hidden_size"],
+        mlp_width=raw["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        max_positions=positions,
+        norm_epsilon=raw["rms_norm_eps"],
+        tied_embeddings=bool(raw["tie_word_embeddings"]),
+        initializer_range=raw["initializer_range"],
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        pad_token_id=raw.get("pad_token_id"),
+        **{**fields, **family.traits},
+    )
+
+
+def family_of(raw: Raw) -> Family:
+    """The family of a checkpoint, by `architectures` of its `config.json`.
+
+    Args:
+        raw: What `config.json` holds.
+
+    Returns:
+        The family.
+
+    Raises:
+        ValueError: It is not known, or is refused.
+
+    Example:
+        >>> family_of({"architectures": ["GptOssForCausalLM"]})
+        Traceback (most recent call last):
+        ValueError: GptOssForCausalLM is not supported: its attention sinks ...
+    """
+    names = raw.get("architectures") or ()
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    for name in names:
+        if name in REFUSED:
+            raise ValueError(f"{name} is not supported: {REFUSED[name]}.")
+    raise ValueError(
+        f"`architectures` of `config.json` must name one of {', '.join(FAMILIES)}. Got {list(names)}, with "
+        f"`model_type` {raw.get('model_type')!r}."
+    )
+
+
+def layer_kinds(family: Family, raw: Raw) -> list[str]:
+    """Whether each layer sees all keys or a window of them.
+
+    Args:
+        family: Of the model.
+        raw: What `config.json` holds, with the family's defaults.
+
+    Returns:
+        `full_attention` or `sliding_attention` for each layer.
+
+    Raises:
+        ValueError: A layer is of another kind, or the kinds are not one for each layer.
+    """
+    layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
+    if family.name == "llama":
+        return [FULL] * layers
+    if family.name in ("mistral", "phi3"):
+        return [FULL if raw.get("sliding_window") is None else SLIDING] * layers
+    if family.name in ("qwen2", "qwen3") and not raw.get("use_sliding_window"):
+        return [FULL] * layers
+    if kinds is None and family.name in ("qwen2", "qwen3"):
+        return [SLIDING if layer >= raw["max_window_layers"] else FULL for layer in range(layers)]
+    if kinds is None:
+        return [SLIDING if (layer + 1) % raw["sliding_window_pattern"] else FULL for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ValueError(
+            f"`layer_types` of `config.json` must hold {FULL} or {SLIDING} for each of the {layers} layers. Got "
+            f"{kinds}."
+        )
+    return list(kinds)
+
+
+def _layer(raw: Raw, kind: str, head_dim: int, max_positions: int) -> LayerConfig:
+    """How a layer of a kind attends."""
+    rope = _rope(raw, kind)
+    fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    return LayerConfig(
+        window=raw["sliding_window"] if kind == SLIDING else None,
+        rotary_base=float(rope["rope_theta"]),
+        rotary_scaling=_scaling(raw, rope, max_positions),
+        rotary_dim=None if fraction == 1.0 else int(head_dim * fraction),
+    )
+
+
+def _rope(raw: Raw, kind: str) -> Raw:
+    """The rotary parameters of a kind of layer, in the form of Transformers 5."""
+    given = raw.get("rope_parameters")
+    if given is not None:
+        given = given.get(kind, given)
+        return {"rope_theta": raw["rope_theta"], **given}
+    if kind == SLIDING and "rope_local_base_freq" in raw:
+        return {"rope_theta": raw["rope_local_base_freq"]}
+    return {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+
+
+def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
+    """How the rotary embedding is stretched."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    original = rope.get("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(rope["factor"])
+    if kind == "llama3":
+        return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    if kind in ("longrope", "su"):
+        factor = rope.get("factor") or raw["max_position_embeddings"] / original
+        magnitude = rope.get("attention_factor")
+        if magnitude is None:
+            magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
+        return LongRopeScaling(short, long, original, max_positions, magnitude)
+    raise ValueError(
+        f"The rotary scaling of `config.json` must be default, linear, llama3 or longrope. Got {kind!r}; without "
+        "it, the model serves its original context."
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """What `config.json` of a model holds.
+
+    Args:
+        config: The model.
+
+    Returns:
+        The keys that `transformers`, and `read_config`, read.
+
+    Raises:
+        ValueError: The family cannot say what the model does.
+
+    Example:
+        >>> config = ModelConfig(
+        ...     vocabulary=256, width=64, mlp_width=128, num_heads=4, num_kv_heads=2, head_dim=16,
+        ...     layers=(LayerConfig(),) * 2, max_positions=1024,
+        ... )
+        >>> read_config(write_config(config)) == config
+        True
+    """
+    family = family_named(config.family)
+    gemma = family.name.startswith("gemma")
+    full = [layer for layer in config.layers if layer.window is None] or list(config.layers)
+    eos = config.eos_token_ids
+    raw = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "hidden_activation" if gemma else "hidden_act": config.activation,
+        "rms_norm_eps": config.norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": config.out_bias,
+        "mlp_bias": config.mlp_bias,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+        "pad_token_id": config.pad_token_id,
+        **_written_rope(full[0], config.head_dim),
+        **_written_windows(family, config),
+    }
+    if gemma:
+        raw["query_pre_attn_scalar"] = _whole((config.attention_scale or config.head_dim**-0.5) ** -2)
+        raw["attn_logit_softcapping"] = config.attention_softcap
+        raw["final_logit_softcapping"] = config.logits_softcap
+    if read_config(raw) != config:
+        differ = [key for key, value in vars(read_config(raw)).items() if value != getattr(config, key)]
+        raise ValueError(
+            f"`config.json` of the family {family.name} cannot say what this model does: {', '.join(differ)} would be "
+            "read otherwise. Choose another `family`, or the family's own values."
+        )
+    return raw
+
+
+def _written_windows(family: Family, config: ModelConfig) -> dict[str, Any]:
+    windows = [layer.window for layer in config.layers]
+    size = next((window for window in windows if window is not None), None)
+    if family.name == "llama":
+        return {}
+    if family.name in ("mistral", "phi3"):
+        return {"sliding_window": size}
+    raw: dict[str, Any] = {"sliding_window": size, "layer_types": [FULL if x is None else SLIDING for x in windows]}
+    if family.name.startswith("qwen"):
+        raw |= {"use_sliding_window": size is not None, "max_window_layers": windows.count(None)}
+    if family.name == "gemma3_text":
+        local = next((layer.rotary_base for layer in config.layers if layer.window is not None), 10000.0)
+        raw["rope_local_base_freq"] = local
+    return raw
+
+
+def _written_rope(layer: LayerConfig, head_dim: int) -> dict[str, Any]:
+    raw: dict[str, Any] = {"rope_theta": layer.rotary_base, "rope_scaling": None}
+    if layer.rotary_dim is not None:
+        raw["partial_rotary_factor"] = layer.rotary_dim / head_dim
+    scaling = layer.rotary_scaling
+    if isinstance(scaling, LinearScaling):
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3Scaling):
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    if isinstance(scaling, LongRopeScaling):
+        raw["original_max_position_embeddings"] = scaling.original_max_positions
+        raw["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short_factors),
+            "long_factor": list(scaling.long_factors),
+            "attention_factor": scaling.magnitude,
+        }
+    return raw
+
+
+def _whole(x: float) -> float | int:
+    return round(x) if abs(x - round(x)) < 1e-6 else x

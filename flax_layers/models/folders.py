@@ -1,0 +1,90 @@
+"""Folders of checkpoints: what they hold, and how a new one takes the place of an old one."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What is copied from checkpoint to checkpoint."""
+
+_BELONGS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?")
+
+
+class CheckpointError(ValueError):
+    """A folder is no checkpoint that can be read, or replaced."""
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """An empty folder beside `folder`, which takes its place when the context ends without an error.
+
+    Until then nothing in `folder` is touched. The old folder is moved away and then removed: were the machine to stop
+    between the two renames, it is found under `.NAME.old`.
+
+    Args:
+        folder: It need not exist. If it does, it holds a checkpoint, or nothing.
+
+    Yields:
+        The empty folder.
+
+    Raises:
+        CheckpointError: `folder` holds files that do not belong to a checkpoint.
+    """
+    folder = pathlib.Path(os.path.abspath(folder))
+    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
+    if strange:
+        raise CheckpointError(
+            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
+            f"{', '.join(strange)}."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
+    try:
+        yield room
+        for path in room.iterdir():
+            _flush(path)
+        room.chmod(0o755)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        room.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies the files that say how text becomes tokens.
+
+    Args:
+        source: A checkpoint; what it lacks is not copied.
+        target: A folder.
+    """
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _belongs(path: pathlib.Path) -> bool:
+    return path.is_file() and (path.name in TOKENIZER_FILES or _BELONGS.fullmatch(path.name) is not None)
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Waits until a file lies on the disk: a full one may say so only now."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

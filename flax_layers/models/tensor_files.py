@@ -1,0 +1,191 @@
+"""Tensors in `*.safetensors` files: one file or many, mapped into memory, read and written one after the other."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+from flax_layers.models.families import Shape, Tensor
+from flax_layers.models.folders import CheckpointError
+from flax_layers.models.optional import needs
+
+INDEX = "model.safetensors.index.json"
+CHUNK_BYTES = 16 << 20
+"""What is converted at a time, on its way from the file to where it stays."""
+
+
+class TensorFiles(contextlib.ExitStack):
+    """The tensors of a folder. Files stay open, mapped into memory, until the context ends.
+
+    Args:
+        folder: It holds `*.safetensors`, and an index of them or none.
+
+    Raises:
+        FileNotFoundError: There are none, or one of the index is missing.
+        CheckpointError: A file cannot be read, or does not hold what the index says.
+    """
+
+    READ = ("F32", "F16", "BF16", "F64")
+    """Dtypes that hold parameters, in the words of the files."""
+
+    def __init__(self, folder: pathlib.Path):
+        super().__init__()
+        self._slices: dict[str, Any] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, str] = {}
+        for path, names in _paths(folder).items():
+            file = self.enter_context(_opened(path))
+            held = set(file.keys())
+            absent = [] if names is None else sorted(set(names) - held)
+            if absent:
+                raise CheckpointError(f"{path} lacks tensors that {INDEX} puts there: {', '.join(absent)}.")
+            for name in file.keys() if names is None else names:
+                piece = file.get_slice(name)
+                self._slices[name] = piece
+                self.shapes[name] = tuple(piece.get_shape())
+                self.dtypes[name] = piece.get_dtype()
+
+    def common_dtype(self) -> Dtype:
+        """The dtype that most tensors have."""
+        names = [name for name in self.dtypes.values() if name in _DTYPES]
+        return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
+
+    def read(self, name: str, rows: slice, dtype: Dtype, *, transposed: bool, sharding: Sharding | None) -> Array:
+        """Reads rows of a tensor to where they stay.
+
+        Args:
+            name: Of the tensor.
+            rows: Of its first axis.
+            dtype: Of the result.
+            transposed: Whether the result is `[in, out]` of a tensor `[out, in]`.
+            sharding: Where it goes; each device gets its own part and no more. Default: JAX's default device.
+
+        Returns:
+            The array; it lies where it belongs when this returns, and the host has let go of it.
+        """
+        piece, shape = self._slices[name], (rows.stop - rows.start, *self.shapes[name][1:])
+        if sharding is None:
+            return jax.block_until_ready(jax.device_put(_part(piece, rows.start, shape, dtype, transposed)))
+        parts: dict[str, np.ndarray] = {}  # devices with equal parts share one
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            if str(index) not in parts:
+                parts[str(index)] = _part(piece, rows.start, shape, dtype, transposed, index)
+            return parts[str(index)]
+
+        final = shape[::-1] if transposed else shape
+        return jax.block_until_ready(jax.make_array_from_callback(final, sharding, part))
+
+
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+
+
+def _part(
+    piece: Any,
+    start: int,
+    shape: Shape,
+    dtype: Dtype,
+    transposed: bool,
+    index: tuple[slice, ...] | None = None,
+) -> np.ndarray:
+    """Part `index` of the result: read, cast and transposed a few rows at a time."""
+    index = (slice(None),) * len(shape) if index is None else index
+    index = index[::-1] if transposed else index
+    ranges = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
+    sizes = [len(x) for x in ranges]
+    out = np.empty(sizes[::-1] if transposed else sizes, dtype)
+    step = max(1, CHUNK_BYTES // (4 * max(1, int(np.prod(sizes[1:])))))
+    columns = tuple(slice(x.start, x.stop) for x in ranges[1:])
+    for first in range(0, sizes[0], step):
+        last = min(first + step, sizes[0])
+        begin = start + ranges[0].start
+        chunk = piece[(slice(begin + first, begin + last), *columns)]
+        place = (slice(None),) * (len(sizes) - 1) + (slice(first, last),) if transposed else slice(first, last)
+        out[place] = chunk.T if transposed else chunk
+    return out
+
+
+def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
+    """Files, and what the index says that they hold."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index} is not an index of tensors: {error!r}.") from error
+        files: dict[pathlib.Path, list[str] | None] = {}
+        for name, file in places.items():
+            files.setdefault(folder / file, []).append(name)  # pyright: ignore[reportOptionalMemberAccess]
+        missing = [str(path) for path in files if not path.exists()]
+        if missing:
+            raise FileNotFoundError(f"{INDEX} names files that do not exist: {', '.join(missing)}.")
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise FileNotFoundError(f"`folder` must hold *.safetensors. {folder} holds {others}.")
+    return dict.fromkeys(found)
+
+
+def _opened(path: pathlib.Path) -> Any:
+    with needs("safetensors"):
+        import safetensors
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+
+
+def write_files(
+    folder: pathlib.Path, tensors: Mapping[str, Tensor], values: Mapping[str, Array], max_file_bytes: int
+) -> None:
+    """Writes tensors to one file, or to several with an index.
+
+    Args:
+        folder: It exists.
+        tensors: By name.
+        values: The parameters that they are made of, by path.
+        max_file_bytes: Of one file; a larger tensor has a file of its own.
+
+    Raises:
+        OSError: Writing fails.
+    """
+    with needs("safetensors"):
+        import safetensors
+        import safetensors.numpy
+    size = {name: sum(values[path].nbytes for path in tensor.parts) for name, tensor in tensors.items()}
+    groups, total = [[]], 0
+    for name in tensors:
+        if groups[-1] and total + size[name] > max_file_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size[name]
+    places: dict[str, str] = {}
+    for number, names in enumerate(groups, 1):
+        several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = "model.safetensors" if len(groups) == 1 else several
+        held = {name: _joined(tensors[name], values) for name in names}
+        try:
+            safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"Writing {folder / file} failed: {error}.") from error
+        places |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(size.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
+    """A tensor on the host."""
+    parts = [np.asarray(values[path]) for path in tensor.parts]
+    parts = [part.T if tensor.transposed else part for part in parts]
+    return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

@@ -1,0 +1,175 @@
+"""Text to tokens and back, by `tokenizer.json` and the chat template of a checkpoint."""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from jaxtyping import Int32
+
+from flax_layers.models.optional import needs
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]
+"""Of a chat: `{"role": "user", "content": "..."}`."""
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Args:
+        folder: It holds `tokenizer.json`, and as a rule `tokenizer_config.json`, with the chat template or beside
+            `chat_template.jinja`.
+
+    Raises:
+        FileNotFoundError: There is no `tokenizer.json`.
+    """
+
+    def __init__(self, folder: str | pathlib.Path):
+        folder = pathlib.Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise FileNotFoundError(
+                f"`folder` must hold `tokenizer.json`. There is no {path}; `transformers` writes one with "
+                "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`."
+            )
+        with needs("tokenizers"):
+            import tokenizers
+        self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        config_path = folder / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+        self.special_tokens: dict[str, str] = {
+            name: _content(config[name])
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if config.get(name)
+        }
+        self.chat_templates = _chat_templates(folder, config)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens, special ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    def token_id(self, token: str) -> int | None:
+        """The number of a token, None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
+        """The tokens of a text.
+
+        Args:
+            text: Names of special tokens in it become these tokens.
+            special_tokens: Whether those are added that the tokenizer begins or ends a text with.
+
+        Returns:
+            Their numbers.
+        """
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+
+    def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
+        """The text of tokens.
+
+        Args:
+            tokens: Their numbers.
+            special_tokens: Whether special ones are shown.
+
+        Returns:
+            The text.
+        """
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special_tokens)
+
+    def decode_stream(self, tokens: Iterable[int], *, special_tokens: bool = False) -> Iterator[str]:
+        """The text of tokens as they come: whole characters only, though a character may have several tokens.
+
+        Args:
+            tokens: Their numbers, one after the other.
+            special_tokens: Whether special ones are shown.
+
+        Yields:
+            Pieces of the text.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=not special_tokens)
+        for token in tokens:
+            piece = stream.step(self._tokenizer, int(token))
+            if piece:
+                yield piece
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: str = "default",
+        **values: Any,
+    ) -> str:
+        """The text of a chat, by the checkpoint's template. Encode it with `special_tokens=False`.
+
+        The template runs in the sandbox of jinja2.
+
+        Args:
+            messages: Who said what, in order.
+            add_generation_prompt: Whether the beginning of the answer follows.
+            template: Which one, where there are several.
+            values: What else the template reads, as `tools`.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: There is no such template, or it refuses the messages.
+        """
+        if template not in self.chat_templates:
+            known = ", ".join(self.chat_templates) or "none"
+            raise ValueError(
+                f"`template` must name a chat template of the checkpoint; it has {known}. Got {template!r}."
+            )
+        with needs("jinja2"):
+            import jinja2
+        compiled = _environment().from_string(self.chat_templates[template])
+        values = {"tools": None, "documents": None, **self.special_tokens, **values}
+        try:
+            return compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"The chat template refuses `messages`: {error}") from error
+
+
+def _content(token: Any) -> str:
+    """Of a token, which files write as a text or as an object."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; a file of its own counts before what the configuration holds."""
+    given = config.get("chat_template") or {}
+    if isinstance(given, str):
+        given = {"default": given}
+    elif isinstance(given, list):
+        given = {entry["name"]: entry["template"] for entry in given}
+    path = folder / "chat_template.jinja"
+    return {**given, "default": path.read_text(encoding="utf-8")} if path.exists() else dict(given)
+
+
+def _environment() -> "jinja2.Environment":
+    """What templates of Hugging Face are written for."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

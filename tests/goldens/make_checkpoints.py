@@ -1,0 +1,150 @@
+"""Makes the small checkpoints that tests read, with what `transformers` computes from them.
+
+    python tests/goldens/make_checkpoints.py [FOLDER] [FAMILY ...]
+
+It needs torch and transformers, which nothing else here does. A folder holds what `save_pretrained` writes, and
+`expected.npz`: tokens [2, 24], their logits in float32, and 32 tokens that greedy decoding goes on with. The margin of
+the best logit over the next is checked, so that rounding decides no token.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+PROMPT, STEPS, ROWS = 24, 32, 2
+MARGIN = 2e-3
+
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 1.9, 3.7],
+}
+_GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
+
+# Name: class of the model, its dtype in the file, what its configuration sets.
+CASES = {
+    "llama2": ("Llama", "float32", {"num_key_value_heads": 6, "num_hidden_layers": 2}),
+    "llama3": ("Llama", "bfloat16", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 10}),
+    "llama_linear": (
+        "Llama",
+        "float16",
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mistral": ("Mistral", "bfloat16", {"sliding_window": 9, "head_dim": 14}),
+    "qwen2": ("Qwen2", "bfloat16", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", "bfloat16", {"head_dim": 18, "num_key_value_heads": 3}),
+    "gemma2": ("Gemma2", "bfloat16", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3Text",
+        "bfloat16",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        "bfloat16",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 11},
+    ),
+}
+
+
+def make(name: str, folder: pathlib.Path) -> None:
+    kind, dtype, options = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options})
+    model_class = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+    seed, margin = 0, 0.0
+    while margin < MARGIN:
+        generator = torch.Generator().manual_seed(seed := seed + 1)
+        model = model_class(config).eval()
+        draw_parameters(model, generator, getattr(torch, dtype))
+        tokens = torch.randint(3, config.vocab_size, (ROWS, PROMPT), generator=generator)
+        with torch.no_grad():
+            logits = model(tokens).logits
+            greedy, margin = continue_greedily(model, tokens)
+    # Two files for one of them: an index names which tensor is where.
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size="100KB" if name == "llama3" else "1GB")
+    expected = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy(), "greedy": greedy.astype(np.int32)}
+    np.savez_compressed(folder / "expected.npz", **expected)
+    kinds = len(np.unique(greedy))
+    print(f"{name}: seed {seed}, margin {margin:.4f}, logits up to {logits.abs().max():.2f}, {kinds} different tokens")
+
+
+@torch.no_grad()
+def draw_parameters(model: torch.nn.Module, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Numbers that the file's dtype holds. (`model.to` would round the rotary frequencies, too.)"""
+    gemma = "Gemma" in type(model).__name__
+    for path, parameter in sorted(model.named_parameters()):
+        scales = path.endswith("norm.weight") and not gemma
+        spread = 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5
+        if gemma:  # small embeddings and large blocks; else each token repeats itself, for the embedding is tied
+            if path.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                scales, spread = True, 1.0
+            if path == "model.embed_tokens.weight":
+                spread /= 8
+            if path == "model.norm.weight":
+                scales, spread = True, 4.0
+        parameter.normal_(1.0 if scales else 0.0, spread, generator=generator)
+        parameter.copy_(parameter.to(dtype))
+
+
+def continue_greedily(model, tokens: torch.Tensor) -> tuple[np.ndarray, float]:
+    """32 tokens, each from all tokens before it, without a cache; and the least margin."""
+    margin, row = float("inf"), tokens
+    for _ in range(STEPS):
+        best = model(row, use_cache=False).logits[:, -1].topk(2)
+        margin = min(margin, float((best.values[:, 0] - best.values[:, 1]).min()))
+        row = torch.cat([row, best.indices[:, :1]], dim=1)
+    return row[:, tokens.shape[1] :].numpy(), margin
+
+
+def main() -> None:
+    here = pathlib.Path(__file__).parent
+    root = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here
+    for name in sys.argv[2:] or CASES:
+        make(name, root / name)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+    (root / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
