@@ -29,7 +29,12 @@ class AlibiBias(nnx.Module):
         self.slopes = nnx.Param(alibi_slopes(num_heads).astype(param_dtype))
 
     def __call__(
-        self, score: Float[Array, ""], b: Int[Array, ""], h: Int[Array, ""], q_idx: Int[Array, ""], kv_idx: Int[Array, ""]
+        self,
+        score: Float[Array, ""],
+        b: Int[Array, ""],
+        h: Int[Array, ""],
+        q_idx: Int[Array, ""],
+        kv_idx: Int[Array, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the penalty."""
         return alibi(self.slopes[...])(score, b, h, q_idx, kv_idx)
@@ -53,13 +58,16 @@ class RelativeBias(nnx.Module):
         ((4, 257), 1.0)
     """
 
-    def __init__(
-        self, num_heads: int, max_distance: int = 128, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs
-    ):
+    def __init__(self, num_heads: int, max_distance: int = 128, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
         self.table = nnx.Param(jnp.zeros((num_heads, 2 * max_distance + 1), param_dtype))
 
     def __call__(
-        self, score: Float[Array, ""], b: Int[Array, ""], h: Int[Array, ""], q_idx: Int[Array, ""], kv_idx: Int[Array, ""]
+        self,
+        score: Float[Array, ""],
+        b: Int[Array, ""],
+        h: Int[Array, ""],
+        q_idx: Int[Array, ""],
+        kv_idx: Int[Array, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the number of its distance."""
         return relative_bias(self.table[...])(score, b, h, q_idx, kv_idx)

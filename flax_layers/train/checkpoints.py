@@ -46,7 +46,11 @@ class Checkpoints:
     def last_good(self) -> str:
         """The newest checkpoint in words."""
         step = self.latest()
-        return "There is no checkpoint" if step is None else f"The last good checkpoint is of step {step}, {self.folder}/{step}"
+        return (
+            "There is no checkpoint"
+            if step is None
+            else f"The last good checkpoint is of step {step}, {self.folder}/{step}"
+        )
 
     def save(self, step: int, state: State) -> None:
         """Writes a checkpoint, and waits for it.
@@ -60,9 +64,7 @@ class Checkpoints:
         """
         if step == self.latest():
             return
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(self._about)
-        )
+        parts = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(self._about))
         try:
             self._manager.save(step, args=parts, force=True)
             self._manager.wait_until_finished()

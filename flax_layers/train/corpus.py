@@ -1,6 +1,7 @@
 """What is trained on: text and token files, laid end to end, cut into rows, and their documents numbered."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -8,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from flax_layers.train.order import permuted
 from flax_layers.train.errors import InputError
+from flax_layers.train.order import permuted
 from flax_layers.train.tokens import Encoder
 
 TOKEN_FILES = (".npy", ".bin")
@@ -46,8 +47,10 @@ class Corpus:
     files: tuple[Int[np.ndarray, " tokens"], ...]
     end_tokens: tuple[int, ...] = ()
 
-    def __post_init__(self):
-        object.__setattr__(self, "_starts", np.cumsum([0, *map(len, self.files)]))
+    @functools.cached_property
+    def _starts(self) -> Int[np.ndarray, " files+1"]:
+        """Where each file begins, and the end of the last."""
+        return np.cumsum([0, *map(len, self.files)])
 
     @property
     def size(self) -> int:
@@ -195,8 +198,8 @@ def read_corpus(
         The corpus.
 
     Raises:
-        InputError: A path does not exist; a token file does not hold one axis of whole numbers; a text is not UTF-8; there is text and no
-            tokenizer.
+        InputError: A path does not exist; a token file does not hold one axis of whole numbers; a text is not UTF-8;
+            there is text and no tokenizer.
     """
     names, files = [], []
     for path in _files_of(paths):
@@ -204,7 +207,7 @@ def read_corpus(
             tokens = _mapped(path, token_dtype)
         elif tokenizer is None:
             raise InputError(
-                f"`--data` holds text, {path}, so `--tokenizer` must be given: `bytes`, or a folder with a tokenizer.json."
+                f"`--tokenizer` must be given for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
         else:
             tokens = _encoded(path, tokenizer, end_tokens)

@@ -13,7 +13,7 @@ class LossError(ArithmeticError):
     """The loss or the gradient is no longer a number."""
 
 
-class Interrupted(RuntimeError):  # noqa: N818  not an error of anyone's
+class Interrupted(RuntimeError):
     """The run was asked to end, by a signal.
 
     Attributes:

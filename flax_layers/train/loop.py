@@ -148,7 +148,7 @@ class Run:
         name = signal.Signals(number).name
         last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
         raise Interrupted(
-            f"{name} ended the run after step {step} of {self.plan.steps}. {last}. The same command goes on from there.",
+            f"{name} ended the run after step {step} of {self.plan.steps}. {last}. The same command goes on there.",
             number,
         )
 

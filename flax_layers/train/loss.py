@@ -63,8 +63,9 @@ def summed_cross_entropy(
     small = kernel.astype(hidden.dtype)
 
     def add(total, places):
-        losses, _ = _losses(*places[:2], small, softcap)
-        return total + jnp.sum(losses * places[2]), None
+        part, targets, weights = places
+        losses, _ = _losses(part, targets, small, softcap)
+        return total + jnp.sum(losses * weights), None
 
     total, _ = lax.scan(add, jnp.float32(0), _chunks(hidden, targets, weights, chunk))
     return total
@@ -94,9 +95,7 @@ def _forward(hidden, kernel, targets, weights, chunk, softcap):
         by_logits = (jnp.exp(log_probabilities) - hit.astype(jnp.float32)) * slope * weights[..., None]
         by_logits = by_logits.astype(part.dtype)
         by_hidden = lax.dot_general(by_logits, small, (((2,), (1,)), ((), ())))
-        by_kernel += lax.dot_general(
-            part, by_logits, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32
-        )
+        by_kernel += lax.dot_general(part, by_logits, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
         return (total + jnp.sum(losses * weights), by_kernel), by_hidden
 
     start = jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)
@@ -115,7 +114,7 @@ summed_cross_entropy.defvjp(_forward, _backward)
 
 
 def _chunks(hidden: Hidden, targets: Array, weights: Array, chunk: int) -> tuple[Array, Array, Array]:
-    """The three, padded and cut along T; chunks come first. Rows stay whole, so that they may lie on several devices."""
+    """The three, padded and cut along T; chunks come first. Rows stay whole: they may lie on many devices."""
     rows, length = targets.shape
     places = min(max(chunk // rows, 1), length)
     count = -(-length // places)

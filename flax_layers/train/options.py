@@ -43,7 +43,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     many = {"type": pathlib.Path, "nargs": "+", "metavar": "PATH"}
     group.add_argument("--data", required=True, **many, help="text files, token files (.npy, .bin), or folders of them")
     group.add_argument("--held-out", **many, help="the like, for the held-out loss")
-    group.add_argument("--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent")
+    group.add_argument(
+        "--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent"
+    )
     group.add_argument("--held-out-batches", type=int, default=16, help="the most batches of a held-out loss")
     group.add_argument("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model")
     group.add_argument("--end-token", type=int, help="ends a document; None: as the model's configuration says")
@@ -64,7 +66,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def _add_computation(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,model=4")
-    group.add_argument("--accumulate", type=int, default=1, help="parts that a step is computed in, one after the other")
+    group.add_argument(
+        "--accumulate", type=int, default=1, help="parts that a step is computed in, one after the other"
+    )
     group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass computes again")
     group.add_argument("--loss-chunk", type=int, default=2048, help="tokens whose logits a device holds at a time")
     group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")

@@ -10,7 +10,7 @@ from flax_layers.models import ModelConfig
 from flax_layers.train.errors import InputError
 
 AXES = ("data", "fsdp", "model")
-"""Rows are cut over `data` and `fsdp`, parameters over `fsdp` and `model`; `flax_layers.models.sharding` has the rules."""
+"""Rows are cut over `data` and `fsdp`, parameters over `fsdp` and `model`: see `flax_layers.models.sharding`."""
 
 ROWS = PartitionSpec(("data", "fsdp"))
 """Of the rows of a batch."""
@@ -32,7 +32,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         >>> parse_mesh("data=2,model=4")
         {'data': 2, 'fsdp': 1, 'model': 4}
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if name not in AXES or not size.isascii() or not size.isdigit() or not int(size):
@@ -80,7 +80,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
     """
     if batch % accumulate:
         raise InputError(
-            f"`--accumulate` must divide the rows of a step, `--batch` {batch}. Got {accumulate}. Change one of the two."
+            f"`--accumulate` must divide the rows of a step, `--batch` {batch}. Got {accumulate}. Change one of them."
         )
     parts, shards = mesh.shape["model"], row_shards(mesh)
     for name, heads in (("num_kv_heads", config.num_kv_heads), ("num_heads", config.num_heads)):

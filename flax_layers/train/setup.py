@@ -36,15 +36,17 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
         InputError: Options contradict each other, or rows are longer than the model's positions.
     """
     if options.model is not None and (options.sizes or options.bias):
-        raise InputError("`--model` says all sizes. Leave out `--sizes` and `--bias`, or train from scratch (`--shape`).")
+        raise InputError(
+            "`--model` says all sizes. Leave out `--sizes` and `--bias`, or train from scratch (`--shape`)."
+        )
     folder = options.model or options.config
     config = SHAPES[options.shape] if folder is None else read_folder_config(folder)
     if options.sizes:
         config = resized(config, parse_sizes(options.sizes))
     if options.length > config.max_positions:
         raise InputError(
-            f"`--length` must be at most the positions of the model, {config.max_positions}. Got {options.length}. Take "
-            "shorter rows, or for a model from scratch `--sizes max_positions=...`."
+            f"`--length` must be at most the positions of the model, {config.max_positions}. Got {options.length}. "
+            "Take shorter rows, or for a model from scratch `--sizes max_positions=...`."
         )
     if options.length < 2:
         raise InputError(f"`--length` must be at least 2, a token and the next. Got {options.length}.")

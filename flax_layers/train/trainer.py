@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
@@ -26,6 +27,13 @@ EMBEDDING = "embed.embedding"
 
 Parameters = dict[str, Array]
 """By their paths, as `blocks.0.mlp.up.kernel`."""
+
+
+class PlacedRows(NamedTuple):
+    """`Rows` on devices."""
+
+    tokens: Int32[Array, "*parts B T"]
+    documents: Int32[Array, "*parts B T"]
 
 
 class State(NamedTuple):
@@ -102,12 +110,13 @@ class Trainer:
         self,
         model: Decoder,
         recipe: Recipe,
-        computation: Computation = Computation(),  # noqa: B008  frozen
+        computation: Computation = Computation(),
         *,
         mesh: Mesh | None = None,
         rules: Rules = RULES,
     ):
         self.config = model.config
+        self._dtype = model.embed.dtype
         self.computation = computation
         self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
         self._form, variables = nnx.split(model)
@@ -124,7 +133,7 @@ class Trainer:
             shardings,
             transform_non_params=lambda _: whole,
         )
-        self.shardings = State(whole, shardings, by_optimizer)
+        self.shardings: Any = State._make((whole, shardings, by_optimizer))
         with jax.numpy_dtype_promotion("standard"):
             state = jax.jit(optimizer.init, out_shardings=by_optimizer)(parameters)
         self.state = State(jax.device_put(jnp.int32(0), whole), parameters, state)
@@ -171,12 +180,12 @@ class Trainer:
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
 
-    def _on_devices(self, rows: Rows, *spec: Any) -> Rows:
-        narrow = Rows(*(np.asarray(array, np.int32) for array in rows))
+    def _on_devices(self, rows: Rows, *spec: Any) -> PlacedRows:
+        narrow = PlacedRows(*(np.asarray(array, np.int32) for array in rows))
         return jax.device_put(narrow, parallel.placed(self.mesh, *spec))
 
     def _take_step(
-        self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: Rows
+        self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
     ) -> tuple[State, Metrics]:
         """Compiled: gradients of all parts, and one update."""
         count = jnp.maximum(jnp.sum(next_token_weights(rows.documents)), 1)
@@ -195,15 +204,13 @@ class Trainer:
             (loss, gradients), _ = jax.lax.scan(add, start, rows)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes counts with floats
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-            parameters = optax.apply_updates(state.parameters, updates)
+            parameters: Any = optax.apply_updates(state.parameters, updates)
             metrics = Metrics(loss, optax.tree.norm(gradients), jnp.float32(schedule(state.step)))
         return State(state.step + 1, parameters, optimizer_state), metrics
 
-    def _loss_sums(self, parameters: Parameters, rows: Rows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
         """Summed cross entropy of rows, and how many places are scored."""
-        # Cut over the vocabulary alone where it is read by rows: cut both ways, the rows of all devices are gathered.
-        embedding = jax.lax.with_sharding_constraint(parameters[EMBEDDING], parallel.placed(self.mesh, "model"))
-        model = self._merged({**parameters, EMBEDDING: embedding})
+        model = self._merged(self._as_used(parameters))
         along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
         hidden = model.hidden(
             rows.tokens,
@@ -217,6 +224,16 @@ class Trainer:
             summed_cross_entropy, chunk=self.computation.loss_chunk, softcap=self.config.logits_softcap
         )
         return self._over_shards(loss, hidden, model.head_kernel(), targets, weights), jnp.sum(weights)
+
+    def _as_used(self, parameters: Parameters) -> Parameters:
+        """Kernels in the dtype of the computation, so that they are gathered in it; and the embeddings by rows."""
+        shardings, used = self.shardings.parameters, dict(parameters)
+        for path, value in parameters.items():
+            if re.fullmatch(r"blocks\..*\.kernel", path):
+                used[path] = jax.lax.with_sharding_constraint(value.astype(self._dtype), shardings[path])
+        # Cut both ways, a lookup would gather the rows of all devices.
+        used[EMBEDDING] = jax.lax.with_sharding_constraint(parameters[EMBEDDING], parallel.placed(self.mesh, "model"))
+        return used
 
     def _over_shards(self, loss: Callable[..., Array], hidden: Array, kernel: Array, *places: Array) -> Array:
         """The loss of each shard's rows by itself, so that gradients of the kernel are summed over shards only once."""
@@ -267,7 +284,9 @@ def _constrained(tree: Any, shardings: Any) -> Any:
 
 
 def _merged(form: nnx.GraphDef, variables: Iterable[tuple[Any, Any]], parameters: Parameters) -> Decoder:
-    return nnx.merge(form, nnx.from_flat_state([(path, leaf.replace(parameters[_name(path)])) for path, leaf in variables]))
+    return nnx.merge(
+        form, nnx.from_flat_state([(path, leaf.replace(parameters[_name(path)])) for path, leaf in variables])
+    )
 
 
 def _name(path: Iterable[Any]) -> str:
