@@ -104,6 +104,11 @@ REFUSED = [
         r"must be default, linear, llama3 or longrope\. Got 'yarn'",
     ),
     (
+        lambda: read("Phi3", rope_scaling=LONGROPE),
+        r"longrope rotary scaling .* lacks original_max_position_embeddings\.",
+    ),
+    (lambda: read("Llama", rope_scaling={"type": "linear"}), r"linear rotary scaling of `config.json` lacks factor\."),
+    (
         lambda: read("Gemma2", layer_types=["chunked_attention"] * 4),
         r"`layer_types` .* for each of the 4 layers\. Got \['chunked_attention'",
     ),
