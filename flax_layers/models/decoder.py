@@ -244,8 +244,13 @@ class Decoder(nnx.Module):
 
         Returns:
             One vector for each place, in the dtype of the computation.
+
+        Raises:
+            ValueError: Rows are longer than the model's positions.
         """
-        masks = mods.training_masks(self.config, *tokens.shape, documents)
+        rows, length = tokens.shape
+        self._check_length("tokens", length)
+        masks = mods.training_masks(self.config, rows, length, documents)
         apply = _apply
         if remat:
             apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
@@ -283,7 +288,11 @@ class Decoder(nnx.Module):
 
         Returns:
             The caches.
+
+        Raises:
+            ValueError: `max_length` is greater than the model's positions.
         """
+        self._check_length("max_length", max_length)
         return tuple(block.attention.init_cache(batch, max_length, dtype=dtype) for block in self.blocks)
 
     def decode(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T vocabulary"], Caches]:
@@ -346,6 +355,13 @@ class Decoder(nnx.Module):
         for layer, block in enumerate(self.blocks):
             stream, cache = block.decode_paged(stream, cache, batch, layer)
         return self.norm(stream), cache
+
+    def _check_length(self, name: str, length: int) -> None:
+        if length > self.config.max_positions:
+            raise ValueError(
+                f"`{name}` must not be longer than the {self.config.max_positions} positions that the model was made "
+                f"for. Got {length}. Cut rows, or set `max_positions`, with a `rotary_scaling` that stretches to it."
+            )
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         # Taken, then cast: so the gradients of a token that occurs many times are summed in the parameters' dtype.
