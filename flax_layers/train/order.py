@@ -21,7 +21,7 @@ def permuted(place: int, size: int, seed: int) -> int:
 
     Example:
         >>> [permuted(place, 7, seed=1) for place in range(7)]
-        [6, 2, 0, 1, 4, 5, 3]
+        [3, 0, 2, 5, 1, 6, 4]
     """
     bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,17 +172,13 @@ class Trainer:
         """The model with the parameters of now; steps that follow invalidate them."""
         return self._merged(self.state.parameters)
 
-    def restored(self, state: State) -> Self:
-        """This trainer, from another state on."""
-        self.state = state
-        return self
-
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
 
     def _on_devices(self, rows: Rows, *spec: Any) -> PlacedRows:
-        narrow = PlacedRows(*(np.asarray(array, np.int32) for array in rows))
-        return jax.device_put(narrow, parallel.placed(self.mesh, *spec))
+        sharding = parallel.placed(self.mesh, *spec)
+        tokens, documents = (jax.device_put(np.asarray(array, np.int32), sharding) for array in rows)
+        return PlacedRows(tokens, documents)
 
     def _take_step(
         self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
