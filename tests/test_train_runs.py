@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_layers.train import InputError, Interrupted, LossError, Plan, Run, SaveError
+from flax_layers.models import CheckpointError, from_pretrained
+from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
 from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
@@ -33,9 +35,9 @@ def text(tmp_path_factory) -> pathlib.Path:
     return path
 
 
-def losses_of(folder: pathlib.Path) -> dict[int, float]:
+def losses_of(folder: pathlib.Path, steps: int = 6) -> dict[int, float]:
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
@@ -190,6 +192,40 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
 def test_wrong_commands(text, tmp_path, changes: list[str], message: str):
     with pytest.raises(InputError, match=message):
         main([*SMALL, f"--data={text}", f"--output={tmp_path}", *changes])
+
+
+def test_a_checkpoint_of_hugging_face_is_trained_on_and_written(tmp_path):
+    source = pathlib.Path(__file__).parent / "goldens" / "llama3"
+    before = from_pretrained(source, param_dtype=jnp.float32)
+    vocabulary = before.config.vocabulary
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, vocabulary, 32 * 20))
+    options = ["--length=32", "--batch=4", "--steps=3", "--learning-rate=0.01", "--dtype=float32"]
+    more = [
+        f"--model={source}",
+        f"--data={tmp_path}/tokens.npy",
+        f"--output={tmp_path}/out",
+        f"--export={tmp_path}/new",
+    ]
+    main([*options, *more, "--mesh=fsdp=2,model=2"])
+    first = losses_of(tmp_path / "out", steps=3)[1]
+    rows = [Rows(row[None], np.zeros_like(row)[None]) for row in np.load(tmp_path / "tokens.npy").reshape(-1, 32)]
+    untrained = Trainer(before, Recipe(steps=1)).mean_loss(rows)
+    assert first == pytest.approx(untrained, rel=0.1)
+    after = from_pretrained(tmp_path / "new")
+    change = np.abs(np.asarray(after.embed.embedding[...]) - np.asarray(from_pretrained(source).embed.embedding[...]))
+    assert 1e-3 < change.max() < 0.1
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+    source = pathlib.Path(__file__).parent / "goldens" / "llama3"
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] * 2}))
+    np.save(tmp_path / "tokens.npy", np.zeros(32 * 20, int))
+    with pytest.raises(CheckpointError, match=r"(?s)Nothing was loaded.*of a wrong shape.*gate_proj"):
+        main([f"--model={tmp_path}", f"--data={tmp_path}/tokens.npy", "--length=32", f"--output={tmp_path}/out"])
 
 
 def test_an_empty_corpus(tmp_path):
