@@ -7,8 +7,8 @@ the demo). `.ci/run` runs all of them. Seconds of a test decide: `pytest --durat
 import re
 
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
-BENCHMARKS = {"test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_report", "test_tuning"}
-BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_wheel"}
+BENCHMARKS = {"test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_training"}
+BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
 CASES = {"bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
@@ -24,6 +24,7 @@ SHORT = {
     "test_batchable": r"branches_take",
     "test_block_mask_algebra": r"refuses|listed|lengths|traced",
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
+    "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|other|wrong",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
@@ -40,6 +41,8 @@ SHORT = {
     "test_layers": r"captured_parameters.*xla|(attention_between|rotary).*nnx|rotate|wrong",
     "test_mod_sizes_fit": r"causal|alibi|document",
     "test_mod_traps": r"\[0|division",
+    "test_models": r"transformers\[(gemma3|greedy_from_dense-mistral|greedy_from_pages-gemma2)|gradients.*llama2|"
+    r"documents|window|share|remat|scan|export|wrong",
     "test_narrow": r"rows_are_set|paged_decoding",
     "test_page_pool": r"^(?!.*(machine|runTest))",
     "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed)",
@@ -50,6 +53,9 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
+    "test_train": r"mesh_are_those.*data=2,fsdp=2,model=2|flops|fit|read|there_are|none",
+    "test_train_loss": r"24-None|float32|document",
+    "test_train_runs": r"interrupted.*15|wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
     "test_types": r"^(?!.*examples)",
 }

@@ -188,6 +188,7 @@ class FlexAttention(linen.Module):
             ValueError: A size is out of its range.
         """
         dtype = dtype or self.dtype or self.param_dtype
+        assert dtype is not None  # Flax's type of dtypes has None in it
         return jflex.paged.PagedCache.create(num_pages, page_size, *_sizes(self), dtype=dtype, layers=layers)
 
     def decode(

@@ -67,7 +67,7 @@ def from_pretrained(
             config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=nnx.Rngs(0)
         )
         graph, state = nnx.split(nnx.eval_shape(build))
-        leaves = dict(state.flat_state())
+        leaves = dict(nnx.to_flat_state(state))
         paths = {".".join(map(str, path)): path for path in leaves}
         shapes = {name: leaves[path].shape for name, path in paths.items()}
         tensors = families.tensors_of(families.family_named(config.family), shapes)
@@ -83,7 +83,7 @@ def from_pretrained(
                 array = files.read(name, rows, param_dtype, transposed=tensor.transposed, sharding=sharding)
                 leaves[paths[path]] = leaves[paths[path]].replace(array)
                 start += size
-    return nnx.merge(graph, nnx.State.from_flat_path(leaves))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 def read_folder_config(folder: Folder, max_positions: int | None = None) -> ModelConfig:
@@ -105,7 +105,7 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
         raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}.")
     try:
         return read_config(json.loads(path.read_text()), max_positions)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not the configuration of a model that can be read: {error}") from error
 
 
@@ -130,7 +130,7 @@ def save_pretrained(
     """
     folder = pathlib.Path(folder)
     raw = write_config(model.config)
-    values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.state(model, nnx.Param).flat_state()}
+    values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
     tensors = families.tensors_of(families.family_named(model.config.family), shapes)

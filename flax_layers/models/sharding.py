@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 """Patterns of paths, as `mlp.up.kernel`, and how the parameters are cut that they match. The first match counts."""
@@ -28,7 +28,8 @@ def parameter_shardings(
 
     Args:
         shapes: Shape of each parameter, by its path.
-        mesh: The devices. Axes that a rule names and the mesh lacks count as absent.
+        mesh: The devices. Axes that a rule names and the mesh lacks count as absent. Shardings are of its automatic
+            form, whatever its axis types: XLA places what the model computes.
         rules: How parameters are cut; what matches none is replicated.
         num_kv_heads: Checked, if given: each device must hold whole heads.
 
@@ -44,6 +45,7 @@ def parameter_shardings(
         >>> parameter_shardings({"blocks.0.mlp.up.kernel": (64, 128)}, mesh)["blocks.0.mlp.up.kernel"].spec
         P(None, 'model')
     """
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     shardings, wrong = {}, []
     for path, shape in shapes.items():
         spec = _present(next((spec for pattern, spec in rules if re.search(pattern, path)), PartitionSpec()), mesh)

@@ -137,11 +137,55 @@ def continue_greedily(model, tokens: torch.Tensor) -> tuple[np.ndarray, float]:
     return row[:, tokens.shape[1] :].numpy(), margin
 
 
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+  {%- if message.role not in ("user", "assistant") %}
+    {{- raise_exception("unknown role " + message.role) }}
+  {%- endif %}
+<|{{ message.role }}|>
+{{ message.content | trim }}{{ eos_token }}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}
+<|assistant|>
+{% endif %}
+"""
+TEXTS = ["attention is all you need", "naïve café, 東京 😀", "<s>user</s> two\n\nlines"]
+CHAT = [{"role": "user", "content": " who sees whom? "}, {"role": "assistant", "content": "ask the mask"}]
+
+
+def make_tokenizer(folder: pathlib.Path) -> None:
+    """Byte-level BPE with a template for chats, and what `transformers` makes of some texts."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator([TEMPLATE, *TEXTS], trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    expected = {
+        "texts": [{"text": text, "tokens": tokenizer(text)["input_ids"]} for text in TEXTS],
+        "chat": CHAT,
+        "prompt": tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True),
+        "with_tools": tokenizer.apply_chat_template(CHAT, tokenize=False, tools=[{"name": "é"}]),
+    }
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
 def main() -> None:
     here = pathlib.Path(__file__).parent
     root = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here
-    for name in sys.argv[2:] or CASES:
-        make(name, root / name)
+    for name in sys.argv[2:] or [*CASES, "tokenizer"]:
+        if name == "tokenizer":
+            make_tokenizer(root / name)
+        else:
+            make(name, root / name)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
     (root / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
 

@@ -1,0 +1,259 @@
+"""Checkpoints: what is read, where it lies, how much memory that takes; what is written; what is said of wrong ones."""
+
+import errno
+import json
+import pathlib
+import shutil
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from flax_layers.models import (
+    CheckpointError,
+    Decoder,
+    LayerConfig,
+    ModelConfig,
+    from_pretrained,
+    save_pretrained,
+    tensor_files,
+)
+from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+BIG = ModelConfig(
+    vocabulary=2048, width=256, mlp_width=512, num_heads=4, num_kv_heads=4, head_dim=64, layers=(LayerConfig(),) * 2,
+    max_positions=64,
+)  # fmt: skip
+
+
+def parameters(model: Decoder) -> dict[str, jax.Array]:
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): leaf[...] for path, leaf in state}
+
+
+def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    return {name: x for path in folder.glob("*.safetensors") for name, x in safetensors.numpy.load_file(path).items()}
+
+
+def rewrite(folder: pathlib.Path, tmp_path: pathlib.Path, change) -> pathlib.Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(folder, tmp_path / "changed")
+    changed = tensors(folder)
+    change(changed)
+    safetensors.numpy.save_file(changed, tmp_path / "changed" / "model.safetensors")
+    return tmp_path / "changed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_what_was_read(name, tmp_path):
+    """Bit for bit, by the names and shapes of `transformers`, and with an equal configuration."""
+    model = from_pretrained(ROOT / name)
+    save_pretrained(model, tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert again.config == model.config
+    original, written = tensors(ROOT / name), tensors(tmp_path / "saved")
+    assert set(original) == set(written)
+    for path, tensor in original.items():
+        assert (tensor.dtype, tensor.tobytes()) == (written[path].dtype, written[path].tobytes()), path
+    for path, value in parameters(model).items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(parameters(again)[path]))
+
+
+def test_dtypes():
+    assert from_pretrained(ROOT / "llama3").embed.embedding.dtype == jnp.bfloat16
+    assert from_pretrained(ROOT / "llama_linear").embed.embedding.dtype == jnp.float16
+    master = from_pretrained(ROOT / "llama3", dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert {value.dtype for value in parameters(master).values()} == {jnp.dtype("float32")}
+    assert master.hidden(expected("llama3")["tokens"]).dtype == jnp.bfloat16
+
+
+def test_several_files_and_one(tmp_path):
+    model = load("llama3")
+    save_pretrained(model, tmp_path / "saved", max_file_bytes=60_000)
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    index = json.loads((tmp_path / "saved" / tensor_files.INDEX).read_text())
+    assert set(index["weight_map"]) == set(tensors(ROOT / "llama3"))
+    save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").glob("*.safetensors*")] == ["model.safetensors"]
+    assert set(tensors(tmp_path / "saved")) == set(index["weight_map"])
+
+
+def test_each_device_gets_its_part():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"))
+    model = load("phi3", mesh=mesh)  # queries, keys and values are parts of one tensor
+    layout = {path: value.sharding.spec for path, value in parameters(model).items()}
+    assert layout["blocks.0.attention.key.kernel"] == P("fsdp", "model")
+    assert layout["blocks.2.mlp.down.kernel"] == P("model", "fsdp")
+    assert layout["embed.embedding"] == P("model", "fsdp")
+    assert layout["norm.scale"] == P()
+    for path, value in parameters(load("phi3")).items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(parameters(model)[path]))
+    assert relative_error(logits_of(model, expected("phi3")["tokens"]), expected("phi3")["logits"]) < 1e-4
+
+
+def test_a_mesh_that_does_not_divide_heads():
+    mesh = jax.make_mesh((4,), ("model",))
+    message = r"`mesh` {'model': 4} does not divide 9 parameters:\n.*key.kernel \[48, 16\]: the heads, 2, by 4"
+    with pytest.raises(ValueError, match=message):
+        load("phi3", mesh=mesh)
+    rules = ((r"mlp\.(gate|up)", P(None, "model")),)
+    assert load("phi3", mesh=mesh, rules=rules).blocks[0].mlp.up.kernel.sharding.spec == P(None, "model")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_memory_is_that_of_one_parameter_above_the_model(sharded, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 16)
+    save_pretrained(Decoder(BIG, rngs=nnx.Rngs(0)), tmp_path / "big")
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model")) if sharded else None
+    jax.block_until_ready(jax.tree.leaves(nnx.state(from_pretrained(tmp_path / "big", mesh=mesh))))  # imports, compiles
+    tracemalloc.start()
+    model = from_pretrained(tmp_path / "big", mesh=mesh)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    sizes = [value.nbytes for value in parameters(model).values()]
+    assert max(sizes) == 2048 * 256 * 4
+    assert peak - kept < max(sizes) + (1 << 19)
+    assert peak < sum(sizes) + max(sizes) + (1 << 19)
+
+
+def test_tied_embeddings_may_stand_in_the_file_twice(tmp_path):
+    folder = rewrite(ROOT / "gemma2", tmp_path, lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"]}))
+    assert from_pretrained(folder).head is None
+
+
+def test_frequencies_in_old_files_are_passed_over(tmp_path):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    from_pretrained(rewrite(ROOT / "llama2", tmp_path, lambda x: x.update(extra)))
+
+
+def test_all_differences_are_listed_before_anything_is_read(tmp_path, monkeypatch):
+    def change(x):
+        del x["model.norm.weight"], x["model.layers.1.mlp.up_proj.weight"]
+        x["model.layers.2.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+        x["model.layers.0.self_attn.q_proj.weight"] = np.ones((48, 47), np.float32)
+        x["model.layers.0.input_layernorm.weight"] = np.ones(48, np.int8)
+
+    folder = rewrite(ROOT / "llama2", tmp_path, change)
+    monkeypatch.setattr(tensor_files.TensorFiles, "read", lambda *args, **options: pytest.fail("read"))
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained(folder)
+    for part in (
+        "llama with 2 layers. Nothing was loaded.",
+        "2 missing:\n  model.norm.weight\n  model.layers.1.mlp.up_proj.weight",
+        "1 superfluous:\n  model.layers.2.mlp.up_proj.weight",
+        "1 of a wrong shape:\n  model.layers.0.self_attn.q_proj.weight: [48, 47], not [48, 48]",
+        "1 of a dtype other than F32, F16, BF16, F64:\n  model.layers.0.input_layernorm.weight: I8",
+    ):
+        assert part in str(caught.value)
+
+
+def broken(tmp_path: pathlib.Path, name: str, change) -> pathlib.Path:
+    shutil.copytree(ROOT / name, tmp_path / "broken")
+    change(tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def cut(folder: pathlib.Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def replace_config(**changes):
+    def change(folder: pathlib.Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+NO_CONFIG, NO_TENSORS = r"`folder` must hold `config.json`. There is", r"must hold \*.safetensors. .*expected"
+WRONG = [
+    (
+        "llama2",
+        lambda f: (f / "config.json").unlink(),
+        FileNotFoundError,
+        r"`folder` must hold `config.json`. There is",
+    ),
+    ("llama2", lambda f: (f / "config.json").write_text("{"), CheckpointError, r"config.json is not the configuration"),
+    (
+        "llama2",
+        lambda f: (f / "model.safetensors").unlink(),
+        FileNotFoundError,
+        r"must hold \*.safetensors. .*expected",
+    ),
+    ("llama2", cut, CheckpointError, r"model.safetensors is not a whole safetensors file: .*incomplete"),
+    (
+        "llama3",
+        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+        FileNotFoundError,
+        r"index.json names files that do not exist: .*model-00002-of-00002.safetensors",
+    ),
+    (
+        "llama3",
+        lambda f: shutil.copy(f / "model-00001-of-00002.safetensors", f / "model-00002-of-00002.safetensors"),
+        CheckpointError,
+        r"model-00002-of-00002.safetensors lacks tensors that .*index.json puts there: model",
+    ),
+    ("llama3", lambda f: (f / tensor_files.INDEX).write_text("{}"), CheckpointError, r"is not an index of tensors"),
+    ("llama2", replace_config(architectures=["GptOssForCausalLM"]), CheckpointError, r"GptOssForCausalLM .*sinks"),
+    ("llama2", replace_config(num_hidden_layers=1), CheckpointError, r"9 superfluous"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_folders(name, change, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        from_pretrained(broken(tmp_path, name, change))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    folder = tmp_path / "saved"
+    save_pretrained(load("llama3"), folder, source=ROOT / "tokenizer")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"tokenizer.json", "chat_template.jinja"} <= set(before)
+    save_file, calls = safetensors.numpy.save_file, []
+
+    def fill(held, path, **options):
+        calls.append(path)
+        if len(calls) > 1:
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(held, path, **options)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fill)
+    with pytest.raises(OSError, match=r"Writing .*model-00002-of-.* failed: .*No space left"):
+        save_pretrained(load("qwen2"), folder, max_file_bytes=60_000)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    monkeypatch.undo()
+    save_pretrained(load("qwen2"), folder)
+    assert from_pretrained(folder).config.family == "qwen2"
+    assert (folder / "tokenizer.json").exists()  # that of the checkpoint before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_disk_that_is_full_at_the_last_moment(tmp_path, monkeypatch):
+    save_pretrained(load("llama3"), tmp_path / "saved")
+
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_pretrained(load("qwen2"), tmp_path / "saved")
+    assert from_pretrained(tmp_path / "saved").config.family == "llama"
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_other_files_are_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match=r"`folder` must be new, empty or a checkpoint.* holds thesis.tex"):
+        save_pretrained(load("llama3"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

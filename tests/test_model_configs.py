@@ -1,0 +1,129 @@
+"""`config.json`: of models on the Hugging Face hub, in the form of Transformers 4 and of 5, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from flax_layers.models import LayerConfig
+from flax_layers.models.config_json import read_config, write_config
+from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
+from tests.golden_models import NAMES, ROOT
+
+# What differs between files on the hub, as they are there; sizes are cut.
+SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+SHORT, LONG = [1.0, 1.1], [2.0, 3.0]
+LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+
+
+def read(architecture: str, max_positions: int | None = None, **raw):
+    return read_config({**SIZES, "architectures": [f"{architecture}ForCausalLM"], **raw}, max_positions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_configuration_is_read_as_it_was(name):
+    """The form of Transformers 4 is written; the files are in that of 5."""
+    config = read_config(json.loads((ROOT / name / "config.json").read_text()))
+    assert read_config(write_config(config)) == config
+
+
+def test_llama():
+    config = read("Llama", rope_theta=500000.0, rope_scaling=LLAMA3, eos_token_id=[128001, 128008, 128009])
+    assert config.layers[0] == LayerConfig(None, 500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert (config.head_dim, config.tied_embeddings, config.qkv_bias) == (16, False, False)
+    old = read("Llama", num_key_value_heads=None, rope_scaling={"type": "linear", "factor": 2.0})
+    assert (old.num_kv_heads, old.layers[0].rotary_scaling) == (4, LinearScaling(2.0))
+
+
+def test_windows():
+    windows = lambda *args, **raw: [layer.window for layer in read(*args, **raw).layers]
+    assert windows("Mistral") == [4096] * 4
+    assert windows("Mistral", sliding_window=None) == [None] * 4
+    assert windows("Qwen2", sliding_window=131072, use_sliding_window=False, max_window_layers=28) == [None] * 4
+    assert windows("Qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=3) == [None] * 3 + [8]
+    assert windows("Gemma2") == [4096, None] * 2
+    assert windows("Gemma3", num_hidden_layers=7, sliding_window=512) == [512] * 5 + [None, 512]
+    assert windows("Gemma3", sliding_window=512, sliding_window_pattern=2) == [512, None] * 2
+
+
+def test_gemma():
+    two = read("Gemma2", query_pre_attn_scalar=144, hidden_act="gelu_pytorch_tanh")
+    assert (two.head_dim, two.attention_scale, two.embedding_scale) == (256, 144**-0.5, 8.0)
+    assert (two.attention_softcap, two.logits_softcap, two.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
+    assert (two.tied_embeddings, two.post_norms, two.norm_offset, two.qk_norm) == (True, True, 1.0, False)
+    linear = {"rope_type": "linear", "factor": 8.0}
+    three = read("Gemma3", num_hidden_layers=6, rope_local_base_freq=10000, rope_theta=1000000, rope_scaling=linear)
+    assert three.layers[0] == LayerConfig(4096, 10000.0)
+    assert read("Gemma3", sliding_window_pattern=1, rope_scaling=None).layers[0] == LayerConfig(None, 1e6)
+    assert three.layers[5] == LayerConfig(None, 1e6, LinearScaling(8.0))
+    assert (three.attention_softcap, three.qk_norm) == (None, True)
+
+
+def test_qwen():
+    two, three = read("Qwen2"), read("Qwen3", attention_bias=False)
+    assert (two.qkv_bias, two.out_bias, two.qk_norm, two.head_dim) == (True, False, False, 16)
+    assert (three.qkv_bias, three.qk_norm, three.head_dim) == (False, True, 128)
+
+
+def test_one_set_of_factors_of_longrope():
+    raw = {"rope_scaling": LONGROPE, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    long, short = read("Phi3", **raw), read("Phi3", max_positions=4096, **raw)
+    assert long.layers[0].rotary_scaling == LongRopeScaling(
+        tuple(SHORT), tuple(LONG), 4096, 131072, magnitude=pytest.approx(1.1902380714238083)
+    )
+    assert short.layers[0].rotary_scaling.max_positions == short.max_positions == 4096
+    partial = read("Phi3", partial_rotary_factor=0.75, **raw)
+    assert partial.layers[0].rotary_dim == 12
+
+
+REFUSED = [
+    (lambda: read("GptOss"), r"GptOssForCausalLM is not supported: its attention sinks"),
+    (lambda: read("Mixtral"), r"MixtralForCausalLM is not supported: its MLP is a mixture of experts"),
+    (
+        lambda: read_config({"architectures": ["Gemma3ForConditionalGeneration"]}),
+        r"holds a vision tower; this decoder reads text models, Gemma3ForCausalLM",
+    ),
+    (
+        lambda: read("Mamba", model_type="mamba"),
+        r"`architectures` .* must name one of LlamaForCausalLM, .* Got \['MambaForCausalLM'\], .* 'mamba'",
+    ),
+    (lambda: read_config({}), r"must name one of .* Got \[\], with `model_type` None"),
+    (lambda: read("Llama", hidden_size=None, vocab_size=None), r"`config.json` lacks vocab_size, hidden_size\."),
+    (lambda: read("Llama", quantization_config={"bits": 4}), r"sets `quantization_config`, which .* Got {'bits': 4}"),
+    (lambda: read("Gemma3", use_bidirectional_attention=True), r"sets `use_bidirectional_attention`"),
+    (
+        lambda: read("Qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
+        r"must be default, linear, llama3 or longrope\. Got 'yarn'",
+    ),
+    (
+        lambda: read("Phi3", rope_scaling=LONGROPE),
+        r"longrope rotary scaling .* lacks original_max_position_embeddings\.",
+    ),
+    (lambda: read("Llama", rope_scaling={"type": "linear"}), r"linear rotary scaling of `config.json` lacks factor\."),
+    (
+        lambda: read("Gemma2", layer_types=["chunked_attention"] * 4),
+        r"`layer_types` .* for each of the 4 layers\. Got \['chunked_attention'",
+    ),
+    (
+        lambda: write_config(dataclasses.replace(read("Llama"), attention_softcap=3.0)),
+        r"family llama cannot say what this model does: attention_softcap would be read otherwise",
+    ),
+    (
+        lambda: write_config(dataclasses.replace(read("Llama"), family="gpt")),
+        r"`family` must be one of llama, .* 'gpt'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("provoke", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_messages(provoke, message):
+    with pytest.raises(ValueError, match=message):
+        provoke()
