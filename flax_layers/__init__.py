@@ -1,6 +1,7 @@
 """What users build with jflex: attention layers for Flax.
 
-`flax_layers.nnx` holds the layers; `python -m flax_layers.demo` trains a small language model with them.
+`flax_layers.nnx` holds the layers, `flax_layers.models` language models made of them; `python -m flax_layers.demo`
+trains a small one.
 """
 
 try:

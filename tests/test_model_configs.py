@@ -59,9 +59,8 @@ def test_gemma():
     assert (two.head_dim, two.attention_scale, two.embedding_scale) == (256, 144**-0.5, 8.0)
     assert (two.attention_softcap, two.logits_softcap, two.activation) == (50.0, 30.0, "gelu_pytorch_tanh")
     assert (two.tied_embeddings, two.post_norms, two.norm_offset, two.qk_norm) == (True, True, 1.0, False)
-    three = read(
-        "Gemma3", rope_local_base_freq=10000, rope_theta=1000000, rope_scaling={"rope_type": "linear", "factor": 8.0}
-    )
+    linear = {"rope_type": "linear", "factor": 8.0}
+    three = read("Gemma3", num_hidden_layers=6, rope_local_base_freq=10000, rope_theta=1000000, rope_scaling=linear)
     assert three.layers[0] == LayerConfig(4096, 10000.0)
     assert read("Gemma3", sliding_window_pattern=1, rope_scaling=None).layers[0] == LayerConfig(None, 1e6)
     assert three.layers[5] == LayerConfig(None, 1e6, LinearScaling(8.0))
@@ -104,6 +103,11 @@ REFUSED = [
         lambda: read("Qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
         r"must be default, linear, llama3 or longrope\. Got 'yarn'",
     ),
+    (
+        lambda: read("Phi3", rope_scaling=LONGROPE),
+        r"longrope rotary scaling .* lacks original_max_position_embeddings\.",
+    ),
+    (lambda: read("Llama", rope_scaling={"type": "linear"}), r"linear rotary scaling of `config.json` lacks factor\."),
     (
         lambda: read("Gemma2", layer_types=["chunked_attention"] * 4),
         r"`layer_types` .* for each of the 4 layers\. Got \['chunked_attention'",

@@ -105,7 +105,7 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
         raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}.")
     try:
         return read_config(json.loads(path.read_text()), max_positions)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not the configuration of a model that can be read: {error}") from error
 
 

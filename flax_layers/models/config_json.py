@@ -23,6 +23,13 @@ _DEFAULTS = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
+    "default_activation": "silu",
+}
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL),
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -50,49 +57,47 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
         (16, LayerConfig(window=None, rotary_base=500000.0, rotary_scaling=None, rotary_dim=None))
     """
     family = family_of(raw)
+    _check_keys(raw)
+    raw = {**_DEFAULTS, **family.defaults, **raw}
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    positions = max_positions or raw["max_position_embeddings"]
+    bias, eos = bool(raw.get("attention_bias")), raw.get("eos_token_id")
+    fields = {
+        "vocabulary": raw["vocab_size"],
+        "width": raw["hidden_size"],
+        "mlp_width": raw["intermediate_size"],
+        "num_heads": heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "layers": tuple(_layer(raw, kind, head_dim, positions) for kind in layer_kinds(family, raw)),
+        "max_positions": positions,
+        "activation": raw.get("hidden_activation") or raw.get("hidden_act") or raw["default_activation"],
+        "norm_epsilon": raw["rms_norm_eps"],
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "attention_softcap": raw.get("attn_logit_softcapping"),
+        "logits_softcap": raw.get("final_logit_softcapping"),
+        "tied_embeddings": bool(raw["tie_word_embeddings"]),
+        "initializer_range": raw["initializer_range"],
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        "pad_token_id": raw.get("pad_token_id"),
+    }
+    if family.gemma:
+        fields["attention_scale"] = raw["query_pre_attn_scalar"] ** -0.5
+        fields["embedding_scale"] = math.sqrt(raw["hidden_size"])
+    return ModelConfig(family=family.name, **{**fields, **family.traits})
+
+
+def _check_keys(raw: Raw) -> None:
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
     for key in ("quantization_config", "use_bidirectional_attention"):
         if raw.get(key):
             raise ValueError(f"`config.json` sets `{key}`, which this decoder cannot do. Got {raw[key]!r}.")
-    raw = {**_DEFAULTS, **family.defaults, **raw}
-    heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    positions = max_positions or raw["max_position_embeddings"]
-    gemma = "query_pre_attn_scalar" in raw
-    bias = bool(raw.get("attention_bias", False))
-    eos = raw.get("eos_token_id")
-    fields = {
-        "layers": tuple(_layer(raw, kind, head_dim, positions) for kind in layer_kinds(family, raw)),
-        "activation": raw.get("hidden_activation")
-        or raw.get("hidden_act")
-        or ("gelu_pytorch_tanh" if gemma else "silu"),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "attention_scale": raw["query_pre_attn_scalar"] ** -0.5 if gemma else None,
-        "attention_softcap": raw.get("attn_logit_softcapping"),
-        "logits_softcap": raw.get("final_logit_softcapping"),
-        "embedding_scale": math.sqrt(raw["hidden_size"]) if gemma else 1.0,
-    }
-    return ModelConfig(
-        family=family.name,
-        vocabulary=raw["vocab_size"],
-        width=raw["hidden_size"],
-        mlp_width=raw["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        max_positions=positions,
-        norm_epsilon=raw["rms_norm_eps"],
-        tied_embeddings=bool(raw["tie_word_embeddings"]),
-        initializer_range=raw["initializer_range"],
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        pad_token_id=raw.get("pad_token_id"),
-        **{**fields, **family.traits},
-    )
 
 
 def family_of(raw: Raw) -> Family:
@@ -183,7 +188,10 @@ def _rope(raw: Raw, kind: str) -> Raw:
 def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
     """How the rotary embedding is stretched."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    original = rope.get("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+    original = rope.get(_ORIGINAL) or raw.get(_ORIGINAL)
+    missing = [key for key in _SCALING_KEYS.get(kind, ()) if {**rope, _ORIGINAL: original}.get(key) is None]
+    if missing:
+        raise ValueError(f"The {kind} rotary scaling of `config.json` lacks {', '.join(missing)}.")
     if kind == "default":
         return None
     if kind == "linear":
@@ -224,7 +232,6 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         True
     """
     family = family_named(config.family)
-    gemma = family.name.startswith("gemma")
     full = [layer for layer in config.layers if layer.window is None] or list(config.layers)
     eos = config.eos_token_ids
     raw = {
@@ -238,7 +245,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
-        "hidden_activation" if gemma else "hidden_act": config.activation,
+        "hidden_activation" if family.gemma else "hidden_act": config.activation,
         "rms_norm_eps": config.norm_epsilon,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tied_embeddings,
@@ -250,7 +257,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         **_written_rope(full[0], config.head_dim),
         **_written_windows(family, config),
     }
-    if gemma:
+    if family.gemma:
         raw["query_pre_attn_scalar"] = _whole((config.attention_scale or config.head_dim**-0.5) ** -2)
         raw["attn_logit_softcapping"] = config.attention_softcap
         raw["final_logit_softcapping"] = config.logits_softcap

@@ -62,6 +62,11 @@ class Family:
     defaults: Mapping[str, Any]
     traits: Mapping[str, Any]
 
+    @property
+    def gemma(self) -> bool:
+        """Whether scores and embeddings are scaled as in Gemma."""
+        return "query_pre_attn_scalar" in self.defaults
+
 
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
@@ -72,6 +77,7 @@ _GEMMA_DEFAULTS = {
     "bos_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 0,
+    "default_activation": "gelu_pytorch_tanh",
 }
 _GEMMA_TRAITS = {"norm_offset": 1.0, "post_norms": True}
 

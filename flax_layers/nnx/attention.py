@@ -98,23 +98,11 @@ class FlexAttention(Projections):
             check_no_hidden_state(name, mod)
             jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
         super().__init__(
-            in_features,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            rotary_base=rotary_base,
-            rotary_scaling=rotary_scaling,
-            rotary_dim=rotary_dim,
-            qk_norm=qk_norm,
-            qk_norm_options=qk_norm_options or {},
-            use_bias=use_bias,
-            out_bias=out_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
+            in_features, num_heads, num_kv_heads, head_dim,
+            rotary_base=rotary_base, rotary_scaling=rotary_scaling, rotary_dim=rotary_dim,
+            qk_norm=qk_norm, qk_norm_options=qk_norm_options or {}, use_bias=use_bias, out_bias=out_bias,
+            dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+        )  # fmt: skip
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self.block_mask = nnx.data(block_mask)
