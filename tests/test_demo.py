@@ -1,53 +1,29 @@
 """The demo: its data and model, that new document boundaries compile nothing, and the whole command at a small size."""
 
-import contextlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from flax_layers.demo import data, train
-from flax_layers.demo.__main__ import main
-from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, next_byte_loss
+from flax_layers.demo import data
+from flax_layers.demo.__main__ import create_trainer, main
+from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+from flax_layers.train import Recipe
+from tests.train_cases import counted_compilations
 
 SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
 
-# The optimizers of optax mix counts with floats, which strict promotion refuses.
-pytestmark = pytest.mark.usefixtures("standard_promotion", "in_haste")
-
-
-@pytest.fixture
-def standard_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("in_haste")
 
 
 @pytest.fixture(scope="module")
 def corpus() -> data.Corpus:
     return data.read_corpus()
-
-
-@contextlib.contextmanager
-def counted_compilations() -> Iterator[list[str]]:
-    """Collects an entry for each program that XLA compiles inside of the block."""
-    compiled: list[str] = []
-
-    def listen(event: str, duration: float, **_) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_corpus_is_split_by_file(corpus: data.Corpus):
@@ -102,37 +78,34 @@ def test_a_byte_sees_only_what_comes_before_it_in_its_document():
 
 
 def test_loss_leaves_out_places_before_a_new_document():
-    model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
+    trainer = create_trainer(ByteDecoder(SMALL, rngs=nnx.Rngs(0)), 1e-3, 1)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 12)).astype(np.int32)
-    packed = next_byte_loss(model, tokens, (np.arange(12)[None] >= 5).astype(np.int32))
-    alone = [next_byte_loss(model, part, np.zeros_like(part)) for part in (tokens[:, :5], tokens[:, 5:])]
-    assert float(packed) == pytest.approx((4 * float(alone[0]) + 6 * float(alone[1])) / 10, rel=1e-5)
+    packed = trainer.mean_loss([data.Rows(tokens, (np.arange(12)[None] >= 5).astype(np.int32))])
+    alone = [trainer.mean_loss([data.Rows(part, np.zeros_like(part))]) for part in (tokens[:, :5], tokens[:, 5:])]
+    assert packed == pytest.approx((4 * alone[0] + 6 * alone[1]) / 10, rel=1e-5)
 
 
 def test_every_parameter_gets_a_gradient_and_the_slopes_do():
     model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
-    gradients = nnx.grad(next_byte_loss)(model, tokens, np.zeros_like(tokens))
+    gradients = nnx.grad(lambda model: (model(tokens, np.zeros_like(tokens)) ** 2).mean())(model)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
     for index in range(SMALL.layers):
-        assert np.abs(gradients["blocks"][index]["slopes"][...]).max() > 0
+        assert np.abs(gradients["blocks"][index]["score_mod"]["slopes"][...]).max() > 0
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_steps_with_new_document_boundaries_compile_once(corpus: data.Corpus, implementation: str):
     steps = 100 if implementation == "xla" else 5
-    model = ByteDecoder(SMALL, implementation, rngs=nnx.Rngs(0))
-    optimizer = train.create_optimizer(model, 3e-3, steps)
+    trainer = create_trainer(ByteDecoder(SMALL, implementation, rngs=nnx.Rngs(0)), 3e-3, steps)
     batches = list(itertools.islice(data.packed_rows(corpus.training, 2, 256, seed=0), steps))
     assert len({batch.documents.tobytes() for batch in batches}) == steps
-    progress = train.train(model, optimizer, batches)
-    first = next(progress)
+    first = float(trainer.step(batches[0]).loss)
     with counted_compilations() as compiled:
-        losses = [step.loss for step in progress]
-    assert len(losses) == steps - 1
+        losses = [float(trainer.step(batch).loss) for batch in batches[1:]]
     assert not compiled
     if steps == 100:
-        assert np.mean(losses[-10:]) < first.loss - 1.5
+        assert np.mean(losses[-10:]) < first - 1.5
 
 
 def test_the_count_of_compilations_sees_one():
@@ -142,9 +115,9 @@ def test_the_count_of_compilations_sees_one():
 
 
 def test_schedule_fits_any_number_of_steps():
-    model = ByteDecoder(SMALL, rngs=nnx.Rngs(0))
     for steps in (1, 2, 1000):
-        assert isinstance(train.create_optimizer(model, 1e-3, steps).tx, optax.GradientTransformation)
+        rates = [float(Recipe(steps, 1e-3).schedule()(step)) for step in range(steps + 1)]
+        assert max(rates) == pytest.approx(1e-3)
 
 
 def test_whole_demo(tmp_path, capsys):

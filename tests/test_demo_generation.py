@@ -8,44 +8,35 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.demo import data, train
+from flax_layers.demo import data
+from flax_layers.demo.__main__ import create_trainer
 from flax_layers.demo.generate import generate
 from flax_layers.demo.model import ByteDecoder, Sizes
 from flax_layers.demo.texts import KINDS
+from flax_layers.models import Decoder
 from tests import evaluation
-from tests.test_demo import counted_compilations
+from tests.train_cases import counted_compilations
 
 SIZES = Sizes(width=32, layers=2, heads=4, kv_heads=2)
 PROMPTS = [b"def ", b"import os, sys\n\nclass", b"x"]
 COUNT = 30
 
-# The optimizers of optax mix counts with floats, which strict promotion refuses.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("in_haste")
 
 
 @pytest.fixture(scope="module")
-def standard_promotion():
-    """And all is compiled in haste."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        evaluation.compiled_in_haste(True),
-    ):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(standard_promotion) -> ByteDecoder:
+def model() -> Decoder:
     """A decoder that has trained for a moment."""
-    model = ByteDecoder(SIZES, "xla", rngs=nnx.Rngs(0))
-    optimizer = train.create_optimizer(model, 5e-3, 40)
-    batches = data.packed_rows(data.read_corpus().training, 2, 128, seed=0)
-    list(train.train(model, optimizer, itertools.islice(batches, 40)))
-    return model
+    with evaluation.compiled_in_haste(True):
+        trainer = create_trainer(ByteDecoder(SIZES, "xla", rngs=nnx.Rngs(0)), 5e-3, 40)
+        batches = data.packed_rows(data.read_corpus().training, 2, 128, seed=0)
+        for batch in itertools.islice(batches, 40):
+            trainer.step(batch)
+    return trainer.model()
 
 
 @pytest.fixture(scope="module")
-def recomputed(model: ByteDecoder) -> tuple[list[bytes], float]:
+def recomputed(model: Decoder) -> tuple[list[bytes], float]:
     """Greedy texts, each byte by a pass over its whole text; and by how much its logit was ahead, at the least."""
     forward = nnx.jit(lambda model, tokens: model(tokens, jnp.zeros_like(tokens)))
     texts, margin = [], np.inf

@@ -8,8 +8,8 @@ import re
 
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCH = {
-    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_demo", "test_demo_generation",
-    "test_report", "test_tuning", "test_wheel",
+    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_training",
+    "test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel",
 }  # fmt: skip
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
@@ -50,6 +50,9 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
+    "test_train": r"mesh_are_those.*data=2,fsdp=2,model=2|flops|fit|read|there_are|none",
+    "test_train_loss": r"24-None|float32|document",
+    "test_train_runs": r"interrupted.*15|wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
 }
 

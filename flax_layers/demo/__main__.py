@@ -8,10 +8,15 @@ import time
 import jax
 from flax import nnx
 
-from flax_layers.demo import data, pictures, train
+from flax_layers.demo import data, pictures
 from flax_layers.demo.generate import generate
 from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
 from flax_layers.demo.texts import KINDS
+from flax_layers.models import Decoder
+from flax_layers.train.loop import Plan, Progress, Run
+from flax_layers.train.optimizer import Recipe
+from flax_layers.train.pictures import draw_losses
+from flax_layers.train.trainer import Trainer
 
 HELD_OUT_BATCHES = 16
 PROMPTS = (b"def ", b"import ")
@@ -49,33 +54,48 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def fit(model: ByteDecoder, texts: list[data.Text], options: argparse.Namespace) -> list[float]:
+def create_trainer(model: ByteDecoder, learning_rate: float, steps: int) -> Trainer:
+    """The trainer of `flax_layers.train`, set up for a small model and a short run.
+
+    Args:
+        model: What is trained.
+        learning_rate: The largest one.
+        steps: Length of the whole schedule.
+
+    Returns:
+        The trainer.
+    """
+    return Trainer(model, Recipe(steps, learning_rate, final_share=0.05, weight_decay=0.05, b2=0.98))
+
+
+def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -> list[tuple[int, float]]:
     """Trains with a progress bar.
 
     Args:
-        model: Changed in place.
+        trainer: Of the model.
         texts: The files to train on.
         options: As `parse_options` gives them.
 
     Returns:
-        The loss of each step.
+        Each step and its loss.
     """
     from tqdm import tqdm
 
-    optimizer = train.create_optimizer(model, options.learning_rate, options.steps)
     batches = data.packed_rows(texts, options.rows, options.length, options.seed)
     losses = []
     with tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar:
-        for progress in train.train(model, optimizer, itertools.islice(batches, options.steps)):
-            losses.append(progress.loss)
-            bar.set_postfix_str(
-                f"loss {progress.loss:.2f} nats/byte, {progress.tokens_per_second:,.0f} tokens/s", refresh=False
-            )
+
+        def seen(progress: Progress) -> None:
+            losses.append((progress.step, progress.loss))
+            speed = progress.tokens_per_second or 0
+            bar.set_postfix_str(f"loss {progress.loss:.2f} nats/byte, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
+
+        Run(trainer, lambda step: next(batches), Plan(options.steps), seen=seen).finish()
     return losses
 
 
-def write_samples(model: ByteDecoder, options: argparse.Namespace) -> None:
+def write_samples(model: Decoder, options: argparse.Namespace) -> None:
     """Prints what the model writes behind each prompt, and how fast.
 
     Args:
@@ -119,13 +139,16 @@ def main(arguments: list[str] | None = None) -> float:
 
     sizes = Sizes(options.width, options.layers, options.heads, options.kv_heads)
     model = ByteDecoder(sizes, options.implementation, rngs=nnx.Rngs(options.seed))
-    losses = fit(model, corpus.training, options)
-    held_out_loss = train.mean_loss(model, held_out)
+    trainer = create_trainer(model, options.learning_rate, options.steps)
+    losses = fit(trainer, corpus.training, options)
+    held_out_loss = trainer.mean_loss(held_out)
     unigram_loss = data.unigram_loss(corpus.training, held_out)
 
-    write_samples(model, options)
+    write_samples(trainer.model(), options)
     options.output.mkdir(parents=True, exist_ok=True)
-    pictures.draw_losses(options.output / "loss.png", losses, held_out_loss, unigram_loss)
+    levels = {"held-out files": held_out_loss, "unigram model, held-out files": unigram_loss}
+    title = "Byte-level decoder on the Python standard library"
+    draw_losses(options.output / "loss.png", losses, levels=levels, title=title, unit="nats per byte")
     pictures.draw_mask(options.output / "mask.png", block_mask)
     print(
         f"Held-out loss {held_out_loss:.3f} nats/byte; a unigram model of the same files has {unigram_loss:.3f}. "

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import UInt8
+
+from flax_layers.train.corpus import Rows
 
 HELD_OUT_SHARE = 1 / 16
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
@@ -15,15 +17,6 @@ SHORTEST_DOCUMENT = 64
 
 Text = UInt8[np.ndarray, " bytes"]
 """A file as it lies on the disk."""
-
-
-class Rows(NamedTuple):
-    """Packed text. A position whose next byte belongs to another document is not scored."""
-
-    tokens: Int[np.ndarray, "B T"]
-    """Bytes."""
-    documents: Int[np.ndarray, "B T"]
-    """Number of the document within its row, not decreasing along the row."""
 
 
 class Corpus(NamedTuple):

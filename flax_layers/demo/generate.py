@@ -12,12 +12,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
-from flax_layers.demo.model import ByteDecoder
 from flax_layers.demo.texts import KINDS, Texts
+from flax_layers.models import Decoder
 
 
 def generate(
-    model: ByteDecoder,
+    model: Decoder,
     prompts: Sequence[bytes],
     count: int,
     *,
@@ -44,7 +44,7 @@ def generate(
         ValueError: A prompt is empty, there is none, or the cache is neither of the two.
 
     Example:
-        >>> from flax_layers.demo.model import Sizes
+        >>> from flax_layers.demo.model import ByteDecoder, Sizes
         >>> model = ByteDecoder(Sizes(width=16, layers=1, heads=2, kv_heads=1), rngs=nnx.Rngs(0))
         >>> texts = generate(model, [b"def ", b"import "], count=3)
         >>> [len(text) for text in texts], texts[0][:4]

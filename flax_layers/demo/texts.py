@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from flax_layers.demo.model import ByteDecoder
+from flax_layers.models import Decoder
 from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch, PagedCache, PagePool, token_requests
 
@@ -24,12 +24,12 @@ class Texts(Protocol):
     """
 
     @classmethod
-    def empty(cls, model: ByteDecoder, batch_size: int, max_length: int) -> Self:
+    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> Self:
         """Texts of which nothing has been read, with room for so many bytes each."""
         ...
 
     def read(
-        self, model: ByteDecoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
+        self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B 256"], Self]:
         """Reads on in each text, `counts` of the T bytes; also returns the logits of the byte after them.
 
@@ -50,12 +50,12 @@ class DenseTexts:
     caches: tuple[DenseCache, ...]
 
     @classmethod
-    def empty(cls, model: ByteDecoder, batch_size: int, max_length: int) -> DenseTexts:
+    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseTexts:
         """As `Texts.empty`."""
         return cls(model.init_caches(batch_size, max_length))
 
     def read(
-        self, model: ByteDecoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
+        self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B 256"], DenseTexts]:
         """As `Texts.read`: reads the padding, too, and then forgets it."""
         lengths = self.caches[0].lengths + counts
@@ -80,7 +80,7 @@ class PagedTexts:
     lengths: Int32[Array, " B"]
 
     @classmethod
-    def empty(cls, model: ByteDecoder, batch_size: int, max_length: int) -> PagedTexts:
+    def empty(cls, model: Decoder, batch_size: int, max_length: int) -> PagedTexts:
         """As `Texts.empty`."""
         pages = -(-max_length // PAGE_SIZE)
         pool = PagePool(batch_size * pages + 1, PAGE_SIZE)
@@ -89,7 +89,7 @@ class PagedTexts:
         return cls(cache, jnp.asarray(table), jnp.zeros(batch_size, jnp.int32))
 
     def read(
-        self, model: ByteDecoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
+        self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B 256"], PagedTexts]:
         """As `Texts.read`: packs the bytes of all texts, and leaves the padding at the end, where nothing reads it."""
         begins = jnp.cumsum(counts, dtype=jnp.int32) - counts

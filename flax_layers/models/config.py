@@ -11,13 +11,13 @@ class LayerConfig:
 
     Attributes:
         window: How many keys a query sees, its own among them; None: all before it.
-        rotary_base: Base of the rotary embedding.
+        rotary_base: Base of the rotary embedding; None: no rotary embedding.
         rotary_scaling: Changes its frequencies, for long contexts.
         rotary_dim: How many features of a head rotate; None: all.
     """
 
     window: int | None = None
-    rotary_base: float = 10000.0
+    rotary_base: float | None = 10000.0
     rotary_scaling: RotaryScaling | None = None
     rotary_dim: int | None = None
 

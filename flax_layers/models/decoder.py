@@ -26,6 +26,9 @@ ACTIVATIONS = {
 Caches = tuple[DenseCache, ...]
 """One for each layer."""
 
+MakeScoreMod = Callable[..., nnx.Module]
+"""Takes `rngs` and returns a callable module, as `functools.partial(flax_layers.nnx.AlibiBias, num_heads)` does."""
+
 
 class MLP(nnx.Module):
     """A gated hidden layer.
@@ -52,8 +55,9 @@ class Block(nnx.Module):
     Args:
         config: The model.
         layer: How this layer attends.
-        options: `dtype`, `param_dtype` and `rngs`, as of `Decoder`.
+        score_mod: Makes a module that is the layer's own score_mod.
         implementation: The backend of jflex.
+        options: `dtype`, `param_dtype` and `rngs`, as of `Decoder`.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Block(nnx.Module):
         config: ModelConfig,
         layer: LayerConfig,
         *,
+        score_mod: MakeScoreMod | None = None,
         implementation: str | tuple[str, ...] | None = None,
         **options: Any,
     ):
@@ -89,6 +94,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.post_attention_norm = nnx.data(norm() if config.post_norms else None)
         self.post_mlp_norm = nnx.data(norm() if config.post_norms else None)
+        self.score_mod = nnx.data(None if score_mod is None else score_mod(rngs=options["rngs"]))
         self.config = config
         self.layer = layer
 
@@ -108,7 +114,7 @@ class Block(nnx.Module):
         mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
         attended = self.attention(
             self.attention_norm(stream),
-            score_mod=mods.score_mod(self.config),
+            score_mod=mods.score_mod(self.config, self.score_mod),
             mask_mod=mask_mod,
             block_mask=block_mask,
             positions=positions,
@@ -122,7 +128,7 @@ class Block(nnx.Module):
         attended, cache = self.attention.decode(
             self.attention_norm(stream),
             cache,
-            score_mod=mods.score_mod(self.config),
+            score_mod=mods.score_mod(self.config, self.score_mod),
             mask_mod=mods.mask_mod(self.layer.window) if block_mask is None else None,
             block_mask=block_mask,
         )
@@ -137,7 +143,7 @@ class Block(nnx.Module):
             cache,
             batch,
             layer=layer,
-            score_mod=mods.score_mod(self.config),
+            score_mod=mods.score_mod(self.config, self.score_mod),
             mask_mod=mods.mask_mod(self.layer.window),
         )
         return self._add_both(stream, attended), cache
@@ -165,6 +171,8 @@ class Decoder(nnx.Module):
         config: The model.
         dtype: Of the computation; parameters are cast to it. Default: `param_dtype`.
         param_dtype: Of the parameters.
+        score_mod: Makes a module for each layer that is its score_mod and holds parameters, which are trained with the
+            others; takes `rngs`. Default: none.
         implementation: The backend of jflex, or a sequence of them. Default: jflex chooses.
         rngs: Source of the keys of the initializers.
 
@@ -190,6 +198,7 @@ class Decoder(nnx.Module):
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
+        score_mod: MakeScoreMod | None = None,
         implementation: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
@@ -198,9 +207,8 @@ class Decoder(nnx.Module):
         options: dict[str, Any] = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, **options)
-        self.blocks = nnx.List(
-            [Block(config, layer, implementation=implementation, **options) for layer in config.layers]
-        )
+        block = functools.partial(Block, config, score_mod=score_mod, implementation=implementation, **options)
+        self.blocks = nnx.List([block(layer) for layer in config.layers])
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, **options)
         head = None
         if not config.tied_embeddings:
@@ -221,6 +229,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "*#B T"] | None = None,
         *,
         remat: bool | Callable[..., bool] = False,
+        constrain: Callable[[Array], Array] = lambda stream: stream,
     ) -> Float[Array, "B T width"]:
         """The last hidden states, normalised: what `logits` takes.
 
@@ -230,6 +239,8 @@ class Decoder(nnx.Module):
             positions: For the rotary embedding. Default: 0, 1, 2, ... in each row.
             remat: Whether blocks are computed again in the backward pass. True keeps what attention saved
                 (`flax_layers.models.mods.remat_policy`); a policy of `jax.checkpoint_policies` keeps what it names.
+            constrain: Applied to the residual stream before each block and after the last, as to say where it lies on
+                a mesh.
 
         Returns:
             One vector for each place, in the dtype of the computation.
@@ -243,9 +254,9 @@ class Decoder(nnx.Module):
         apply = _apply
         if remat:
             apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
-        stream = self._embed(tokens)
+        stream = constrain(self._embed(tokens))
         for block in self.blocks:
-            stream = apply(block, stream, masks[block.layer.window], positions)
+            stream = constrain(apply(block, stream, masks[block.layer.window], positions))
         return self.norm(stream)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
@@ -257,16 +268,15 @@ class Decoder(nnx.Module):
         Returns:
             The logits; the product is accumulated in float32.
         """
-        if self.head is None:
-            kernel, axis = self.embed.embedding[...], 1
-        else:
-            kernel, axis = self.head.kernel[...], 0
-        contraction = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        logits = jax.lax.dot_general(
-            hidden, kernel.astype(hidden.dtype), contraction, preferred_element_type=jnp.float32
-        )
+        kernel = self.head_kernel().astype(hidden.dtype)
+        contraction = (((hidden.ndim - 1,), (0,)), ((), ()))
+        logits = jax.lax.dot_general(hidden, kernel, contraction, preferred_element_type=jnp.float32)
         cap = self.config.logits_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def head_kernel(self) -> Float[Array, "width vocabulary"]:
+        """From hidden states to logits, before their soft cap; the embeddings, where they are tied."""
+        return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def init_caches(self, batch: int, max_length: int, *, dtype: Dtype | None = None) -> Caches:
         """Dense caches of empty sequences, one for each layer, for `decode`.
@@ -354,7 +364,8 @@ class Decoder(nnx.Module):
             )
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        stream = self.embed(tokens)
+        # Taken, then cast: so the gradients of a token that occurs many times are summed in the parameters' dtype.
+        stream = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
 
 

@@ -18,16 +18,20 @@ FEW_TOKENS = 16
 """Up to here one row of blocks holds all queries of a sequence, and decoding kernels serve the call."""
 
 
-def score_mod(config: ModelConfig) -> Callable[..., Array] | None:
-    """Of all layers: a soft cap, or nothing.
+def score_mod(config: ModelConfig, bias: Callable[..., Array] | None = None) -> Callable[..., Array] | None:
+    """Of a layer: what it learned, then a soft cap; or one of them, or nothing.
 
     Args:
         config: The model.
+        bias: A score_mod, as the layer's own module.
 
     Returns:
         The score_mod.
     """
-    return None if config.attention_softcap is None else softcap(config.attention_softcap)
+    cap = None if config.attention_softcap is None else softcap(config.attention_softcap)
+    if bias is None or cap is None:
+        return cap if bias is None else bias
+    return lambda score, b, h, q_idx, kv_idx: cap(bias(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
 
 
 def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> jflex.MaskMod:

@@ -1,0 +1,73 @@
+"""Score mods with learned parameters: biases that grow with, or depend on, the distance of query and key."""
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float, Int
+
+from jflex.scores import alibi, alibi_slopes, relative_bias
+
+
+class AlibiBias(nnx.Module):
+    """ALiBi whose slopes are learned: a penalty that grows with distance, at a pace of its own in each head.
+
+    Args:
+        num_heads: Query heads.
+        param_dtype: Of the slopes.
+        rngs: Not used, for the slopes begin as in the paper; as for other modules.
+
+    References:
+        Press et al. 2021, arXiv:2108.12409.
+
+    Example:
+        >>> bias = AlibiBias(4, rngs=nnx.Rngs(0))
+        >>> float(bias(1.0, 0, 0, 4, 2))  # the first slope is 1/4, the key 2 behind
+        0.5
+    """
+
+    def __init__(self, num_heads: int, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
+        self.slopes = nnx.Param(alibi_slopes(num_heads).astype(param_dtype))
+
+    def __call__(
+        self,
+        score: Float[Array, ""],
+        b: Int[Array, ""],
+        h: Int[Array, ""],
+        q_idx: Int[Array, ""],
+        kv_idx: Int[Array, ""],
+    ) -> Float[Array, ""]:
+        """Returns the score with the penalty."""
+        return alibi(self.slopes[...])(score, b, h, q_idx, kv_idx)
+
+
+class RelativeBias(nnx.Module):
+    """A learned number for each head and distance.
+
+    Args:
+        num_heads: Query heads.
+        max_distance: Farther keys share the number of this distance.
+        param_dtype: Of the numbers.
+        rngs: Not used, for the numbers begin at 0; as for other modules.
+
+    References:
+        Shaw et al. 2018, arXiv:1803.02155.
+
+    Example:
+        >>> bias = RelativeBias(4, max_distance=128, rngs=nnx.Rngs(0))
+        >>> bias.table.shape, float(bias(1.0, 0, 0, 4, 2))
+        ((4, 257), 1.0)
+    """
+
+    def __init__(self, num_heads: int, max_distance: int = 128, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
+        self.table = nnx.Param(jnp.zeros((num_heads, 2 * max_distance + 1), param_dtype))
+
+    def __call__(
+        self,
+        score: Float[Array, ""],
+        b: Int[Array, ""],
+        h: Int[Array, ""],
+        q_idx: Int[Array, ""],
+        kv_idx: Int[Array, ""],
+    ) -> Float[Array, ""]:
+        """Returns the score with the number of its distance."""
+        return relative_bias(self.table[...])(score, b, h, q_idx, kv_idx)

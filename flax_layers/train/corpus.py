@@ -1,0 +1,247 @@
+"""What is trained on: text and token files, laid end to end, cut into rows, and their documents numbered."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from flax_layers.train.errors import InputError
+from flax_layers.train.order import permuted
+from flax_layers.train.tokens import Encoder
+
+TOKEN_FILES = (".npy", ".bin")
+
+
+class Rows(NamedTuple):
+    """Packed tokens. A place whose next token belongs to another document is not scored."""
+
+    tokens: Int[np.ndarray, "B T"]
+    """Numbers of tokens."""
+    documents: Int[np.ndarray, "B T"]
+    """Number of the document within its row, not decreasing along the row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokens of all files in a row, read where they lie.
+
+    A document ends where its file ends, and after each end token.
+
+    Attributes:
+        names: Of the files, for messages.
+        files: Their tokens; those of token files are mapped into memory.
+        end_tokens: Each ends a document.
+
+    Example:
+        >>> corpus = Corpus(("a", "b"), (np.array([5, 9, 6]), np.array([7, 8])), end_tokens=(9,))
+        >>> tokens, documents = corpus.row(0, 5)
+        >>> tokens.tolist(), documents.tolist()
+        ([5, 9, 6, 7, 8], [0, 0, 1, 2, 2])
+    """
+
+    names: tuple[str, ...]
+    files: tuple[Int[np.ndarray, " tokens"], ...]
+    end_tokens: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def _starts(self) -> Int[np.ndarray, " files+1"]:
+        """Where each file begins, and the end of the last."""
+        return np.cumsum([0, *map(len, self.files)])
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return int(self._starts[-1])
+
+    def row(self, begin: int, length: int) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
+        """Tokens from a place on, and the numbers of their documents.
+
+        Args:
+            begin: Place of the first token.
+            length: T.
+
+        Returns:
+            Both.
+        """
+        end = begin + length
+        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right") - 1
+        parts = [
+            self.files[file][max(begin - start, 0) : end - start]
+            for file, start in enumerate(self._starts[first : last + 1].tolist(), first)
+        ]
+        tokens = np.concatenate(parts).astype(np.int32)
+        starts = np.zeros(length, bool)
+        starts[1:] = np.isin(tokens[:-1], self.end_tokens)
+        starts[self._starts[first + 1 : last + 1] - begin] = True
+        starts[0] = False
+        return tokens, np.cumsum(starts, dtype=np.int32)
+
+    def place(self, index: int) -> str:
+        """Where a token stands: its file, and its place there."""
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return f"place {index - int(self._starts[file])} of {self.names[file]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Batches of rows in random order. Each epoch has an order of its own, which the seed and its number decide.
+
+    A batch is a function of the number of its step, so a run that goes on from a checkpoint needs no more than that.
+
+    Attributes:
+        corpus: What rows are cut from; what is left after the last row is never read.
+        batch: B, rows of a batch.
+        length: T, tokens of a row.
+        rows: The rows that take part, by number.
+        vocabulary: Tokens must lie below it.
+        seed: Of the order.
+
+    Raises:
+        InputError: There is no row.
+    """
+
+    corpus: Corpus
+    batch: int
+    length: int
+    rows: range
+    vocabulary: int
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.rows:
+            raise InputError(
+                f"`--data` must hold at least one row of `--length` {self.length} tokens. Got {self.corpus.size} "
+                f"tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
+            )
+
+    def at(self, step: int) -> Rows:
+        """The batch of a step.
+
+        Args:
+            step: From 0 on.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: A token lies beyond the vocabulary.
+        """
+        size = len(self.rows)
+        chosen = []
+        for place in range(step * self.batch, (step + 1) * self.batch):
+            epoch, within = divmod(place, size)
+            chosen.append(self.rows[permuted(within, size, _seed_of_epoch(self.seed, epoch))])
+        return self._stack(chosen)
+
+    def since(self, step: int) -> Iterator[Rows]:
+        """Batches from a step on, without end."""
+        while True:
+            yield self.at(step)
+            step += 1
+
+    def in_order(self, most: int) -> list[Rows]:
+        """Batches of the first rows, each once; the last is filled with rows of which nothing is scored.
+
+        Args:
+            most: At most so many batches.
+
+        Returns:
+            The batches.
+        """
+        found = []
+        for start in range(0, min(len(self.rows), most * self.batch), self.batch):
+            rows = self._stack(self.rows[start : start + self.batch])
+            missing = self.batch - len(rows.tokens)
+            alone = np.tile(np.arange(self.length, dtype=np.int32), (missing, 1))  # each place its own document
+            empty = np.zeros((missing, self.length), np.int32)
+            found.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
+        return found
+
+    def _stack(self, chosen: Sequence[int]) -> Rows:
+        rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
+        for row, (tokens, _) in zip(chosen, rows, strict=True):
+            wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))
+            if wrong.size:
+                place = self.corpus.place(row * self.length + int(wrong[0]))
+                raise InputError(
+                    f"`--data` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
+                    f"{tokens[wrong[0]]} at {place}. Use the tokenizer of the model, or the right `--token-dtype`."
+                )
+        return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _seed_of_epoch(seed: int, epoch: int) -> int:
+    return (seed << 32) + epoch
+
+
+def read_corpus(
+    paths: Sequence[pathlib.Path],
+    tokenizer: Encoder | None,
+    *,
+    end_tokens: tuple[int, ...] = (),
+    token_dtype: str = "uint16",
+) -> Corpus:
+    """Reads text and token files.
+
+    Args:
+        paths: Files, or folders, of which all files are taken, sorted by name. `.npy` and `.bin` hold tokens and are
+            mapped into memory; all others hold text, which is tokenised now, each file one document.
+        tokenizer: For text. Only token files need none.
+        end_tokens: Each ends a document. The first is added to the end of each text.
+        token_dtype: Of the tokens in `.bin` files.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        InputError: A path does not exist; a token file does not hold one axis of whole numbers; a text is not UTF-8;
+            there is text and no tokenizer.
+    """
+    names, files = [], []
+    for path in _files_of(paths):
+        if path.suffix in TOKEN_FILES:
+            tokens = _mapped(path, token_dtype)
+        elif tokenizer is None:
+            raise InputError(
+                f"`--tokenizer` must be given for text, as {path}: `bytes`, or a folder with a tokenizer.json."
+            )
+        else:
+            tokens = _encoded(path, tokenizer, end_tokens)
+        if len(tokens):
+            names.append(str(path))
+            files.append(tokens)
+    return Corpus(tuple(names), tuple(files), end_tokens)
+
+
+def _files_of(paths: Sequence[pathlib.Path]) -> Iterator[pathlib.Path]:
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"`--data` must name files or folders. There is no {path}.")
+        yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def _mapped(path: pathlib.Path, token_dtype: str) -> np.ndarray:
+    if not path.stat().st_size:
+        return np.zeros(0, np.uint16)
+    if path.suffix == ".bin":
+        return np.memmap(path, np.dtype(token_dtype), mode="r")
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise InputError(
+            f"`--data` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape {tokens.shape} "
+            f"in {path}."
+        )
+    return tokens
+
+
+def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...]) -> np.ndarray:
+    try:
+        tokens = tokenizer.encode(path.read_bytes())
+    except UnicodeDecodeError as error:
+        raise InputError(f"`--data` must hold text in UTF-8. Got {path}: {error}.") from error
+    ends = end_tokens[:1] if len(tokens) else ()
+    return np.concatenate([tokens, np.asarray(ends, np.uint32)])

@@ -1,0 +1,124 @@
+"""FLOPs of a training step, and of the device at its best."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from flax_layers.models import ModelConfig
+
+PEAKS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+"""FLOP/s of dense bf16 products by the makers' data sheets, by words of `jax.Device.device_kind`."""
+
+
+def peak_flops(kind: str) -> float | None:
+    """FLOP/s of a kind of device at its best.
+
+    Args:
+        kind: `jax.Device.device_kind`.
+
+    Returns:
+        The longest entry of `PEAKS` that its words contain; None where there is none.
+
+    Example:
+        >>> peak_flops("NVIDIA H200"), peak_flops("cpu")
+        (989000000000000.0, None)
+    """
+    found = [name for name in PEAKS if f" {name} " in f" {kind} " or f" {name}-" in f" {kind}"]
+    return PEAKS[max(found, key=len)] if found else None
+
+
+def measured_flops(size: int = 8192, repeats: int = 10) -> float:
+    """FLOP/s that one device reaches in a square bf16 product.
+
+    Args:
+        size: Of the matrices.
+        repeats: Products that are timed together.
+
+    Returns:
+        The rate.
+    """
+    matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+
+    @jax.jit
+    def products(left):
+        return jax.lax.fori_loop(0, repeats, lambda _, left: (left @ matrix) * jnp.bfloat16(size**-0.5), left)
+
+    products(matrix).block_until_ready()
+    started = time.perf_counter()
+    products(matrix).block_until_ready()
+    return 2 * size**3 * repeats / (time.perf_counter() - started)
+
+
+def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> int:
+    """Parameters that each token is multiplied by: those of the projections, the last included, not those looked up.
+
+    Args:
+        shapes: Of all parameters, by path.
+        config: The model.
+
+    Returns:
+        Their number.
+    """
+    kernels = sum(math.prod(shape) for path, shape in shapes.items() if path.endswith(".kernel"))
+    return kernels + (config.vocabulary * config.width if config.tied_embeddings else 0)
+
+
+def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) -> int:
+    """Pairs of a query and a key that it sees: causal, within its document and the window.
+
+    Args:
+        documents: Number of the document at each place.
+        window: How many keys a query sees; None: all before it.
+
+    Returns:
+        Their number, over all rows.
+
+    Example:
+        >>> visible_pairs(np.array([[0, 0, 0, 1]])), visible_pairs(np.array([[0, 0, 0, 1]]), window=2)
+        (7, 6)
+    """
+    total = 0
+    for row in documents:
+        ends = np.flatnonzero(np.diff(row, append=row[-1] + 1)) + 1
+        lengths = np.diff(ends, prepend=0).astype(np.int64)
+        short = lengths if window is None else np.minimum(lengths, window)
+        total += int(np.sum(short * (short + 1) // 2 + (lengths - short) * short))
+    return total
+
+
+def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, "B T"]) -> float:
+    """FLOPs of the forward and backward pass of a batch, as the model needs them, whatever is computed.
+
+    Each token takes 6 FLOPs for each parameter that it is multiplied by, and each visible pair 12 for each feature of
+    each head: two products forward, four backward. What remat computes again does not count.
+
+    Args:
+        config: The model.
+        multiplied: As `multiplied_parameters` gives it.
+        documents: Of the batch.
+
+    Returns:
+        The FLOPs.
+    """
+    by_window = {window: visible_pairs(documents, window) for window in config.windows}
+    pairs = sum(by_window[layer.window] for layer in config.layers)
+    return 6.0 * multiplied * documents.size + 12.0 * config.num_heads * config.head_dim * pairs

@@ -1,0 +1,34 @@
+"""What happened in each step, as lines of JSON."""
+
+import json
+import pathlib
+from typing import Any
+
+from flax_layers.train.pictures import Curve
+
+
+class Log:
+    """A file of one JSON object a line, each with its `step`.
+
+    Args:
+        path: The file; it is made if it does not exist.
+        step: Where the run begins. Lines of later steps, of a run that ended after its last checkpoint, are removed.
+    """
+
+    def __init__(self, path: pathlib.Path, step: int = 0):
+        self.path = path
+        kept = [line for line in _lines(path) if line["step"] <= step] if step else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, **line: Any) -> None:
+        """Adds a line."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def curve(self, name: str) -> Curve:
+        """The steps that have an entry, and the entry of each."""
+        return [(line["step"], line[name]) for line in _lines(self.path) if name in line]
+
+
+def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,206 @@
+"""The steps of a run: what is done between them, and how they end."""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from flax_layers.train.corpus import Rows
+from flax_layers.train.errors import Interrupted, LossError
+from flax_layers.train.flops import multiplied_parameters, step_flops
+from flax_layers.train.log import Log
+from flax_layers.train.trainer import Metrics, Trainer
+
+if TYPE_CHECKING:
+    from flax_layers.train.checkpoints import Checkpoints
+
+_SMOOTHED = 20
+
+
+class Progress(NamedTuple):
+    """What one step did."""
+
+    step: int
+    """Steps that have been taken."""
+    loss: float
+    """Before the step, nats for each scored token."""
+    gradient_norm: float
+    learning_rate: float
+    tokens_per_second: float | None
+    """Of the last steps; None in the first, which compiles."""
+    utilisation: float | None
+    """What part of the peak FLOP/s the model's FLOPs are; None where no peak is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is done when.
+
+    Attributes:
+        steps: Taken in all, those before a checkpoint included.
+        save_every: Steps between checkpoints; 0: only at the end.
+        evaluate_every: Steps between held-out losses; 0: only at the end.
+        peak_flops: FLOP/s of all devices together at their best, if known.
+    """
+
+    steps: int
+    save_every: int = 0
+    evaluate_every: int = 0
+    peak_flops: float | None = None
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint follows the step."""
+        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether a held-out loss follows the step."""
+        return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+
+
+@dataclasses.dataclass
+class Run:
+    """A trainer, its data, and where it writes.
+
+    While the device computes a step, the host makes the batch of the next and then reads the metrics of the one before,
+    so neither waits for the other.
+
+    Attributes:
+        trainer: It may have taken steps.
+        batch_at: The batch of each step, by number from 0 on.
+        plan: What is done when.
+        held_out: Batches that it is not trained on.
+        checkpoints: Where they go; None: nowhere.
+        log: Where each step is written; None: nowhere.
+        seen: Called with the progress of each step.
+        evaluated: Called with each step and its held-out loss.
+    """
+
+    trainer: Trainer
+    batch_at: Callable[[int], Rows]
+    plan: Plan
+    held_out: list[Rows] = dataclasses.field(default_factory=list)
+    checkpoints: "Checkpoints | None" = None
+    log: Log | None = None
+    seen: Callable[[Progress], None] = lambda progress: None
+    evaluated: Callable[[int, float], None] = lambda step, loss: None
+
+    def finish(self) -> None:
+        """Takes all steps that are left.
+
+        Raises:
+            LossError: A loss or a gradient is not finite.
+            SaveError: A checkpoint could not be written.
+            Interrupted: By a signal; a checkpoint was written before.
+        """
+        shapes = {path: value.shape for path, value in self.trainer.state.parameters.items()}
+        meter = _Meter(self.plan.peak_flops)
+        multiplied = multiplied_parameters(shapes, self.trainer.config)
+        waiting: tuple[int, Metrics, Rows] | None = None
+        start = int(self.trainer.state.step)
+        with _signals() as received:
+            for step in range(start + 1, self.plan.steps + 1):
+                rows = self.batch_at(step - 1)
+                meter.begin()
+                metrics = self.trainer.step(rows)
+                if waiting is not None:
+                    self._report(*waiting, meter, multiplied)
+                waiting = step, metrics, rows
+                saves, evaluates = self.plan.saves_after(step), self.plan.evaluates_after(step)
+                if saves or evaluates or received or step == start + 1:
+                    self._report(*waiting, meter, multiplied)
+                    waiting = None
+                    self._pause(step, saves or bool(received), evaluates)
+                    meter.pause()
+                if received:
+                    self._interrupt(step, received[0])
+
+    def _pause(self, step: int, saves: bool, evaluates: bool) -> None:
+        if saves and self.checkpoints is not None:
+            self.checkpoints.save(step, self.trainer.state)
+        if evaluates and self.held_out:
+            loss = self.trainer.mean_loss(self.held_out)
+            if self.log is not None:
+                self.log.write(step=step, held_out_loss=loss)
+            self.evaluated(step, loss)
+
+    def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: int) -> None:
+        """Waits for a step, refuses what is not finite, and tells the rest."""
+        loss, norm, rate = (float(value) for value in metrics)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
+            raise LossError(
+                f"The loss of step {step} is {loss}, the norm of its gradient {norm}. The run ends here. {last}. The "
+                "same command would come to the same step again: lower `--learning-rate` or `--clip`, or look at the "
+                "data of this step."
+            )
+        speed, utilisation = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
+        progress = Progress(step, loss, norm, rate, speed, utilisation)
+        if self.log is not None:
+            self.log.write(**progress._asdict())
+        self.seen(progress)
+
+    def _interrupt(self, step: int, number: int) -> None:
+        name = signal.Signals(number).name
+        last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
+        raise Interrupted(
+            f"{name} ended the run after step {step} of {self.plan.steps}. {last}. The same command goes on there.",
+            number,
+        )
+
+
+class _Meter:
+    """Speed of the last steps, without the first, which compiles, and without pauses."""
+
+    def __init__(self, peak_flops: float | None):
+        self._peak = peak_flops
+        self._recent: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=_SMOOTHED)
+        self._clock: float | None = None
+        self._compiled = False
+
+    def begin(self) -> None:
+        if self._clock is None:
+            self._clock = time.perf_counter()
+
+    def pause(self) -> None:
+        self._clock = None
+
+    def end(self, rows: Rows, flops: float) -> tuple[float | None, float | None]:
+        """Tokens a second and utilisation, at the end of a step."""
+        now = time.perf_counter()
+        if self._compiled and self._clock is not None:
+            self._recent.append((now - self._clock, rows.tokens.size, flops))
+        self._compiled, self._clock = True, now
+        if not self._recent:
+            return None, None
+        seconds, tokens, flops = (sum(column) for column in zip(*self._recent, strict=True))
+        return tokens / seconds, None if self._peak is None else flops / seconds / self._peak
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects the first SIGINT or SIGTERM; a second one has its usual effect."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where Python hears no signals
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def receive(number, frame):
+        received.append(number)
+        restore()
+
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        restore()

@@ -1,0 +1,126 @@
+"""Cross entropy of the next token that holds the logits of one chunk at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+Hidden = Float[Array, "R T width"]
+
+
+def next_token_weights(documents: Int[Array, "*batch T"]) -> Float32[Array, "*batch T"]:
+    """1 where the next token belongs to the same document, else 0.
+
+    Args:
+        documents: Number of the document at each place.
+
+    Returns:
+        What the loss at each place counts.
+
+    Example:
+        >>> next_token_weights(jnp.array([0, 0, 1, 1, 1])).tolist()
+        [1.0, 0.0, 1.0, 1.0, 0.0]
+    """
+    same = documents[..., 1:] == documents[..., :-1]
+    return jnp.pad(same.astype(jnp.float32), [(0, 0)] * (documents.ndim - 1) + [(0, 1)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def summed_cross_entropy(
+    hidden: Hidden,
+    kernel: Float[Array, "width vocabulary"],
+    targets: Int[Array, "R T"],
+    weights: Float32[Array, "R T"],
+    chunk: int,
+    softcap: float | None = None,
+) -> Float32[Array, ""]:
+    """Sum of the weighted cross entropies of all places, in nats.
+
+    Rows are cut along T into chunks of about `chunk` places in all. Logits of a chunk are float32, from a product in
+    the dtype of `hidden`, and are given up before those of the next: no array of all places and the vocabulary exists.
+    Where gradients are asked for, each chunk's are computed beside its loss, so that no logit is computed twice; those
+    of the kernel are summed in float32.
+
+    Args:
+        hidden: Last hidden states, one vector for each place.
+        kernel: From them to logits; cast to the dtype of `hidden`.
+        targets: The token at each place that should be predicted.
+        weights: What each place counts; it gets no gradient.
+        chunk: Places whose logits are held at a time; at least one of each row.
+        softcap: Bound of the logits; None: none.
+
+    Returns:
+        The sum.
+
+    Example:
+        >>> hidden, kernel = jnp.zeros((1, 6, 4)), jnp.zeros((4, 10))
+        >>> loss = summed_cross_entropy(hidden, kernel, jnp.zeros((1, 6), int), jnp.ones((1, 6)), 2)
+        >>> print(jnp.allclose(loss, 6 * jnp.log(10)))
+        True
+    """
+    small = kernel.astype(hidden.dtype)
+
+    def add(total, places):
+        part, targets, weights = places
+        losses, _ = _losses(part, targets, small, softcap)
+        return total + jnp.sum(losses * weights), None
+
+    total, _ = lax.scan(add, jnp.float32(0), _chunks(hidden, targets, weights, chunk))
+    return total
+
+
+def _losses(hidden: Hidden, targets: Array, kernel: Array, softcap: float | None) -> tuple[Array, tuple[Array, ...]]:
+    """Cross entropies of a chunk, and logits, their slope by the cap, and the targets as a mask."""
+    contraction = (((2,), (0,)), ((), ()))
+    logits = lax.dot_general(hidden, kernel, contraction, preferred_element_type=jnp.float32)
+    slope = jnp.float32(1)
+    if softcap is not None:
+        bounded = jnp.tanh(logits / softcap)
+        logits, slope = softcap * bounded, 1 - bounded * bounded
+    # Compared and summed, not gathered: so each device looks at its own part of the vocabulary.
+    hit = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return lse - jnp.sum(jnp.where(hit, logits, 0), axis=-1), (logits - lse[..., None], slope, hit)
+
+
+def _forward(hidden, kernel, targets, weights, chunk, softcap):
+    small = kernel.astype(hidden.dtype)
+
+    def add(carry, places):
+        total, by_kernel = carry
+        part, targets, weights = places
+        losses, (log_probabilities, slope, hit) = _losses(part, targets, small, softcap)
+        by_logits = (jnp.exp(log_probabilities) - hit.astype(jnp.float32)) * slope * weights[..., None]
+        by_logits = by_logits.astype(part.dtype)
+        by_hidden = lax.dot_general(by_logits, small, (((2,), (1,)), ((), ())))
+        by_kernel += lax.dot_general(part, by_logits, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+        return (total + jnp.sum(losses * weights), by_kernel), by_hidden
+
+    start = jnp.float32(0), jnp.zeros(kernel.shape, jnp.float32)
+    (total, by_kernel), parts = lax.scan(add, start, _chunks(hidden, targets, weights, chunk))
+    by_hidden = jnp.moveaxis(parts, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    return total, (by_hidden, by_kernel, jnp.zeros((), kernel.dtype))
+
+
+def _backward(chunk, softcap, residuals, cotangent):
+    by_hidden, by_kernel, kernel = residuals
+    scaled = (by_hidden.astype(jnp.float32) * cotangent).astype(by_hidden.dtype)
+    return scaled, (by_kernel * cotangent).astype(kernel.dtype), None, None
+
+
+summed_cross_entropy.defvjp(_forward, _backward)
+
+
+def _chunks(hidden: Hidden, targets: Array, weights: Array, chunk: int) -> tuple[Array, Array, Array]:
+    """The three, padded and cut along T; chunks come first. Rows stay whole: they may lie on many devices."""
+    rows, length = targets.shape
+    places = min(max(chunk // rows, 1), length)
+    count = -(-length // places)
+
+    def cut(array):
+        padded = jnp.pad(array, [(0, 0), (0, count * places - length)] + [(0, 0)] * (array.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, count, places, *array.shape[2:]), 1, 0)
+
+    return cut(hidden), cut(targets), cut(weights)

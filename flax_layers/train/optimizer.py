@@ -1,0 +1,65 @@
+"""AdamW with warm-up, cosine decay and clipping: optax, put together."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import optax
+
+from flax_layers.train.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How parameters are changed.
+
+    Attributes:
+        steps: Length of the schedule.
+        learning_rate: The largest one.
+        warmup: Steps until it is reached. Default: a tenth of all, at most 50.
+        final_share: What part of it is left in the end.
+        weight_decay: Of parameters of two axes and more; scales, biases and slopes do not decay.
+        b1: Decay of the mean of gradients.
+        b2: Decay of the mean of their squares.
+        clip: Longest gradient; longer ones are shortened to it.
+    """
+
+    steps: int
+    learning_rate: float = 3e-4
+    warmup: int | None = None
+    final_share: float = 0.1
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    clip: float = 1.0
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise InputError(f"`--steps` must be at least 1. Got {self.steps}.")
+
+    def schedule(self) -> optax.Schedule:
+        """The learning rate of each step.
+
+        Example:
+            >>> rate = Recipe(steps=100, learning_rate=1.0, warmup=10).schedule()
+            >>> [round(float(rate(step)), 2) for step in (0, 10, 100)]
+            [0.0, 1.0, 0.1]
+        """
+        warmup = min(50, max(self.steps // 10, 1)) if self.warmup is None else self.warmup
+        rate = self.learning_rate
+        return optax.warmup_cosine_decay_schedule(
+            0.0, rate, warmup, max(self.steps, warmup + 1), rate * self.final_share
+        )
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Clipping, then AdamW.
+
+        Returns:
+            The optimizer; its state has the form of the parameters.
+        """
+        adam = optax.adamw(self.schedule(), self.b1, self.b2, weight_decay=self.weight_decay, mask=_decays)
+        return optax.chain(optax.clip_by_global_norm(self.clip), adam)
+
+
+def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
+    return {path: value.ndim > 1 for path, value in parameters.items()}

@@ -1,0 +1,84 @@
+"""The command line of `python -m flax_layers.train`."""
+
+import argparse
+import pathlib
+
+from flax_layers.train.remat import REMAT
+from flax_layers.train.shapes import BIASES, SHAPES
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line.
+
+    Args:
+        arguments: Instead of the command line's.
+
+    Returns:
+        The options, by their names.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_layers.train",
+        description="Trains a decoder on documents packed into rows. Run the same command again to go on from the last "
+        "checkpoint in --output.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_data(parser.add_argument_group("data"))
+    _add_training(parser.add_argument_group("training"))
+    _add_computation(parser.add_argument_group("computation"))
+    _add_output(parser.add_argument_group("output"))
+    return parser.parse_args(arguments)
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    start = group.add_mutually_exclusive_group()
+    start.add_argument("--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint to train on")
+    start.add_argument("--config", type=pathlib.Path, help="folder with a config.json: this model, from scratch")
+    start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
+    group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.shapes")
+    group.add_argument("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    many = {"type": pathlib.Path, "nargs": "+", "metavar": "PATH"}
+    group.add_argument("--data", required=True, **many, help="text files, token files (.npy, .bin), or folders of them")
+    group.add_argument("--held-out", **many, help="the like, for the held-out loss")
+    group.add_argument(
+        "--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent"
+    )
+    group.add_argument("--held-out-batches", type=int, default=16, help="the most batches of a held-out loss")
+    group.add_argument("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model")
+    group.add_argument("--end-token", type=int, help="ends a document; None: as the model's configuration says")
+    group.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--steps", type=int, default=1000, help="in all")
+    group.add_argument("--batch", type=int, default=8, help="rows of a step")
+    group.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    group.add_argument("--learning-rate", type=float, default=3e-4, help="the largest of the schedule")
+    group.add_argument("--warmup", type=int, help="steps until it is reached; None: a tenth of all, at most 50")
+    group.add_argument("--final-share", type=float, default=0.1, help="what part of it is left in the end")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices")
+    group.add_argument("--clip", type=float, default=1.0, help="longest gradient")
+    group.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
+
+
+def _add_computation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,model=4")
+    group.add_argument(
+        "--accumulate", type=int, default=1, help="parts that a step is computed in, one after the other"
+    )
+    group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass computes again")
+    group.add_argument("--loss-chunk", type=int, default=2048, help="tokens whose logits a device holds at a time")
+    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
+    group.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
+    group.add_argument("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
+    group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end")
+    group.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
+    group.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: at the end")
+    group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")

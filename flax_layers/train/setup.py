@@ -1,0 +1,214 @@
+"""From the options of the command line to the parts of a run."""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from flax_layers.models import Decoder, ModelConfig, from_pretrained
+from flax_layers.models.checkpoint import read_folder_config
+from flax_layers.models.decoder import MakeScoreMod
+from flax_layers.train import parallel
+from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
+from flax_layers.train.errors import InputError
+from flax_layers.train.flops import measured_flops, peak_flops
+from flax_layers.train.optimizer import Recipe
+from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
+from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
+from flax_layers.train.trainer import Computation, Trainer, create_model
+
+
+def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
+    """The model that is asked for, and its learned score mod.
+
+    Args:
+        options: As `parse_options` gives them.
+
+    Returns:
+        Both.
+
+    Raises:
+        InputError: Options contradict each other, or rows are longer than the model's positions.
+    """
+    if options.model is not None and (options.sizes or options.bias):
+        raise InputError(
+            "`--model` says all sizes. Leave out `--sizes` and `--bias`, or train from scratch (`--shape`)."
+        )
+    folder = options.model or options.config
+    config = SHAPES[options.shape] if folder is None else read_folder_config(folder)
+    if options.sizes:
+        config = resized(config, parse_sizes(options.sizes))
+    if options.length > config.max_positions:
+        raise InputError(
+            f"`--length` must be at most the positions of the model, {config.max_positions}. Got {options.length}. "
+            "Take shorter rows, or for a model from scratch `--sizes max_positions=...`."
+        )
+    if options.length < 2:
+        raise InputError(f"`--length` must be at least 2, a token and the next. Got {options.length}.")
+    return with_bias(config, options.bias)
+
+
+def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batches, list[Rows]]:
+    """What is trained on, and what is held out.
+
+    Args:
+        options: As `parse_options` gives them.
+        config: The model.
+
+    Returns:
+        Both; the second may be empty.
+
+    Raises:
+        InputError: There is no text, or it does not suit the model.
+    """
+    encoder = _encoder(options, config)
+    ends = config.eos_token_ids if options.end_token is None else (options.end_token,)
+
+    def read(paths: list[pathlib.Path]) -> Corpus:
+        return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype)
+
+    def batches(corpus: Corpus, rows: range) -> Batches:
+        return Batches(corpus, options.batch, options.length, rows, config.vocabulary, options.seed)
+
+    corpus = read(options.data)
+    rows = corpus.size // options.length
+    if options.held_out is not None:
+        other = read(options.held_out)
+        held_out = batches(other, range(other.size // options.length))
+        return batches(corpus, range(rows)), held_out.in_order(options.held_out_batches)
+    share = min(max(round(options.held_out_share * rows), 1), rows - 1) if options.held_out_share and rows else 0
+    training = batches(corpus, range(rows - share))
+    return training, batches(corpus, range(rows - share, rows)).in_order(options.held_out_batches) if share else []
+
+
+def _encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
+    if options.tokenizer == "bytes":
+        encoder: Encoder = ByteEncoder()
+    elif options.tokenizer is not None:
+        encoder = FolderEncoder(pathlib.Path(options.tokenizer))
+    elif options.model is not None and (options.model / "tokenizer.json").exists():
+        encoder = FolderEncoder(options.model)
+    else:
+        return None
+    if encoder.vocabulary > config.vocabulary:
+        raise InputError(
+            f"`--tokenizer` must have no more tokens than the model's vocabulary, {config.vocabulary}. Got "
+            f"{encoder.vocabulary}. Take the tokenizer of the model, or `--sizes vocabulary={encoder.vocabulary}`."
+        )
+    return encoder
+
+
+def make_trainer(
+    options: argparse.Namespace, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
+) -> Trainer:
+    """The model, from scratch or from a checkpoint, with its optimizer.
+
+    Args:
+        options: As `parse_options` gives them.
+        config: The model.
+        score_mod: Its learned score mod.
+        mesh: The devices.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        ValueError: The mesh does not divide the model.
+        CheckpointError: The checkpoint does not hold the model.
+    """
+    dtype: Any = jnp.dtype(options.dtype)
+    if options.model is None:
+        model = create_model(
+            lambda: Decoder(
+                config,
+                dtype=dtype,
+                score_mod=score_mod,
+                implementation=options.implementation,
+                rngs=nnx.Rngs(options.seed),
+            ),
+            mesh,
+        )
+    else:
+        model = from_pretrained(
+            options.model, dtype=dtype, param_dtype=jnp.float32, mesh=mesh, implementation=options.implementation
+        )
+    recipe = Recipe(
+        options.steps,
+        options.learning_rate,
+        options.warmup,
+        options.final_share,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+    )
+    return Trainer(model, recipe, Computation(options.accumulate, options.remat, options.loss_chunk), mesh=mesh)
+
+
+def description(options: argparse.Namespace, config: ModelConfig, batches: Batches) -> dict[str, Any]:
+    """What must stay the same from one part of a run to the next: the model, and the data with their order.
+
+    Args:
+        options: As `parse_options` gives them.
+        config: The model.
+        batches: What is trained on.
+
+    Returns:
+        Names of options and sizes, and their values.
+    """
+    sizes = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
+    return {
+        **sizes,
+        "--bias": options.bias,
+        "--batch": options.batch,
+        "--length": options.length,
+        "--seed": options.seed,
+        "tokens of --data": batches.corpus.size,
+        "rows to train on": len(batches.rows),
+    }
+
+
+def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
+    """FLOP/s of all devices of the mesh at their best.
+
+    Args:
+        text: As `--peak-flops` takes it.
+        mesh: The devices.
+
+    Returns:
+        The rate, None if it is not known.
+
+    Raises:
+        InputError: The text is neither a number nor `measure`.
+    """
+    if text == "measure":
+        one = measured_flops()
+    elif text is None:
+        one = peak_flops(jax.devices()[0].device_kind)
+    else:
+        try:
+            one = float(text)
+        except ValueError as error:
+            raise InputError(f"`--peak-flops` must be a number, or `measure`. Got {text!r}.") from error
+    return None if one is None else one * mesh.size
+
+
+def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
+    """The mesh, if the run can be computed on it.
+
+    Args:
+        options: As `parse_options` gives them.
+        config: The model.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        InputError: It cannot.
+    """
+    mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
+    parallel.check_mesh(mesh, config, options.batch, options.accumulate)
+    return mesh

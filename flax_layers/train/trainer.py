@@ -1,0 +1,289 @@
+"""A model in training: its parameters, its optimizer, and their compiled step."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float32, Int32
+
+from flax_layers.models import Decoder
+from flax_layers.models.sharding import RULES, Rules, parameter_shardings
+from flax_layers.train import parallel
+from flax_layers.train.corpus import Rows
+from flax_layers.train.errors import InputError
+from flax_layers.train.loss import next_token_weights, summed_cross_entropy
+from flax_layers.train.optimizer import Recipe
+from flax_layers.train.remat import REMAT
+
+EMBEDDING = "embed.embedding"
+
+Parameters = dict[str, Array]
+"""By their paths, as `blocks.0.mlp.up.kernel`."""
+
+
+class PlacedRows(NamedTuple):
+    """`Rows` on devices."""
+
+    tokens: Int32[Array, "*parts B T"]
+    documents: Int32[Array, "*parts B T"]
+
+
+class State(NamedTuple):
+    """What changes from step to step, and all that a checkpoint holds."""
+
+    step: Int32[Array, ""]
+    """Steps that have been taken."""
+    parameters: Parameters
+    """float32."""
+    optimizer: Any
+    """Of optax."""
+
+
+class Metrics(NamedTuple):
+    """What a step tells, before its update: arrays on the device, which may still be being computed."""
+
+    loss: Float32[Array, ""]
+    """Nats for each scored token."""
+    gradient_norm: Float32[Array, ""]
+    """Before clipping."""
+    learning_rate: Float32[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """How a step is computed; its result does not depend on it, but for rounding.
+
+    Attributes:
+        accumulate: Parts that the rows of a step are computed in, one after the other.
+        remat: What the backward pass computes again: a name in `flax_layers.train.remat.REMAT`.
+        loss_chunk: Places whose logits a device holds at a time.
+    """
+
+    accumulate: int = 1
+    remat: str = "none"
+    loss_chunk: int = 2048
+
+    def __post_init__(self):
+        if self.accumulate < 1 or self.loss_chunk < 1:
+            raise InputError(
+                f"`accumulate` and `loss_chunk` must be at least 1. Got {self.accumulate} and {self.loss_chunk}."
+            )
+        if self.remat not in REMAT:
+            raise InputError(f"`remat` must be one of {', '.join(REMAT)}. Got {self.remat!r}.")
+
+
+class Trainer:
+    """Trains a decoder on one device or on a mesh of them.
+
+    Args:
+        model: With float32 parameters. The trainer takes them over: use `model()` of it from then on.
+        recipe: How parameters are changed.
+        computation: How a step is computed.
+        mesh: With the axes `data`, `fsdp` and `model`. Default: the first device.
+        rules: How parameters are cut over it.
+
+    Raises:
+        ValueError: The mesh does not divide the model.
+
+    Example:
+        >>> from flax_layers.models import LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=16, width=8, mlp_width=16, num_heads=2, num_kv_heads=1, head_dim=4, layers=(LayerConfig(),),
+        ...     max_positions=8,
+        ... )
+        >>> trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), Recipe(steps=30, learning_rate=0.03))
+        >>> rows = Rows(np.arange(16).reshape(2, 8), np.zeros((2, 8), int))
+        >>> losses = [float(trainer.step(rows).loss) for _ in range(30)]
+        >>> losses[-1] < losses[0] / 2
+        True
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        recipe: Recipe,
+        computation: Computation = Computation(),
+        *,
+        mesh: Mesh | None = None,
+        rules: Rules = RULES,
+    ):
+        self.config = model.config
+        self._dtype = model.embed.dtype
+        self.computation = computation
+        self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
+        self._form, variables = nnx.split(model)
+        self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
+        parameters = flat_parameters(variables)
+        shardings = shardings_of(parameters, self.config, self.mesh, rules)
+        parameters = jax.device_put(parameters, shardings)
+        optimizer = recipe.optimizer()
+        whole = parallel.placed(self.mesh)
+        by_optimizer = optax.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(optimizer.init, parameters),
+            shardings,
+            transform_non_params=lambda _: whole,
+        )
+        self.shardings: Any = State._make((whole, shardings, by_optimizer))
+        with jax.numpy_dtype_promotion("standard"):
+            state = jax.jit(optimizer.init, out_shardings=by_optimizer)(parameters)
+        self.state = State(jax.device_put(jnp.int32(0), whole), parameters, state)
+        take = functools.partial(self._take_step, optimizer, recipe.schedule())
+        self._step = jax.jit(take, donate_argnums=0, out_shardings=(self.shardings, whole))
+        self._sums = jax.jit(self._loss_sums, out_shardings=whole)
+
+    def step(self, rows: Rows) -> Metrics:
+        """Takes a step on a batch. It returns at once; reading the metrics waits for the device.
+
+        Args:
+            rows: The batch.
+
+        Returns:
+            The loss before the step, and more.
+        """
+        parts = self.computation.accumulate
+        split = Rows(*(array.reshape(parts, -1, array.shape[-1]) for array in rows))
+        self.state, metrics = self._step(self.state, self._on_devices(split, None, parallel.ROWS[0]))
+        return metrics
+
+    def mean_loss(self, batches: Iterable[Rows]) -> float:
+        """Loss of all scored tokens of the batches.
+
+        Args:
+            batches: Rows that it was not trained on.
+
+        Returns:
+            Nats for each token.
+        """
+        sums = [self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])) for rows in batches]
+        total, count = np.sum([[float(part) for part in pair] for pair in sums], axis=0)
+        return float(total / max(count, 1.0))
+
+    def model(self) -> Decoder:
+        """The model with the parameters of now; steps that follow invalidate them."""
+        return self._merged(self.state.parameters)
+
+    def _merged(self, parameters: Parameters) -> Decoder:
+        return _merged(self._form, self._variables, parameters)
+
+    def _on_devices(self, rows: Rows, *spec: Any) -> PlacedRows:
+        sharding = parallel.placed(self.mesh, *spec)
+        tokens, documents = (jax.device_put(np.asarray(array, np.int32), sharding) for array in rows)
+        return PlacedRows(tokens, documents)
+
+    def _take_step(
+        self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
+    ) -> tuple[State, Metrics]:
+        """Compiled: gradients of all parts, and one update."""
+        count = jnp.maximum(jnp.sum(next_token_weights(rows.documents)), 1)
+        part_loss = jax.value_and_grad(lambda parameters, part: self._loss_sums(parameters, part)[0] / count)
+
+        def add(sums, part):
+            loss, gradients = part_loss(state.parameters, part)
+            gradients = _constrained(gradients, self.shardings.parameters)
+            return jax.tree.map(jnp.add, sums, (loss, gradients)), None
+
+        if self.computation.accumulate == 1:
+            loss, gradients = part_loss(state.parameters, jax.tree.map(lambda array: array[0], rows))
+            gradients = _constrained(gradients, self.shardings.parameters)
+        else:
+            start = jnp.float32(0), jax.tree.map(jnp.zeros_like, state.parameters)
+            (loss, gradients), _ = jax.lax.scan(add, start, rows)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes counts with floats
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+            parameters: Any = optax.apply_updates(state.parameters, updates)
+            metrics = Metrics(loss, optax.tree.norm(gradients), jnp.float32(schedule(state.step)))
+        return State(state.step + 1, parameters, optimizer_state), metrics
+
+    def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+        """Summed cross entropy of rows, and how many places are scored."""
+        model = self._merged(self._as_used(parameters))
+        along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
+        hidden = model.hidden(
+            rows.tokens,
+            rows.documents,
+            remat=REMAT[self.computation.remat](),
+            constrain=lambda stream: jax.lax.with_sharding_constraint(stream, along_rows),
+        )
+        weights = next_token_weights(rows.documents)
+        targets = jnp.roll(rows.tokens, -1, axis=1)
+        loss = functools.partial(
+            summed_cross_entropy, chunk=self.computation.loss_chunk, softcap=self.config.logits_softcap
+        )
+        return self._over_shards(loss, hidden, model.head_kernel(), targets, weights), jnp.sum(weights)
+
+    def _as_used(self, parameters: Parameters) -> Parameters:
+        """Kernels in the dtype of the computation, so that they are gathered in it; and the embeddings by rows."""
+        shardings, used = self.shardings.parameters, dict(parameters)
+        for path, value in parameters.items():
+            if re.fullmatch(r"blocks\..*\.kernel", path):
+                used[path] = jax.lax.with_sharding_constraint(value.astype(self._dtype), shardings[path])
+        # Cut both ways, a lookup would gather the rows of all devices.
+        used[EMBEDDING] = jax.lax.with_sharding_constraint(parameters[EMBEDDING], parallel.placed(self.mesh, "model"))
+        return used
+
+    def _over_shards(self, loss: Callable[..., Array], hidden: Array, kernel: Array, *places: Array) -> Array:
+        """The loss of each shard's rows by itself, so that gradients of the kernel are summed over shards only once."""
+        shards = parallel.row_shards(self.mesh)
+        along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
+
+        def cut(array):
+            return jax.lax.with_sharding_constraint(array.reshape(shards, -1, *array.shape[1:]), along_rows)
+
+        kernel = jax.lax.with_sharding_constraint(kernel, parallel.placed(self.mesh, None, "model"))
+        over = jax.vmap(loss, in_axes=(0, None, 0, 0), spmd_axis_name=parallel.ROWS[0])
+        return jnp.sum(over(cut(hidden), kernel, *map(cut, places)))
+
+
+def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: Rules = RULES) -> Decoder:
+    """Makes a model whose parameters are drawn where they will lie; no device ever holds all of them.
+
+    Args:
+        build: Makes the model.
+        mesh: As for `Trainer`.
+        rules: As for `Trainer`.
+
+    Returns:
+        The model.
+    """
+    mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
+    shape = nnx.eval_shape(build)
+    form, variables = nnx.split(shape)
+    shardings = shardings_of(flat_parameters(variables), shape.config, mesh, rules)
+    drawn = jax.jit(lambda: flat_parameters(nnx.state(build())), out_shardings=shardings)()
+    return _merged(form, nnx.to_flat_state(variables), drawn)
+
+
+def flat_parameters(variables: nnx.State) -> Parameters:
+    """The parameters of a model by their paths."""
+    return {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(variables)}
+
+
+def shardings_of(parameters: Parameters, config: Any, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """Where each parameter lies."""
+    shapes = {path: value.shape for path, value in parameters.items()}
+    return parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
+
+
+def _constrained(tree: Any, shardings: Any) -> Any:
+    """Fixes where values lie inside `jit`."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def _merged(form: nnx.GraphDef, variables: Iterable[tuple[Any, Any]], parameters: Parameters) -> Decoder:
+    return nnx.merge(
+        form, nnx.from_flat_state([(path, leaf.replace(parameters[_name(path)])) for path, leaf in variables])
+    )
+
+
+def _name(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,71 @@
+"""The chunked cross entropy against the dense one: value, gradients, and what it holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_layers.train import next_token_weights, summed_cross_entropy
+
+R, T, WIDTH, V = 3, 50, 8, 40
+
+
+def dense(hidden, kernel, targets, weights, softcap):
+    logits = jnp.einsum("rtw,wv->rtv", hidden, kernel, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(losses * weights)
+
+
+def drawn(dtype=jnp.float32, rows=R, length=T, vocabulary=V):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(rows, length, WIDTH)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(WIDTH, vocabulary)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, vocabulary, (rows, length)), jnp.int32)
+    return hidden, kernel, targets, jnp.asarray(rng.random((rows, length)) < 0.8, jnp.float32)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk", [1, 24, 1000])
+def test_value_and_gradients_are_those_of_the_dense_loss(chunk: int, softcap: float | None):
+    hidden, kernel, targets, weights = drawn()
+    chunked = lambda h, k: 0.5 * summed_cross_entropy(h, k, targets, weights, chunk, softcap)
+    right = lambda h, k: 0.5 * dense(h, k, targets, weights, softcap)
+    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, kernel) for f in (chunked, right))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, expected)
+    np.testing.assert_allclose(jax.jit(chunked)(hidden, kernel), expected[0], rtol=2e-6)
+
+
+def test_gradients_of_the_kernel_are_summed_in_float32():
+    hidden, kernel, _, _ = drawn(jnp.bfloat16, rows=4, length=256)
+    loss = lambda h, k: summed_cross_entropy(h, k, targets, jnp.ones((4, 256)), 16)
+    targets = jnp.zeros((4, 256), jnp.int32)
+    by_hidden, by_kernel = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    exact = jax.grad(lambda k: dense(hidden.astype(jnp.float32), k, targets, jnp.ones((4, 256)), None))(
+        kernel.astype(jnp.bfloat16).astype(jnp.float32)
+    )
+    assert (by_hidden.dtype, by_kernel.dtype) == (jnp.bfloat16, jnp.float32)
+    error = np.abs(by_kernel - exact).max() / np.abs(exact).max()
+    assert error < 2**-9  # a sum of 64 chunks in bfloat16 errs by more
+
+
+def test_no_array_of_all_places_and_the_vocabulary_exists():
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in drawn(rows=2, length=2048, vocabulary=4096)]
+
+    def held(loss):
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        return run.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    chunked = held(lambda *arrays: summed_cross_entropy(*arrays, 128))
+    whole = held(lambda *arrays: dense(*arrays, None))
+    logits = 4 * 2 * 2048 * 4096
+    assert whole > logits  # the measure sees it
+    assert chunked < logits / 8
+
+
+def test_weights_end_with_the_document():
+    documents = jnp.array([[0, 0, 0, 1, 2, 2]])
+    assert next_token_weights(documents).tolist() == [[1, 1, 0, 0, 1, 0]]
