@@ -15,8 +15,8 @@ from flax_layers.generate.steps import Rules, State, write_chunk
 from flax_layers.models import Decoder, from_pretrained
 from flax_layers.sampling import SamplingBatch
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of
-from tests.test_demo import counted_compilations
 from tests.test_models import SMALL
+from tests.train_cases import counted_compilations
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -149,6 +149,24 @@ def test_buckets():
     assert all(n <= bucket(n) <= 1.5 * n for n in range(12, 5000))
 
 
+@caches
+def test_sequences_read_on_by_any_number_of_tokens(cache, model):
+    """By none, too: such a sequence stays as it is."""
+    tokens = np.random.default_rng(0).integers(0, SMALL.vocabulary, (3, 40)).astype(np.int32)
+    expected = np.asarray(logits_of(model, tokens))
+    read = nnx.jit(lambda model, sequences, tokens, counts: sequences.read(model, tokens, counts))
+    sequences, lengths = KINDS[cache].empty(model, 3, 40), np.zeros(3, int)
+    for counts in ([20, 1, 7], [1, 1, 1], [1, 0, 1], [3, 20, 17], [0, 1, 0]):
+        new = np.zeros((3, max(counts)), np.int32)
+        for row, count in enumerate(counts):
+            new[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
+        logits, sequences = read(model, sequences, jnp.asarray(new), jnp.asarray(counts, jnp.int32))
+        lengths += counts
+        going = np.flatnonzero(counts)
+        np.testing.assert_allclose(logits[going], expected[going, lengths[going] - 1], rtol=2e-4, atol=2e-4)
+        assert sequences.lengths.tolist() == lengths.tolist()
+
+
 def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
     zeros = jnp.zeros(2, jnp.int32)
     rules = Rules(SamplingBatch(), jnp.full(2, 9, jnp.int32), jnp.zeros(1, jnp.int32))
@@ -156,8 +174,7 @@ def state_of(model: Decoder, cache: str, room: int) -> tuple[State, Rules]:
 
 
 @caches
-def test_the_cache_is_updated_in_place(cache, model):
-    graph, parameters = nnx.split(model)
+def test_the_cache_is_updated_in_place(cache):
     config = dataclasses.replace(SMALL, max_positions=1 << 14)
     large = Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
     graph, parameters = nnx.split(large)

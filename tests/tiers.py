@@ -31,6 +31,8 @@ SHORT = {
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_doctests": r"jflex\.(attention|varlen|cascade|state|explain|config|masks|scores|mods)",
+    "test_generate": r"greedy|both_caches|not_the_others|compile_nothing|in_place|window|wrong|buckets",
+    "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
     "test_kv_lengths": r"one_program|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",
