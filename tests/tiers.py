@@ -8,8 +8,8 @@ import re
 
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCH = {
-    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_training",
-    "test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel",
+    "test_benchmarks", "test_benchmarks_questions", "test_benchmarks_generation", "test_benchmarks_run",
+    "test_benchmarks_training", "test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel",
 }  # fmt: skip
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
