@@ -18,15 +18,15 @@ COMMANDS = {
 
 def main() -> None:
     """Runs the named command."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in COMMANDS:
-        lines = [f"  {command:10} {words}" for command, (_, words) in COMMANDS.items()]
-        usage = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
-        if name in ("", "-h", "--help"):
-            print(usage)
-            return
+    name, *words = sys.argv[1:] or [""]
+    if name in COMMANDS:
+        importlib.import_module(COMMANDS[name][0]).main(words)
+        return
+    lines = [f"  {command:10} {what}" for command, (_, what) in COMMANDS.items()]
+    usage = "\n".join(["usage: python -m benchmarks COMMAND ... (each has --help)", "", *lines])
+    if name not in ("", "-h", "--help"):
         sys.exit(f"{usage}\n\nunknown command: {name}")
-    importlib.import_module(COMMANDS[name][0]).main(sys.argv[2:])
+    print(usage)
 
 
 if __name__ == "__main__":

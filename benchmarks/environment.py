@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
+_SMI = ("nvidia-smi", "--id=0")  # the first GPU: on a host with several, others may be busy
 _CLOCKS = {"clocks.sm": "MHz", "clocks.mem": "MHz", "power.draw": "W", "temperature.gpu": "C"}
 _BUSY = 50.0  # per cent of a sampling period in which kernels ran
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
@@ -23,11 +25,17 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.m
 
 def describe() -> dict[str, Any]:
     """The machine, the versions, the commit, the date and the command."""
-    machine = {"processor": _processor(), "cores": _cores(), "memory_GB": _memory(), "system": platform.platform()}
-    installed = {name: version for name in _PACKAGES if (version := _version(name))}
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    machine = {"processor": _processor(), "cores": _cores(), "memory_GB": memory, "system": platform.platform()}
+    installed = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    main = sys.modules["__main__"].__spec__
+    module = "?" if main is None else main.name.removesuffix(".__main__")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine | {"load_at_the_end": round(os.getloadavg()[0], 1)},
         "versions": {"python": platform.python_version()} | installed,
@@ -39,7 +47,7 @@ def gpu_facts() -> dict[str, str]:
 
     It starts nothing on the GPU, so that subprocesses may have all of its memory.
     """
-    words = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    words = [*_SMI, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -61,15 +69,14 @@ class ClockWatch:
     """Samples clocks and power by `nvidia-smi` twice a second; records nothing where there is none.
 
     >>> with ClockWatch() as watch:
-    ...     pass
-    >>> isinstance(watch.seen(), dict)
+    ...     isinstance(watch.seen(), dict)
     True
     """
 
     def __enter__(self) -> ClockWatch:
-        self._file = tempfile.TemporaryFile("w+")
+        self._file = tempfile.NamedTemporaryFile("w")
         query = f"--query-gpu=utilization.gpu,{','.join(_CLOCKS)}"
-        words = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "500"]
+        words = [*_SMI, query, "--format=csv,noheader,nounits", "-lms", "500"]
         try:
             self._process = subprocess.Popen(words, stdout=self._file, stderr=subprocess.DEVNULL)
         except OSError:
@@ -80,32 +87,19 @@ class ClockWatch:
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
-        self._samples = self._read()
         self._file.close()
 
     def seen(self) -> dict[str, list[float]]:
         """Lowest, median and highest of each while the GPU was busy."""
-        samples = self._samples if self._file.closed else self._read()
-        columns = zip(*(numbers[1:] for numbers in samples if numbers[0] >= _BUSY), strict=True)
+        samples, text = [], pathlib.Path(self._file.name).read_text()  # opened anew, so as not to move the writer's end
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):  # "[N/A]", or a line that is half written
+                samples.append([float(word) for word in line.split(",")])
+        busy = [numbers[1:] for numbers in samples if len(numbers) == len(_CLOCKS) + 1 and numbers[0] >= _BUSY]
         return {
             f"{name} ({unit})": [min(column), statistics.median(column), max(column)]
-            for (name, unit), column in zip(_CLOCKS.items(), columns, strict=False)
+            for (name, unit), column in zip(_CLOCKS.items(), zip(*busy, strict=True), strict=False)
         }
-
-    def _read(self) -> list[list[float]]:
-        self._file.seek(0)
-        found = []
-        for line in self._file.read().splitlines():
-            words = line.split(",")
-            if len(words) == len(_CLOCKS) + 1 and all(word.strip().replace(".", "", 1).isdigit() for word in words):
-                found.append([float(word) for word in words])
-        self._file.seek(0, 2)
-        return found
-
-
-def _module() -> str:
-    main = sys.modules["__main__"].__spec__
-    return "?" if main is None else main.name.removesuffix(".__main__")
 
 
 def _commit() -> str | None:
@@ -116,10 +110,9 @@ def _commit() -> str | None:
 
 def _git(*words: str) -> str:
     try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:
         return ""
-    return done.stdout.strip()
 
 
 def _processor() -> str:
@@ -127,21 +120,9 @@ def _processor() -> str:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in facts.items()}
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return facts.get("model name", platform.processor()) + (", AVX-512" if "avx512f" in facts.get("flags", "") else "")
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,10 +1,12 @@
-"""Attention problems and the suites that they form, with their sources. Imports neither JAX nor torch."""
+"""Attention problems, the suites that they form and the lengths of their sequences. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 PAPER = "Dong et al. 2024, arXiv:2412.05496"
 SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
@@ -14,27 +16,19 @@ _KV_BYTES = 256 * 2**20  # The paper keeps key and value together at this size (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One attention to measure.
+    """One attention to measure. With fewer queries than keys, the queries are the last positions of the keys.
 
     Attributes:
-      B: Batch.
-      T: Queries.
-      S: Keys.
-      Hq: Query heads.
-      Hkv: Key heads.
-      D: Size of a head of query and key.
       variant: A name in `benchmarks.variants.VARIANTS`.
       form: How the mask is given: ``"split"`` as a BlockMask with full and partial blocks, ``"partial"`` as one with
         every block partial, ``"everywhere"`` as a bare mask_mod.
       block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
         blocks of 128 in any case.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
-      lengths: Keys of each sequence, by a name of `benchmarks.request_lengths.LENGTHS`; "" for S each. With
-        fewer queries than keys, the queries are the last positions of the keys, as in decoding.
+      lengths: Keys of each sequence, by a name of `LENGTHS`; "" for S each.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
-      dtype: Of the arrays.
       source: Where the problem comes from.
     """
 
@@ -56,14 +50,6 @@ class Problem:
     source: str = "jflex"
 
     @property
-    def shape(self) -> str:
-        """In words, without the variant."""
-        heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
-        lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
-        sizes = f"D {self.D}, Dv {self.Dv}" if self.Dv else f"D {self.D}"
-        return f"B {self.B}, {heads}, {lengths}, {sizes}{self._cache}"
-
-    @property
     def value_size(self) -> int:
         """Of a head of the values."""
         return self.Dv or self.D
@@ -74,17 +60,21 @@ class Problem:
         return self.T < self.S
 
     @property
-    def _cache(self) -> str:
-        parts = {f"{self.lengths} lengths": self.lengths, f"prefix {self.prefix}": self.prefix}
-        parts |= {f"pages of {self.page}": self.page}
-        return "".join(f", {part}" for part, given in parts.items() if given)
-
-    @property
     def label(self) -> str:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
         return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
+
+    @property
+    def shape(self) -> str:
+        """In words, without the variant."""
+        heads = f"H {self.Hq}" if self.Hq == self.Hkv else f"H {self.Hq}/{self.Hkv}"
+        lengths = f"S {self.S}" if self.T == self.S else f"T {self.T}, S {self.S}"
+        parts = [f"B {self.B}", heads, lengths, f"D {self.D}"]
+        parts += [f"Dv {self.Dv}"] * bool(self.Dv) + [f"{self.lengths} lengths"] * bool(self.lengths)
+        parts += [f"prefix {self.prefix}"] * bool(self.prefix) + [f"pages of {self.page}"] * bool(self.page)
+        return ", ".join(parts)
 
     @property
     def name(self) -> str:
@@ -97,65 +87,68 @@ class Problem:
         return {name: x for name, x in dataclasses.asdict(self).items() if x != defaults[name]}
 
 
+class Suite(NamedTuple):
+    """Problems that are measured together."""
+
+    title: str
+    problems: Callable[[], list[Problem]]
+    peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; targets and ratios are about the first
+    served: bool = False  # whether the problems are `Problem.served`, so that there is no backward
+    queue: bool = False  # whether the wall time of a call in a queue of calls is measured too
+
+
+SUITES: dict[str, Suite] = {}
+_FLEX, _CUDNN = "jflex torch-flex", "jflex torch-flex jax-cudnn"
+_HEADS: dict[str, Any] = {"Hq": 32, "Hkv": 8, "D": 128}  # of Llama 3 8B
+
+
+def _suite(title: str, peers: str, **how: bool) -> Callable[[Callable[[], list[Problem]]], Any]:
+    """Enters what a function makes into `SUITES`, under the function's name."""
+
+    def enter(problems: Callable[[], list[Problem]]) -> Any:
+        SUITES[problems.__name__.removeprefix("_")] = Suite(title, problems, tuple(peers.split()), **how)
+        return problems
+
+    return enter
+
+
+def suite(name: str) -> tuple[Problem, ...]:
+    """The problems of a suite.
+
+    >>> len(suite("main")), suite("main")[0].name
+    (21, 'noop; B 4, H 16, S 16384, D 64')
+    """
+    return tuple(SUITES[name].problems())
+
+
 def square(B: int, S: int, H: int | tuple[int, int], D: int, variant: str, **more: Any) -> Problem:
     """As many queries as keys."""
     Hq, Hkv = H if isinstance(H, tuple) else (H, H)
     return Problem(B, S, S, Hq, Hkv, D, variant, **more)
 
 
-HOPPER_SHAPES = ((2, 16384, 16, 128), (4, 16384, 16, 64))  # B, S, H, D
-
-
+@_suite("long sequences, and the heads of Llama 3 8B", f"{_CUDNN} tokamax fa4")
 def _main() -> list[Problem]:
     shapes = ((4, 16384, 16, 64), (2, 16384, 16, 128), (2, 8192, (32, 8), 128))
     return [square(*shape, variant) for shape in shapes for variant in SEVEN]
 
 
-def _of_paper(S: int, H: int | tuple[int, int], D: int, variant: str) -> Problem:
-    Hkv = H[1] if isinstance(H, tuple) else H
-    return square(max(1, _KV_BYTES // (2 * 2 * S * Hkv * D)), S, H, D, variant, source=f"{PAPER}, section 6.2")
-
-
-def _paper() -> list[Problem]:
-    """Figure 7: causal by length, and every variant at 16k; and the neighborhoods of appendix A.1."""
-    shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
-    lengths = [2**n for n in range(10, 17)]
-    by_length = [_of_paper(S, H, D, "causal") for H, D in shapes for S in lengths]
-    by_variant = [_of_paper(16384, H, D, variant) for H, D in shapes for variant in SEVEN if variant != "causal"]
-    source = f"{PAPER}, appendix A.1"
-    neighborhoods = [
-        dataclasses.replace(_of_paper(16384, 16, D, name), source=source) for D in (64, 128) for name in NEIGHBORHOODS
-    ]
-    return by_length + by_variant + neighborhoods
-
-
-def _grid() -> list[Problem]:
-    """Every variant of the paper at every length."""
-    shapes = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
-    return [_of_paper(2**n, H, D, variant) for H, D in shapes for n in range(10, 17) for variant in SEVEN]
-
-
-def _heads() -> list[Problem]:
-    """Odd head sizes beside even ones: 80 (Phi-2, Stable Diffusion), 96 (Phi-3), 192 (query and key of DeepSeek)."""
-    return [square(2, 8192, 16, D, variant) for variant in ("noop", "causal") for D in (64, 80, 96, 128, 192)]
-
-
-def _short() -> list[Problem]:
-    """Causal with blocks of 64: with 128, a fifth of the visited elements would be masked at S 256, a tenth at 512."""
-    blocks = {"noop": 128, "causal": 64}
-    return [square(32, S, 16, 64, x, block=blocks[x]) for x in blocks for S in (128, 256, 512, 1024)]
-
-
+@_suite(
+    "the Mosaic GPU kernels beside the fastest peers on Hopper",
+    "jflex-mosaic jflex-triton jax-cudnn torch-flex sdpa-cudnn fa4 tokamax",
+)
 def _hopper() -> list[Problem]:
     """Variants at two head sizes, grouped heads, other head sizes."""
     variants = ("causal", "noop", "softcap", "sliding_window", "alibi", "relative_bias", "document_mask")
-    table = [square(*shape, variant) for shape in HOPPER_SHAPES for variant in variants]
-    gathered = square(*HOPPER_SHAPES[0], "relative_table")
+    shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
+    table = [square(*shape, variant) for shape in shapes for variant in variants]
+    gathered = square(*shapes[0], "relative_table")
     grouped = square(2, 8192, (32, 8), 128, "causal")
     sizes = [square(2, 16384, 16, D, variant) for D in (96, 192, 256) for variant in ("causal", "noop")]
     return [*table, gathered, grouped, *sizes, square(2, 16384, 16, 192, "causal", Dv=128)]
 
 
+@_suite("short sequences, Mosaic GPU beside Triton", "jflex jflex-mosaic jflex-triton")
 def _hopper_short() -> list[Problem]:
     """The same number of tokens at every length, and a single sequence, whose tiles do not fill the GPU."""
     lengths, sizes = (256, 512, 1024, 2048, 4096), (64, 128)
@@ -163,6 +156,50 @@ def _hopper_short() -> list[Problem]:
     return even + [square(1, S, 16, 128, "causal") for S in lengths]
 
 
+def _of_paper(S: int, H: int | tuple[int, int], D: int, variant: str, section: str = "section 6.2") -> Problem:
+    Hkv = H[1] if isinstance(H, tuple) else H
+    return square(max(1, _KV_BYTES // (2 * 2 * S * Hkv * D)), S, H, D, variant, source=f"{PAPER}, {section}")
+
+
+_PAPER_SHAPES = [(H, D) for D in (64, 128) for H in (16, (16, 2))]
+_PAPER_LENGTHS = [2**n for n in range(10, 17)]
+
+
+@_suite(
+    "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighborhoods",
+    f"{_CUDNN} sdpa-flash sdpa-efficient",
+)
+def _paper() -> list[Problem]:
+    """Figure 7: causal by length, and every variant at 16k; and the neighborhoods of appendix A.1."""
+    by_length = [_of_paper(S, *shape, "causal") for shape in _PAPER_SHAPES for S in _PAPER_LENGTHS]
+    by_variant = [_of_paper(16384, *shape, x) for shape in _PAPER_SHAPES for x in SEVEN if x != "causal"]
+    near = [_of_paper(16384, 16, D, x, "appendix A.1") for D in (64, 128) for x in NEIGHBORHOODS]
+    return by_length + by_variant + near
+
+
+@_suite("every variant at every length, key and value 256 MiB", _FLEX)
+def _grid() -> list[Problem]:
+    return [_of_paper(S, *shape, x) for shape in _PAPER_SHAPES for S in _PAPER_LENGTHS for x in SEVEN]
+
+
+@_suite("head sizes", _CUDNN)
+def _heads() -> list[Problem]:
+    """Odd head sizes beside even ones: 80 (Phi-2, Stable Diffusion), 96 (Phi-3), 192 (query and key of DeepSeek)."""
+    return [square(2, 8192, 16, D, variant) for variant in ("noop", "causal") for D in (64, 80, 96, 128, 192)]
+
+
+@_suite(
+    "short sequences",
+    f"{_FLEX} jax-cudnn jax-xla sdpa-cudnn sdpa-flash sdpa-efficient tokamax",
+    queue=True,
+)
+def _short() -> list[Problem]:
+    """Causal with blocks of 64: with 128, a fifth of the visited elements would be masked at S 256, a tenth at 512."""
+    blocks = {"noop": 128, "causal": 64}
+    return [square(32, S, 16, 64, x, block=blocks[x]) for x in blocks for S in (128, 256, 512, 1024)]
+
+
+@_suite("the gain from the BlockMask and from its full blocks, causal", _FLEX)
 def _blocks() -> list[Problem]:
     """The paper's figure 8: causal with the split of blocks, without it, and without a BlockMask."""
     shapes = [(16, S, 16, 64) for S in (1024, 2048, 4096, 8192)] + [(4, 16384, 16, 64), (2, 16384, 16, 128)]
@@ -170,13 +207,15 @@ def _blocks() -> list[Problem]:
     return [square(*shape, "causal", form=form) for shape in shapes for form in forms]
 
 
+@_suite("captured arrays with and without their gradient", _CUDNN)
 def _captured() -> list[Problem]:
-    problems = [square(2, 4096, 16, 64, "noop")]
-    for variant in ("alibi", "relative_table", "pair_bias"):
-        problems += [square(2, 4096, 16, 64, variant, differentiated=x) for x in (False, True)]
-    return problems
+    captured = [(x, gradient) for x in ("alibi", "relative_table", "pair_bias") for gradient in (False, True)]
+    return [square(2, 4096, 16, 64, x, differentiated=gradient) for x, gradient in (("noop", False), *captured)]
 
 
+@_suite(
+    "a pair bias shared by the batch, with its gradient, at AlphaFold 2's sizes", f"{_CUDNN} jax-xla sdpa-efficient"
+)
 def _pair_bias() -> list[Problem]:
     """AlphaFold 2 (Jumper et al. 2021, supplementary 1.6): one bias shared by the batch, with its gradient.
 
@@ -184,17 +223,19 @@ def _pair_bias() -> list[Problem]:
     32; row-wise attention of the MSA with pair bias (algorithm 7) has a sequence in each, here 128, and 8 heads of 32.
     """
     triangle, rows = "AlphaFold 2, supplementary, algorithm 13", "AlphaFold 2, supplementary, algorithm 7"
-    problems = []
-    for S in (384, 768):
-        for B, H, source in ((S, 4, triangle), (128, 8, rows)):
-            problems.append(square(B, S, H, 32, "noop", source=source))
-            problems.append(square(B, S, H, 32, "pair_bias", differentiated=True, source=source))
-    return problems
+    return [
+        square(B, S, H, 32, variant, differentiated=variant == "pair_bias", source=source)
+        for S in (384, 768)
+        for B, H, source in ((S, 4, triangle), (128, 8, rows))
+        for variant in ("noop", "pair_bias")
+    ]
 
 
-_HEADS: dict[str, Any] = {"Hq": 32, "Hkv": 8, "D": 128}  # of Llama 3 8B
-
-
+@_suite(
+    "one token against long keys, and keys of uneven lengths",
+    "jflex jax-cudnn sdpa-cudnn sdpa-flash torch-decode-mask torch-decode",
+    served=True,
+)
 def _decode() -> list[Problem]:
     """One token each; the ragged ones have as many keys in total as the first problem, in a half-empty cache.
 
@@ -207,12 +248,35 @@ def _decode() -> list[Problem]:
     return plain + ragged + scored
 
 
+@_suite(
+    "one token against pages at random places, beside the same keys contiguous",
+    "jflex jflex-contiguous flashinfer",
+    served=True,
+)
 def _paged() -> list[Problem]:
     return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page) for page in (64, 16, 1, 256, 128)]
 
 
+@_suite(
+    "64 sequences that share a prefix: a cascade loads it once, the others once per sequence",
+    "jflex jflex-flat jflex-copies",
+    served=True,
+)
+def _cascade() -> list[Problem]:
+    """With 32 key heads, loading keys bounds the time; with 8, the GEMMs of the prefix do too."""
+    return [
+        Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
+        for heads in ({**_HEADS, "Hkv": 32}, _HEADS)
+        for prefix, suffix in ((8192, 128), (1024, 1024))
+    ]
+
+
+@_suite(
+    "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
+    "jflex",
+    served=True,
+)
 def _mixed() -> list[Problem]:
-    """A chunk of 2048 tokens at the end of 8192, with 63 decoding steps after 4096 keys each; and each alone."""
     mixed = Problem(64, 2048, 8192, **_HEADS, variant="causal", lengths="mixed", page=64)
     return [mixed, *parts_of_mixed(mixed)]
 
@@ -223,98 +287,68 @@ def parts_of_mixed(mixed: Problem) -> tuple[Problem, Problem]:
     return chunk, dataclasses.replace(mixed, B=mixed.B - 1, T=1, S=mixed.S // 2, lengths="")
 
 
-def _cascade() -> list[Problem]:
-    """With 32 key heads, loading keys bounds the time; with 8, the GEMMs of the prefix do too."""
-    return [
-        Problem(64, 1, prefix + suffix, **heads, variant="noop", prefix=prefix, page=64)
-        for heads in ({**_HEADS, "Hkv": 32}, _HEADS)
-        for prefix, suffix in ((8192, 128), (1024, 1024))
-    ]
-
-
+@_suite("a glance", _CUDNN)
 def _quick() -> list[Problem]:
     return [square(1, 4096, 16, 64, variant, source="a glance") for variant in ("causal", "softcap", "document_mask")]
 
 
+@_suite("for tests", f"{_FLEX} jax-xla", queue=True)
 def _tiny() -> list[Problem]:
-    """Small enough for the CPU; for tests."""
+    """Small enough for the CPU."""
     partial = square(1, 256, 2, 16, "causal", form="partial", source="tests")
     differentiated = square(1, 256, (2, 1), 16, "alibi", differentiated=True, source="tests")
     plain = [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")]
     return [*plain, partial, differentiated]
 
 
-class Suite(NamedTuple):
-    """Problems that are measured together.
+class Requests(NamedTuple):
+    """Queries and keys of each sequence, int32; the queries are the last positions of the keys."""
 
-    Attributes:
-      title: For tables.
-      problems: Makes the problems.
-      peers: Names in `benchmarks.peers.table.PEERS`; the first is the one that targets and ratios are about.
-      served: Whether the problems are `Problem.served`, so that there is no backward.
-      queue: Whether the wall time of a call in a queue of calls is measured too.
+    queries: np.ndarray
+    keys: np.ndarray
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """Where the queries of each begin, packed; int32, one longer."""
+        return np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
+
+
+def _even_keys(problem: Problem) -> np.ndarray:
+    """A quarter of the cache."""
+    return np.full(problem.B, problem.S // 4)
+
+
+def _uniform_keys(problem: Problem) -> np.ndarray:
+    """Drawn by a fixed seed from 1 to twice the mean, as many in all as even ones."""
+    shares, total = np.random.default_rng(0).uniform(0.0, 1.0, problem.B), problem.B * (problem.S // 4)
+    keys = np.clip(np.floor(shares / shares.sum() * total), 1, problem.S).astype(int)
+    keys[np.argmin(keys)] += total - keys.sum()
+    return keys
+
+
+def _skewed_keys(problem: Problem) -> np.ndarray:
+    """One in eight is S long, the others are short and alike; as many in all as even ones, but for a remainder."""
+    long = max(1, problem.B // 8)
+    short = (problem.B * (problem.S // 4) - long * problem.S) // (problem.B - long)
+    return np.random.default_rng(0).permutation([problem.S] * long + [max(1, short)] * (problem.B - long))
+
+
+def _mixed_keys(problem: Problem) -> np.ndarray:
+    """The first has T queries at the end of S keys, the others one after half as many."""
+    return np.array([problem.S] + [problem.S // 2] * (problem.B - 1))
+
+
+LENGTHS = {"even": _even_keys, "uniform": _uniform_keys, "skewed": _skewed_keys, "mixed": _mixed_keys}
+
+
+def requests_of(problem: Problem) -> Requests:
+    """Those of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
+
+    >>> requests_of(Problem(3, 8, 64, 2, 2, 16, "causal", lengths="mixed"))
+    Requests(queries=array([8, 1, 1], dtype=int32), keys=array([64, 32, 32], dtype=int32))
     """
-
-    title: str
-    problems: Callable[[], list[Problem]]
-    peers: tuple[str, ...]
-    served: bool = False
-    queue: bool = False
-
-
-_ALL_HOPPER = ("jflex-mosaic", "jflex-triton", "jax-cudnn", "torch-flex", "sdpa-cudnn", "fa4", "tokamax")
-_ALL_DECODE = ("jflex", "jax-cudnn", "sdpa-cudnn", "sdpa-flash", "torch-decode-mask", "torch-decode")
-_ALL_SHORT = ("torch-flex", "jax-cudnn", "jax-xla", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "tokamax")
-_FLEX, _CUDNN = ("jflex", "torch-flex"), ("jflex", "torch-flex", "jax-cudnn")
-SUITES = {
-    "main": Suite("long sequences, and the heads of Llama 3 8B", _main, (*_CUDNN, "tokamax", "fa4")),
-    "hopper": Suite("the Mosaic GPU kernels beside the fastest peers on Hopper", _hopper, _ALL_HOPPER),
-    "hopper_short": Suite(
-        "short sequences, Mosaic GPU beside Triton", _hopper_short, ("jflex", "jflex-mosaic", "jflex-triton")
-    ),
-    "paper": Suite(
-        "the paper's figure 7 (causal by length, variants at 16k; key and value 256 MiB) and its neighborhoods",
-        _paper,
-        (*_CUDNN, "sdpa-flash", "sdpa-efficient"),
-    ),
-    "grid": Suite("every variant at every length, key and value 256 MiB", _grid, _FLEX),
-    "heads": Suite("head sizes", _heads, _CUDNN),
-    "short": Suite("short sequences", _short, ("jflex", *_ALL_SHORT), queue=True),
-    "blocks": Suite("the gain from the BlockMask and from its full blocks, causal", _blocks, _FLEX),
-    "captured": Suite("captured arrays with and without their gradient", _captured, _CUDNN),
-    "pair_bias": Suite(
-        "a pair bias shared by the batch, with its gradient, at AlphaFold 2's sizes",
-        _pair_bias,
-        (*_CUDNN, "jax-xla", "sdpa-efficient"),
-    ),
-    "decode": Suite("one token against long keys, and keys of uneven lengths", _decode, _ALL_DECODE, served=True),
-    "paged": Suite(
-        "one token against pages at random places, beside the same keys contiguous",
-        _paged,
-        ("jflex", "jflex-contiguous", "flashinfer"),
-        served=True,
-    ),
-    "cascade": Suite(
-        "64 sequences that share a prefix: a cascade loads it once, the others once per sequence",
-        _cascade,
-        ("jflex", "jflex-flat", "jflex-copies"),
-        served=True,
-    ),
-    "mixed": Suite(
-        "a chunk of 2048 tokens at the end of 8192 and 63 decoding steps after 4096 keys, in one call and alone",
-        _mixed,
-        ("jflex",),
-        served=True,
-    ),
-    "quick": Suite("a glance", _quick, _CUDNN),
-    "tiny": Suite("for tests", _tiny, (*_FLEX, "jax-xla"), queue=True),
-}
-
-
-def suite(name: str) -> tuple[Problem, ...]:
-    """The problems of a suite.
-
-    >>> len(suite("main")), suite("main")[0].name
-    (21, 'noop; B 4, H 16, S 16384, D 64')
-    """
-    return tuple(SUITES[name].problems())
+    queries = np.full(problem.B, problem.T)
+    if problem.lengths == "mixed":
+        queries[1:] = 1
+    keys = LENGTHS[problem.lengths](problem) if problem.lengths else np.full(problem.B, problem.S)
+    return Requests(queries.astype(np.int32), keys.astype(np.int32))

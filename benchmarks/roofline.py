@@ -7,49 +7,31 @@ are 2.5 forwards where D = Dv. Bytes are the least that must move: every array o
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.problems import Problem
-from benchmarks.request_lengths import requests_of
+from benchmarks.problems import Problem, requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of a problem.
+class Work(NamedTuple):
+    """FLOPs and bytes of a problem: of all heads and the batch, for each direction alone."""
 
-    Attributes:
-      visited: Elements of the scores of one head that lie in visited blocks.
-      forward_flops: Of all heads and the batch.
-      backward_flops: Likewise, for the backward alone.
-      forward_bytes: Query, key, value and captured scores read; out and lse written.
-      backward_bytes: All of these and the cotangent read; the gradients written.
-    """
-
-    visited: int
     forward_flops: float
     backward_flops: float
-    forward_bytes: float
-    backward_bytes: float
-
-    def flops(self, direction: str) -> float:
-        """Of ``"forward"`` or ``"backward"``."""
-        return self.backward_flops if direction == "backward" else self.forward_flops
-
-    def moved(self, direction: str) -> float:
-        """Bytes of ``"forward"`` or ``"backward"``."""
-        return self.backward_bytes if direction == "backward" else self.forward_bytes
+    forward_bytes: float  # query, key, value and captured scores read; out and lse written
+    backward_bytes: float  # all of these and the cotangent read; the gradients written
 
 
 def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple[int, int] = (128, 128)) -> int:
     """Elements in visited blocks, of which the last may be cut short.
 
     Args:
-      visited: A matrix of booleans, [query blocks, key blocks].
+      visited: Booleans, [query blocks, key blocks].
       lengths: Queries and keys.
       block: Sizes of a block.
 
@@ -68,12 +50,12 @@ def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = (
     heads, D, Dv = problem.B * problem.Hq, problem.D, problem.value_size
     queries, out = heads * problem.T * D, heads * problem.T * Dv
     keys_and_values = problem.B * problem.Hkv * problem.S * (D + Dv)
-    lse, extra = 4 * heads * problem.T, _ITEM * sum(int(np.prod(shape)) for shape in captured)
+    lse, extra = 4 * heads * problem.T, _ITEM * sum(map(math.prod, captured))
     forward = _ITEM * (queries + out + keys_and_values) + lse + extra
     gradients = _ITEM * (queries + keys_and_values) + extra * problem.differentiated
-    products = (D + Dv, 3 * D + 2 * Dv)  # of the backward: scores, dQ, dK over D; dP, dV over Dv
-    forward_flops, backward_flops = (2.0 * size * heads * visited for size in products)
-    return Work(visited, forward_flops, backward_flops, forward, forward + _ITEM * out + gradients)
+    gemms = (D + Dv, 3 * D + 2 * Dv)  # of the backward: scores, dQ, dK over D; dP, dV over Dv
+    forward_flops, backward_flops = (2.0 * size * heads * visited for size in gemms)
+    return Work(forward_flops, backward_flops, forward, forward + _ITEM * out + gradients)
 
 
 def served_work(problem: Problem) -> Work:
@@ -83,12 +65,12 @@ def served_work(problem: Problem) -> Work:
     """
     requests = requests_of(problem)
     queries, keys = requests.queries.astype(np.int64), requests.keys.astype(np.int64)
-    hidden = queries * (queries - 1) // 2 if problem.variant == "causal" else 0 * queries
-    visited = int((queries * keys - hidden).sum())
+    masked = queries * (queries - 1) // 2 if problem.variant == "causal" else 0 * queries
+    visible = int((queries * keys - masked).sum())
     rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
     item = 4 if problem.dtype == "float32" else _ITEM
     moved = item * problem.D * (2 * rows * problem.Hq + 2 * distinct * problem.Hkv)
-    return Work(visited, 4.0 * problem.D * problem.Hq * visited, 0.0, float(moved), 0.0)
+    return Work(4.0 * problem.D * problem.Hq * visible, 0.0, float(moved), 0.0)
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jflex
+from benchmarks.peers import jax_peers
+from benchmarks.problems import Problem, square
+from benchmarks.variants import VARIANTS
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Blocks
@@ -28,39 +31,13 @@ _REGISTERS = 240  # of a thread, for what a Hopper kernel holds of a tile; a few
 _MAX_STAGES = 4
 
 
-class Attention(NamedTuple):
-    """One attention of a condition.
-
-    Attributes:
-      B: Batch.
-      S: Queries, and keys.
-      H: Heads.
-      D: Size of a head.
-      score: Name in `SCORES`, or None.
-      causal: Whether a causal BlockMask is used; no mask without.
-    """
-
-    B: int
-    S: int
-    H: int
-    D: int
-    score: str | None
-    causal: bool
-
-
-def _alibi(captured: jax.Array) -> Any:
-    return lambda s, b, h, q, k: s - captured[h] * (q - k).astype(jnp.float32)
-
-
-def _softcap(captured: jax.Array) -> Any:
-    return lambda s, b, h, q, k: captured * jnp.tanh(s / captured)
-
-
-def _pair_bias(captured: jax.Array) -> Any:
-    return lambda s, b, h, q, k: s + captured[h, q, k].astype(jnp.float32)
-
-
-SCORES = {"arithmetic": _alibi, "functions": _softcap, "elements": _pair_bias}
+# The variants that represent each bucket of mods; where there is none, a mask and no mask.
+REPRESENTATIVES = {
+    "none": ("causal", "noop"),
+    "arithmetic": ("alibi",),
+    "functions": ("softcap",),
+    "elements": ("pair_bias",),
+}
 
 
 def conditions(head_size: int) -> list[tuple[str, str]]:
@@ -69,26 +46,13 @@ def conditions(head_size: int) -> list[tuple[str, str]]:
     return list(itertools.product(mods, ("short", "long") if head_size in BOTH_LENGTHS else ("long",)))
 
 
-def attentions(head_size: int, mods: str, length: str) -> list[Attention]:
+def attentions(head_size: int, mods: str, length: str) -> list[Problem]:
     """The representatives of a condition; the best tiles have the least geometric mean of their times."""
     B, S = (32, 512) if length == "short" else (4, 4096) if mods == "elements" else (2, 8192)
-    H = 16 if head_size <= 128 else 8
-    if mods == "none":
-        return [Attention(B, S, H, head_size, None, causal) for causal in (True, False)]
-    return [Attention(B, S, H, head_size, mods, mods != "elements")]
+    return [square(B, S, 16 if head_size <= 128 else 8, head_size, variant) for variant in REPRESENTATIVES[mods]]
 
 
-def captured_by(attention: Attention) -> jax.Array:
-    """The array that its score mod captures."""
-    H, S = attention.H, attention.S
-    if attention.score == "arithmetic":
-        return 2.0 ** -jnp.linspace(1, 8, H)
-    if attention.score == "elements":
-        return jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)
-    return jnp.float32(50.0)
-
-
-def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret: bool = False) -> Any:
+def program(problem: Problem, kernel: str, tiles: Tiles | None, *, interpret: bool = False) -> Any:
     """``(query, key, value, d_out, captured, block_mask) -> arrays``: the kernel, after those that it depends on.
 
     Without tiles it takes those that jflex chooses.
@@ -97,13 +61,10 @@ def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret
     config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
 
     def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
-        mod = None if attention.score is None else SCORES[attention.score](captured)
-
-        def attend(query: Any, key: Any, value: Any) -> Any:
-            return jflex.flex_attention(
-                query, key, value, mod, block_mask, implementation=implementation, config=config
-            )
-
+        mod = VARIANTS[problem.variant].make(problem, captured, jax_peers.OPERATIONS).score
+        attend = lambda query, key, value: jflex.flex_attention(
+            query, key, value, mod, block_mask, implementation=implementation, config=config
+        )
         if pass_ == "forward":
             return attend(query, key, value)
         if pass_ == "dq":
@@ -116,23 +77,25 @@ def program(attention: Attention, kernel: str, tiles: Tiles | None, *, interpret
 
 
 def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
-    """Fields of `Config`; two kernels of Hopper's backward are set together, of which one runs."""
+    """Fields of `Config`; dkv and dq of Hopper are set together, and the one that is not measured gets any tiles."""
     if tiles is None:
         return {}
-    given = tiles
     if kernel in ("dkv_sm90", "dq_sm90"):
         idle = jflex.Tiles(64, 64, 4, 2)
-        return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): given, "deterministic": True}
-    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90"): given}
+        return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): tiles, "deterministic": True}
+    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90"): tiles}
 
 
-def inputs(attention: Attention) -> tuple[Any, ...]:
-    """Random arrays, the captured array, and the BlockMask."""
-    B, S, H, D = attention[:4]
+def inputs(problem: Problem) -> tuple[Any, ...]:
+    """Random arrays, the captured ones, and the BlockMask; a bias is as large as the scores, and made on the device."""
+    B, S, H, D = problem.B, problem.S, problem.Hq, problem.D
     arrays = jax.random.normal(jax.random.key(0), (4, B, S, H, D), jnp.bfloat16)
-    causal = lambda b, h, q, k: q >= k
-    block_mask = jflex.create_block_mask(causal, None, None, S, S) if attention.causal else None
-    return (*arrays, captured_by(attention), block_mask)
+    if problem.variant == "pair_bias":
+        captured = {"bias": jax.random.normal(jax.random.key(2), (H, S, S), jnp.bfloat16)}
+    else:
+        captured = jax_peers.mods_of(problem)[1]
+    mask = VARIANTS[problem.variant].make(problem, captured, jax_peers.OPERATIONS).mask
+    return (*arrays, captured, mask and jflex.create_block_mask(mask, None, None, S, S))
 
 
 def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
@@ -164,8 +127,8 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     declarations = {"forward_sm90": forward_kernel.declare, "dq_sm90": dq.declare, "one_pass_sm90": one_pass}
     declare = declarations.get(kernel, by_key)
     by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.MAX_HEAD_SIZE_BOTH_SUMS
-    sizes = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
-    machine = {"dtype": "bfloat16", "platform": "gpu", "device_kind": "NVIDIA H200"}
+    sizes: dict[str, Any] = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
+    machine: dict[str, Any] = {"dtype": "bfloat16", "platform": "gpu", "device_kind": "NVIDIA H200"}
     spec = AttentionSpec(**sizes, **machine, scale=1.0, blocks=Blocks((128, 128), 1, 1))
     for groups, rows, columns in itertools.product((1, 2), (64, 128), (64, 128)):
         # In one pass a call with its forward pass took 1 to 84 % longer with one group than with two (H200, head sizes

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from benchmarks import search_space
 from benchmarks.environment import ROOT, describe, gpu_facts
-from benchmarks.run import timing
 from benchmarks.run.check_outputs import mismatch
+from benchmarks.run.jax_runner import samples, timer
 from benchmarks.run.jobs import Job, exclusive, run_job
 from benchmarks.search_space import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Tiles, table_name
 
@@ -44,25 +44,16 @@ _NAMES = {
     "dq_sm90": ("jflex_backward_dq_sm90",),
 }
 Calls = dict[Tiles, list[Callable[[], Any]]]  # one for each attention of a condition
-_REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
 
 
 class Scope(NamedTuple):
-    """The conditions to search.
-
-    Attributes:
-      kernels: Of `KERNELS` and `HOPPER_KERNELS`.
-      mods: Of `MODS`.
-      lengths: Of `LENGTHS`.
-      allowed: What `--prune` wrote, or None for all configurations.
-      deadline: Seconds since 1970 after which no condition is begun; what is left keeps its old entry, or has none.
-    """
+    """The conditions to search."""
 
     kernels: Sequence[str] = KERNELS
     mods: Sequence[str] = MODS
     lengths: Sequence[str] = LENGTHS
-    allowed: dict[str, Any] | None = None
-    deadline: float = float("inf")
+    allowed: dict[str, Any] | None = None  # what `--prune` wrote, or None for all configurations
+    deadline: float = float("inf")  # since 1970; conditions that are not begun keep their old entries
 
     def conditions(self, head_size: int) -> list[tuple[str, str, str]]:
         """Kernels, buckets of mods and lengths."""
@@ -115,9 +106,8 @@ def plan(heads: Sequence[int], scope: Scope) -> str:
         for kernel, mods, length in scope.conditions(head_size):
             tiles = scope.configurations(head_size, kernel, mods)
             total += len(tiles) * len(search_space.attentions(head_size, mods, length))
-            lines.append(
-                f"{kernel} {head_size} {mods} {length}: {', '.join(str(dataclasses.astuple(x)) for x in tiles)}"
-            )
+            words = ", ".join(str(dataclasses.astuple(x)) for x in tiles)
+            lines.append(f"{kernel} {head_size} {mods} {length}: {words}")
     return "\n".join([*lines, f"{total} programs"])
 
 
@@ -187,7 +177,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
     def compiled(lowered: list[Any]) -> list[Any] | None:
         try:
             return [x.compile() for x in lowered]
-        except _REFUSALS:
+        except Exception:  # each stage of a compiler has errors of its own
             return None
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -196,7 +186,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
             programs = [search_space.program(attention, kernel, x) for attention in attentions]
             try:
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
-            except _REFUSALS:
+            except Exception:
                 continue
             if not all(_runs(kernel, program.as_text()) for program in lowered):
                 continue  # jflex would take kernels of Triton instead
@@ -217,8 +207,8 @@ def _correct(head_size: int, condition: tuple[str, str, str], calls: Calls) -> C
     expected = []
     for attention in search_space.attentions(head_size, mods, length):
         run = jax.jit(search_space.program(attention, kernel.removesuffix("_sm90"), None))
-        expected.append(timing.samples(run(*search_space.inputs(attention))))
-    agrees = lambda run, samples: mismatch(timing.samples(run()), samples, "triton") is None
+        expected.append(samples(run(*search_space.inputs(attention))))
+    agrees = lambda run, right: mismatch(samples(run()), right, "triton") is None
     return {tiles: runs for tiles, runs in calls.items() if all(map(agrees, runs, expected))}
 
 
@@ -242,7 +232,7 @@ def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
         return calls[(made - 1) % len(calls)]()
 
     runs = _RUNS * len(calls)
-    seconds = timing.device_seconds(next_call, runs, warmup=len(calls))
+    seconds = timer().device_seconds(next_call, runs, warmup=len(calls))
     first = (made - runs) % len(calls)  # whose turn it was when measuring began
     return [statistics.median(seconds[(i - first) % len(calls) :: len(calls)]) for i in range(len(calls))]
 
@@ -259,9 +249,11 @@ def _name(kernel: str, head_size: int, mods: str) -> str:
 
 def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
     """Configurations whose registers spill little when they are compiled for an H200, without a GPU."""
-    found: dict[str, list[list[int]]] = {}
     from tests import gpu_compile  # which needs what no benchmark does
 
+    if reason := gpu_compile.missing():
+        raise SystemExit(reason)
+    found: dict[str, list[list[int]]] = {}
     searched = dict.fromkeys((kernel, D, mods) for D in heads for kernel, mods, _ in scope.conditions(D))
     for kernel, D, mods in tqdm(searched, unit="condition", disable=None):
         attention = search_space.attentions(D, mods, "short")[0]
@@ -270,7 +262,7 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
         for tiles in scope.configurations(D, kernel, mods):
             try:
                 compiled = gpu_compile.compile_kernels(search_space.program(attention, kernel, tiles), *arrays)
-            except _REFUSALS:
+            except Exception:
                 continue
             if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))

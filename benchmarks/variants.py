@@ -22,17 +22,11 @@ TILE = (8, 16)  # of the tiled one: as many places as a block has
 
 
 class Operations(NamedTuple):
-    """What JAX and torch call by different names.
-
-    Attributes:
-      tanh: Of a float.
-      floating: An integer as float32.
-      clip: ``(x, low, high)``, of an integer.
-    """
+    """What JAX and torch call by different names."""
 
     tanh: Callable[[Any], Any]
-    floating: Callable[[Any], Any]
-    clip: Callable[[Any, int, int], Any]
+    floating: Callable[[Any], Any]  # an integer as float32
+    clip: Callable[[Any, int, int], Any]  # an integer between two others
 
 
 class Mods(NamedTuple):
@@ -42,62 +36,57 @@ class Mods(NamedTuple):
     score: Callable[..., Any] | None = None
 
 
-Make = Callable[[Problem, Mapping[str, Any], Operations], Mods]
+Arrays = Mapping[str, Any]
+Make = Callable[[Problem, Arrays, Operations], Mods]
 
 
 class Variant(NamedTuple):
-    """How to make the mods of a problem.
+    """How to make the mods of a problem."""
 
-    Attributes:
-      make: From the problem, its captured arrays in the library's own type, and the library's operations.
-      captured: The arrays that the score_mod captures, whose gradient can be requested; in float64.
-      indices: The integer arrays that the mask_mod captures.
-    """
-
-    make: Make
-    captured: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}
-    indices: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}
+    make: Make  # from the problem, its captured arrays in the library's own type, and the library's operations
+    captured: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}  # by the score_mod, in float64
+    indices: Callable[[Problem], dict[str, np.ndarray]] = lambda problem: {}  # integers that the mask_mod captures
 
 
 def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def _alibi(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _alibi(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     slopes = arrays["slopes"]
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + slopes[h] * operations.floating(kv_idx - q_idx))
 
 
-def _relative_bias(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _relative_bias(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     """Computed, and not read from a table."""
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: score + operations.floating(kv_idx - q_idx))
 
 
-def _sliding_window(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _sliding_window(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     window = min(WINDOW, problem.S // 2)
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window))
 
 
-def _prefix_lm(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _prefix_lm(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     prefix = min(PREFIX, problem.S // 2)
     return Mods(lambda b, h, q_idx, kv_idx: (kv_idx < prefix) | (q_idx >= kv_idx))
 
 
-def _softcap(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _softcap(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     return Mods(_causal, lambda score, b, h, q_idx, kv_idx: CAP * operations.tanh(score / CAP))
 
 
-def _document_mask(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _document_mask(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     ids = arrays["document"]
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]))
 
 
-def _relative_table(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _relative_table(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     table, last = arrays["table"], problem.S - 1
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + operations.floating(table[h, q_idx - kv_idx + last]))
 
 
-def _pair_bias(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+def _pair_bias(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     bias = arrays["bias"]
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + operations.floating(bias[h, q_idx, kv_idx]))
 
@@ -108,7 +97,7 @@ def _neighborhood(place: Callable[[Any, int], tuple[Any, Any]]) -> Make:
     The kernel is moved inside at a border (Hassani et al. 2022, arXiv:2204.07143).
     """
 
-    def make(problem: Problem, arrays: Mapping[str, Any], operations: Operations) -> Mods:
+    def make(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
         side = math.isqrt(problem.S)
         reach = min(KERNEL, side - 1 + side % 2) // 2
 

@@ -1,7 +1,7 @@
 """What users build with jflex: attention layers for Flax.
 
-`flax_layers.nnx` holds the layers, `flax_layers.models` language models made of them; `python -m flax_layers.demo`
-trains a small one.
+`flax_layers.nnx` and `flax_layers.linen` hold the layers, `flax_layers.models` language models made of them;
+`python -m flax_layers.train` trains these, `python -m flax_layers.demo` a small one.
 """
 
 try:
@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
         "flax_layers needs Flax, which is not installed: pip install 'jflex[flax]'", name="flax"
     ) from None
 
-from flax_layers import nnx
+from flax_layers import linen, nnx
+from flax_layers.drop_in import attention_fn
 
-__all__ = ["nnx"]
+__all__ = ["attention_fn", "linen", "nnx"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
@@ -40,7 +41,9 @@ class DenseCache:
     lengths: Int32[Array, " B"]
 
     @classmethod
-    def create(cls, batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, *, dtype: Any) -> DenseCache:
+    def create(
+        cls, batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, *, dtype: DTypeLike
+    ) -> DenseCache:
         """A cache of empty sequences.
 
         Args:
@@ -177,7 +180,7 @@ class DenseCache:
             )
 
 
-def _known(x: Any) -> np.ndarray | None:
+def _known(x: Array | np.ndarray) -> np.ndarray | None:
     """The values, where they can be read here: not those of tracers, nor of arrays that other hosts hold parts of."""
     if isinstance(x, np.ndarray):
         return x
@@ -186,7 +189,7 @@ def _known(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def _checked_size(name: str, size: Any, least: int) -> int:
+def _checked_size(name: str, size: SupportsIndex, least: int) -> int:
     try:
         number = operator.index(size)
     except TypeError:

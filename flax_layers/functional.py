@@ -1,12 +1,14 @@
-"""What the layers of every Flax family share: rotary embedding, and the split into heads."""
+"""What the layers of every Flax family share: rotary embedding, normalisation, and the split into heads."""
 
+import jax
 import jax.numpy as jnp
+from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 from flax_layers.rotary_scaling import RotaryScaling
 
 
-def split_heads(features: Float[Array, "*batch T H*D"], num_heads: int) -> Float[Array, "*batch T H D"]:
+def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
     """Splits the last axis into heads; head `h` gets the `h`-th run of neighbouring features.
 
     Args:
@@ -99,3 +101,37 @@ def rotate(
     cosine, sine = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return jnp.concatenate([rotated.astype(heads.dtype), still], axis=-1)
+
+
+def rms_norm(
+    inputs: Float[Array, "*batch features"],
+    scale: Float[Array, " features"],
+    *,
+    epsilon: float = 1e-6,
+    offset: float = 0.0,
+    dtype: Dtype | None = None,
+) -> Float[Array, "*batch features"]:
+    """Divides by the root mean square and multiplies by `scale + offset`, both in float32.
+
+    Args:
+        inputs: What is normalised, along the last axis.
+        scale: One factor for each feature.
+        epsilon: Added to the mean of squares.
+        offset: Added to the scale.
+        dtype: Of the result. Default: that of the inputs.
+
+    Returns:
+        The normalised inputs.
+
+    References:
+        Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> [round(x, 3) for x in rms_norm(jnp.array([3.0, 4.0]), jnp.ones(2)).tolist()]
+        [0.849, 1.131]
+    """
+    x = inputs.astype(jnp.float32)
+    factor = jnp.expand_dims(scale.astype(jnp.float32) + offset, range(x.ndim - 1))
+    normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return (normal * factor).astype(dtype or inputs.dtype)

@@ -10,7 +10,6 @@ from importlib.metadata import version as _version
 from jflex import masks as masks
 from jflex import paged as paged
 from jflex import scores as scores
-from jflex.attention import explain as explain
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.block_mask.dense import create_mask as create_mask
@@ -23,6 +22,8 @@ from jflex.cascade import cascade_attention as cascade_attention
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.errors import UnsupportedError as UnsupportedError
+from jflex.explain import explain as explain
+from jflex.jax_nn import dot_product_attention as dot_product_attention
 from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods.compose import and_masks as and_masks
 from jflex.mods.compose import noop_mask as noop_mask

@@ -1,4 +1,4 @@
-"""`flex_attention` and `explain`: validate, build the AttentionSpec, choose a backend, run."""
+"""`flex_attention`: validate, build the AttentionSpec, choose a backend, run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jflex import backends
 from jflex._call.checks import (
@@ -24,10 +24,10 @@ from jflex._jax.manual_axes import match_manual_axes
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.explain import Account
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 
@@ -35,38 +35,41 @@ from pallas_kernels.spec import AttentionSpec, Blocks
 # fmt: off
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
-    query: Array, key: Array, value: Array, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
 def flex_attention(
-    query: Float[Array, "B T Hq D"],
-    key: Float[Array, "B S Hkv D"],
-    value: Float[Array, "B S Hkv Dv"],
+    query: Query,
+    key: Key,
+    value: Value,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     *,
     mask_mod: MaskMod | None = None,
-    kv_lengths: Int32[Array, " B"] | None = None,
+    kv_lengths: Int32[AnyArray, " B"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Float[Array, "B T Hq Dv"] | tuple[Float[Array, "B T Hq Dv"], Float[Array, "B Hq T"]]:
+) -> Out | tuple[Out, Lse]:
     """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
 
     Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; keys that the mask hides do not enter
@@ -128,72 +131,35 @@ def flex_attention(
     >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
     (2, 1, 4, 32)
     """
-    spec, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
-    name = select_forward(implementation, spec)
-    if spec.is_empty:
-        out = jnp.zeros(spec.out_shape(), spec.out_dtype)
-        saved = Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
-    else:
-        saved = _run(name, implementation, spec, inputs)
+    call = prepare(
+        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, scale=scale, layout=layout,
+        config=config,
+    )  # fmt: skip
+    saved = attend("flex_attention", call, implementation)
     return (saved.out, saved.lse) if return_lse else saved.out
 
 
-def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None,
-    *,
-    mask_mod: MaskMod | None = None,
-    kv_lengths: Any = None,
-    scale: float | None = None,
-    layout: str = "BTNH",
-    return_lse: bool = False,
-    implementation: Implementation = None,
-    config: Config | None = None,
-) -> Account:
-    """Says what `flex_attention` would do with the same arguments, without doing it.
+class Call(NamedTuple):
+    """A checked call: what is static in it, and its arrays."""
 
-    Args:
-      query: An array, or a ``jax.ShapeDtypeStruct``; likewise `key` and `value`.
-      key: See `query`.
-      value: See `query`.
-      score_mod: As in `flex_attention`, and so are all that follow.
-      block_mask: See there.
-      mask_mod: See there.
-      kv_lengths: See there; an array, or a ``jax.ShapeDtypeStruct``.
-      scale: See there.
-      layout: See there.
-      return_lse: See there; it changes nothing here.
-      implementation: See there.
-      config: See there.
-
-    Returns:
-      A printable account: the backend and why the others do not run, tiles, blocks visited (full, partial), sparsity,
-      FLOPs and bytes.
-
-    Raises:
-      TypeError: As `flex_attention`.
-      ValueError: As `flex_attention`.
-
-    >>> import jax, jax.numpy as jnp, jflex
-    >>> x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)
-    >>> jflex.explain(x, x, x, implementation="xla").backend
-    'xla'
-    """
-    del return_lse
-    spec, inputs = _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config)
-    return Account.of(spec, implementation, block_mask, inputs.kv_lengths)
-
-
-class _Call(NamedTuple):
     spec: AttentionSpec
     inputs: Inputs
 
 
-def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, layout, config) -> _Call:
-    """Checks every argument; nothing is computed before the last check has passed."""
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    *,
+    mask_mod: MaskMod | None,
+    kv_lengths: Any,
+    scale: float | None,
+    layout: str,
+    config: Config | None,
+) -> Call:
+    """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes."""
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout)
     B, T, Hq = query.shape[0], *(query.shape[1:3] if layout == "BTNH" else query.shape[2:0:-1])
@@ -234,7 +200,17 @@ def _prepare(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, sca
         config=config,
         kv_lengths=kv_lengths is not None,
     )
-    return _Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
+    return Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
+
+
+def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
+    """Chooses a backend and runs it; `caller` is the public function, for messages."""
+    spec, inputs = call
+    name = select_forward(implementation, spec, caller)
+    if spec.is_empty:
+        out = jnp.zeros(spec.out_shape(), spec.out_dtype)
+        return Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
+    return _run(name, implementation, spec, inputs)
 
 
 def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:

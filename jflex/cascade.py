@@ -10,26 +10,29 @@ Hydragen, arXiv:2402.05099.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
-from jflex.paged.run import How, Pages, attend
+from jflex.paged.run import How, PagedCall, attend
+from jflex.paged.run import prepare as prepare_pages
 from jflex.state import merge_all
+from jflex.types import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -52,18 +55,18 @@ class CascadeLevel:
     cache: PagedCache
     groups: PagedBatch
     start: Int32[Array, " G"]
-    layer: Any = None
+    layer: int | Int[AnyArray, ""] | None = None
     is_dense: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def dense(
         cls,
-        key: Float[Array, "G S Hkv D"],
-        value: Float[Array, "G S Hkv Dv"],
+        key: Float[AnyArray, "G S Hkv D"],
+        value: Float[AnyArray, "G S Hkv Dv"],
         *,
-        qo_indptr: Int32[Array, " G_and_1"],
-        lengths: Int32[Array, " G"] | None = None,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
+        qo_indptr: Int32[AnyArray, " G_and_1"],
+        lengths: Int32[AnyArray, " G"] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
     ) -> CascadeLevel:
         """A level of plain arrays.
 
@@ -97,7 +100,8 @@ class CascadeLevel:
         table = np.arange(groups, dtype=np.int32)[:, None]
         made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
         check_fields(made)
-        return cls(PagedCache(jnp.asarray(key), jnp.asarray(value)), made, _starts(start, groups), is_dense=True)
+        key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (key, value))
+        return cls(PagedCache(key, value), made, _starts(start, groups), is_dense=True)
 
     @classmethod
     def paged(
@@ -105,8 +109,8 @@ class CascadeLevel:
         cache: PagedCache,
         groups: PagedBatch,
         *,
-        start: int | Int32[Array, ""] | Int32[Array, " G"] = 0,
-        layer: int | Int32[Array, ""] | None = None,
+        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
+        layer: int | Int[AnyArray, ""] | None = None,
     ) -> CascadeLevel:
         """A level of pages.
 
@@ -140,25 +144,25 @@ class CascadeLevel:
 # fmt: off
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[False] = False,
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
-    q: Array, levels: Sequence[CascadeLevel], *, positions: Array | None = None, requests: Array | None = None,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, scale: float | None = None,
-    return_lse: Literal[True],
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    scale: float | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def cascade_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     levels: Sequence[CascadeLevel],
     *,
-    positions: Int32[Array, " N"] | None = None,
-    requests: Int32[Array, " N"] | None = None,
+    positions: Int32[AnyArray, " N"] | None = None,
+    requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
@@ -210,6 +214,44 @@ def cascade_attention(
     >>> cascade_attention(q, [shared, own]).shape
     (3, 4, 16)
     """
+    call = prepare(
+        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod, scale=scale,
+        config=config,
+    )  # fmt: skip
+    states = [attend(level, implementation) for level in call.levels if level is not None]
+    if not states:
+        return _nothing(call, return_lse)
+    merged = merge_all(states)
+    out = merged.out.astype(call.dtype)
+    return (out, merged.lse) if return_lse else out
+
+
+class CascadeCall(NamedTuple):
+    """A checked call.
+
+    Attributes:
+      out_shape: [N, Hq, Dv].
+      dtype: Of the queries.
+      levels: Those of the call, None for one without room for a key that a query could see.
+    """
+
+    out_shape: tuple[int, int, int]
+    dtype: Any
+    levels: tuple[PagedCall | None, ...]
+
+
+def prepare(
+    q: Any,
+    levels: Sequence[CascadeLevel],
+    *,
+    positions: Int32[AnyArray, " N"] | None,
+    requests: Int32[AnyArray, " N"] | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    config: Config | None,
+) -> CascadeCall:
+    """Checks every argument of `cascade_attention`; of q and of keys and values only the shapes are read."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     levels = _checked_levels(levels)
     for level in levels:
@@ -220,18 +262,16 @@ def cascade_attention(
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    levels = [level for level in levels if _has_places(level, q.shape[0])]
-    if not levels:
-        return _nothing(q, value_size, return_lse)
-    states = []
-    for level in levels:
-        score = None if score_mod is None else _PlacedScore(score_mod, level.start, positions, requests)
-        mask = None if mask_mod is None else _PlacedMask(mask_mod, level.start, positions, requests)
-        how = How(score, mask, scale, implementation, config, exact_out=len(levels) > 1)
-        states.append(attend("cascade_attention", q, _pages_of(level), how))
-    merged = merge_all(states)
-    out = merged.out.astype(q.dtype)
-    return (out, merged.lse) if return_lse else out
+    partial = sum(_has_places(level, q.shape[0]) for level in levels) > 1
+
+    def prepared(level: CascadeLevel) -> PagedCall | None:
+        if not _has_places(level, q.shape[0]):
+            return None
+        score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
+        pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
+        return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
+
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)))
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
@@ -250,51 +290,30 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
     )
 
 
-def _pages_of(level: CascadeLevel) -> Pages:
-    return pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
-
-
 def _has_places(level: CascadeLevel, num_tokens: int) -> bool:
     """Whether there is room for a key that a query could see: of no queries, groups or keys, mods have none to read."""
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
-def _nothing(q: jax.Array, value_size: int, return_lse: bool) -> Any:
-    out = jnp.zeros((*q.shape[:2], value_size), q.dtype)
-    return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
+def _nothing(call: CascadeCall, return_lse: bool) -> Any:
+    out = jnp.zeros(call.out_shape, call.dtype)
+    return (out, jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Placed:
-    """A mod of absolute positions, made to take the numbers of packed queries and of the keys of a group."""
+def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:
+    """A mod that is called with groups, and with the numbers of packed queries and of the keys of a group."""
 
-    mod: Callable[..., Any]
-    start: jax.Array
-    positions: jax.Array
-    requests: jax.Array | None
+    def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
+        b = jnp.zeros_like(n) if requests is None else requests[n]
+        return Positions(b, h, positions[n], level.start[g] + j)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
-
-    def place(self, h: Any, g: Any, n: Any, j: Any) -> tuple[Any, ...]:
-        """b, h, q_idx, kv_idx."""
-        b = jnp.zeros_like(n) if self.requests is None else self.requests[n]
-        return b, h, self.positions[n], self.start[g] + j
+    return None if mod is None else ReindexedMod(mod, absolute)
 
 
-class _PlacedScore(_Placed):
-    def __call__(self, score: Any, g: Any, h: Any, n: Any, j: Any) -> Any:
-        return self.mod(score, *self.place(h, g, n, j))
-
-
-class _PlacedMask(_Placed):
-    def __call__(self, g: Any, h: Any, n: Any, j: Any) -> Any:
-        return self.mod(*self.place(h, g, n, j))
-
-
-def _starts(start: Any, groups: int) -> jax.Array:
+def _starts(start: int | AnyArray, groups: int) -> jax.Array:
     start = np.asarray(start, np.int32) if type(start) is int else start
     check_int32("start", start, "positions")
+    assert not isinstance(start, int)  # a bool was refused
     if start.shape not in ((), (groups,)):
         raise ValueError(
             f"`start` must be one position, or one for each of the {groups} groups. Got {describe_array(start)}."
@@ -302,7 +321,7 @@ def _starts(start: Any, groups: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(start), (groups,))
 
 
-def _checked_levels(levels: Any) -> tuple[CascadeLevel, ...]:
+def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
     if isinstance(levels, CascadeLevel) or not isinstance(levels, Sequence):
         raise TypeError(f"`levels` must be a sequence of `CascadeLevel`. Got {type(levels).__name__}.")
     for number, level in enumerate(levels):
@@ -325,7 +344,11 @@ def _check_level(level: CascadeLevel, num_tokens: int) -> None:
 
 
 def _checked_rows(
-    q: jax.Array, positions: Any, requests: Any, score_mod: Any, mask_mod: Any
+    q: jax.Array,
+    positions: AnyArray | None,
+    requests: AnyArray | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     if positions is None and (score_mod is not None or mask_mod is not None):
         raise ValueError(

@@ -1,138 +1,161 @@
-"""The account that `jflex.explain` gives."""
+"""`explain`: what a call of attention would do, from the checks and the plan of the call itself."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+import numpy as np
+from jaxtyping import Float
 
-from jflex import backends
-from jflex._call.dispatch import Implementation, Selection, select, select_passes
-from jflex._call.kv_lengths import bounded_lists, known_lengths
-from jflex.backends.base import Plan
-from jflex.block_mask.lists import BlockLists
+from jflex import attention, cascade, varlen
+from jflex._call.account import Account
+from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
-from jflex.errors import UnsupportedError
-from pallas_kernels.plan import Refusal, all_gradients
-from pallas_kernels.spec import AttentionSpec
+from jflex.cascade import CascadeLevel
+from jflex.config import Config
+from jflex.mods.types import MaskMod, ScoreMod
+from jflex.paged import attention as paged
+from jflex.paged.account import CascadeAccount, PagedAccount
+from jflex.paged.batch import PagedBatch
+from jflex.paged.cache import PagedCache
+
+Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
-@dataclasses.dataclass(frozen=True)
-class Account:
-    """What a call of `flex_attention` would do; ``print`` it.
+# fmt: off
+@overload
+def explain(
+    query: Float[Shaped, "B T Hq D"], key: Float[Shaped, "B S Hkv D"], value: Float[Shaped, "B S Hkv Dv"],
+    score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
+    mask_mod: MaskMod | None = None, kv_lengths: Any = None, scale: float | None = None, layout: str = "BTNH",
+    return_lse: bool = False, implementation: Implementation = None, config: Config | None = None,
+) -> Account: ...
+@overload
+def explain(
+    call: Callable[Concatenate[Any, PagedCache, PagedBatch, ...], Any], /, *args: Any, **kwargs: Any
+) -> PagedAccount: ...
+@overload
+def explain(
+    call: Callable[Concatenate[Any, Sequence[CascadeLevel], ...], Any], /, *args: Any, **kwargs: Any
+) -> CascadeAccount: ...
+@overload
+def explain(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Account: ...
+# fmt: on
+def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount:
+    """Says what a call of attention would do, without doing it.
 
-    Attributes:
-      backend: The backend that runs it, or None if none of the named ones can.
-      reasons: Why the backends before it in the order do not.
-      tiles: Kernels and tile sizes of both passes, as text.
-      visited: Blocks that are visited, over batch and heads, or None without a BlockMask or while its lists, or the
-        lengths of keys, are not known.
-      full: Those of them in which the mask is not evaluated.
-      blocks: All blocks.
-      flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
-        BlockMask, over the keys within their lengths, where these are known.
-      bytes: Bytes that it must move at least: each of query, key, value and out once, of keys and values what lies
-        within the lengths.
+    ``explain(query, key, value, ...)`` takes the arguments of `flex_attention`. For the other calls, the function comes
+    first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `cascade_attention`
+    and `flex_attention` itself.
+
+    Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
+    `CascadeLevel` (``jax.eval_shape`` makes them). What follows from values that are not known is None. Of
+    `flex_attention_varlen` without a `block_mask`, the mask is made, as in each call, to count its blocks.
+
+    Args:
+      *args: The arguments of the call, with the function before them if it is not `flex_attention`.
+      **kwargs: Its keyword arguments; `return_lse` changes nothing here.
+
+    Returns:
+      A printable account, of which the fields can be read. Of each call: the backend and why the others do not run,
+      kernels and tiles with who chose them, who computes the gradients, the settings, FLOPs and bytes. Of
+      `flex_attention` and `flex_attention_varlen`, blocks visited (full, partial); of `paged_attention`, tokens, pages
+      and splits; of `cascade_attention`, an account of each level, and the merge.
+
+    Raises:
+      TypeError: As the call; or the function is none of these.
+      ValueError: As the call.
+
+    >>> import jflex
+    >>> x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)
+    >>> jflex.explain(x, x, x, implementation="xla").backend
+    'xla'
+
+    Two sequences, packed; the boundaries are known, so blocks are counted:
+
+    >>> x, ends = jax.ShapeDtypeStruct((512, 4, 64), jnp.float32), jnp.array([0, 200, 456], jnp.int32)
+    >>> account = jflex.explain(jflex.flex_attention_varlen, x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    >>> account.visited, account.full, account.blocks
+    (48, 8, 64)
+
+    A decoding step of two requests, which share their first page:
+
+    >>> cache = jax.eval_shape(lambda: jflex.paged.PagedCache.create(8, 16, 2, 64, dtype=jnp.float32))
+    >>> batch = jflex.paged.PagedBatch(jnp.array([0, 1, 2]), jnp.array([20, 33]), jnp.array([[5, 2, 0], [5, 7, 3]]))
+    >>> q = jax.ShapeDtypeStruct((2, 8, 64), jnp.float32)
+    >>> account = jflex.explain(jflex.paged_attention, q, cache, batch)
+    >>> account.keys, account.pages, account.different_pages, account.bytes
+    (53, 5, 4, 62464)
     """
-
-    backend: str | None
-    reasons: dict[str, str]
-    tiles: str
-    visited: int | None
-    full: int | None
-    blocks: int | None
-    flops: int
-    bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        spec: AttentionSpec,
-        implementation: Implementation,
-        block_mask: BlockMask | None = None,
-        kv_lengths: Any = None,
-    ) -> Account:
-        """Takes the account of one call."""
-        selection = select(implementation, spec)
-        visited, full, total = _count(spec, block_mask, kv_lengths)
-        lengths = known_lengths(kv_lengths)
-        keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
-        if lengths is not None:
-            keys, longest = int(lengths.sum()), int(lengths.max(initial=0))
-        pairs = spec.Hq * spec.T * keys
-        if visited is not None and total:
-            pairs = spec.B * spec.Hq * spec.T * spec.S * visited // total
-        width = jnp.dtype(spec.dtype).itemsize
-        rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
-        return cls(
-            backend=selection.name,
-            reasons=selection.rejections,
-            tiles=_describe(spec, implementation, selection),
-            visited=visited,
-            full=full,
-            blocks=total,
-            flops=2 * pairs * (spec.D + spec.Dv),
-            bytes=width * (spec.D + spec.Dv) * sum(rows),
+    while args and isinstance(args[0], functools.partial):
+        of, rest = args[0], args[1:]
+        args, kwargs = (of.func, *of.args, *rest), {**of.keywords, **kwargs}
+    call: Callable[..., Any] = attention.flex_attention
+    if args and callable(args[0]):
+        call, args = args[0], args[1:]
+    call = inspect.unwrap(call)  # of `jax.jit`, or of a decorator
+    if not (inspect.isfunction(call) and call in _CALLS):
+        known = ", ".join(f"`jflex.{function.__name__}`" for function in _CALLS)
+        raise TypeError(
+            f"`explain` takes one of {known} before the arguments of the call. Got "
+            f"{getattr(call, '__name__', type(call).__name__)}."
         )
-
-    def __str__(self) -> str:
-        lines = [f"backend   {self.backend or 'none of the requested'}"]
-        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        if self.tiles:
-            lines.append(f"tiles     {self.tiles}")
-        if self.visited is not None and self.full is not None and self.blocks:
-            partial = self.visited - self.full
-            lines.append(
-                f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {partial} partial), "
-                f"{100 * (1 - self.visited / self.blocks):.1f} % skipped"
-            )
-        elif self.blocks is None:
-            lines.append("blocks    not counted (no BlockMask, or traced)")
-        lines.append(f"work      {self.flops / 1e9:.3f} GFLOP forward, {self.bytes / 1e6:.3f} MB")
-        return "\n".join(lines)
+    arguments = _arguments(call, args, kwargs)
+    del arguments["return_lse"]
+    implementation = arguments.pop("implementation")
+    prepare, account = _CALLS[call]
+    return _with_tracers(lambda given: account(prepare(**given), implementation), arguments)
 
 
-def _describe(spec: AttentionSpec, implementation: Implementation, selection: Selection) -> str:
-    """Kernels and tiles of both passes, and who computes the gradients."""
-    if selection.name is None or selection.plan is None:
-        return ""
-    forward, requested = selection.plan.describe(), all_gradients(spec)
-    if spec.paging is not None:
-        return forward
+class _Explained(NamedTuple):
+    """How a call is explained: its own preparation, and the account of what that returns."""
+
+    prepare: Callable[..., Any]
+    account: Callable[[Any, Implementation], Any]
+
+
+def _dense(call: attention.Call, implementation: Implementation) -> Account:
+    return Account.of(call.spec, call.inputs, implementation)
+
+
+_CALLS: dict[Callable[..., Any], _Explained] = {
+    attention.flex_attention: _Explained(attention.prepare, _dense),
+    varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
+    paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
+    cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
+}
+
+
+def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name; raises as the call where they do not fit its signature."""
     try:
-        passes = select_passes(implementation, spec, requested)
-    except UnsupportedError:
-        refusal = backends.get(selection.name).plan(spec, requested)
-        reason = refusal.sentence(spec) if isinstance(refusal, Refusal) else ""
-        return f"{forward}; no gradients, because {reason}"
-    if passes.forward != selection.name:
-        return f"{forward}; with gradients, {passes.forward!r} runs both passes"
-    if passes.backward != selection.name:
-        return f"{forward}; gradients by {passes.backward!r}, because {passes.reason}"
-    both = backends.get(passes.backward).plan(spec, requested)
-    return both.describe() if isinstance(both, Plan) else forward
+        bound = inspect.signature(call).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{call.__name__}() {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def _count(
-    spec: AttentionSpec, block_mask: BlockMask | None, kv_lengths: Any
-) -> tuple[int | None, int | None, int | None]:
-    lists = None if block_mask is None else _known_lists(spec, block_mask, kv_lengths)
-    if lists is None:
-        return None, None, None
-    batch, heads, rows = lists.kv_num_blocks.shape
-    repeat = (spec.B // batch) * (spec.Hq // heads)
-    full = int(lists.full_kv_num_blocks.sum()) * repeat
-    columns = lists.q_num_blocks.shape[-1]
-    return int(lists.kv_num_blocks.sum()) * repeat + full, full, rows * columns * spec.B * spec.Hq
+def _with_tracers(explained: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    """Calls a function with tracers in place of the shapes of integers.
 
+    Mods capture lengths and tables, so these must be arrays; of queries, keys and values the shape is enough.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    is_unknown = [isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.integer) for x in leaves]
+    if not any(is_unknown):
+        return explained(arguments)
+    accounts = []
 
-def _known_lists(spec: AttentionSpec, block_mask: BlockMask, kv_lengths: Any) -> BlockLists | None:
-    """The lists that are walked, or None where they cannot be known."""
-    lengths = known_lengths(kv_lengths)
-    if any(isinstance(x, Tracer) for x in block_mask.lists) or (kv_lengths is not None and lengths is None):
-        return None
-    if lengths is None:
-        return block_mask.lists
-    return bounded_lists(spec, block_mask.lists, jnp.asarray(lengths), block_mask.block_size)
+    def trace(unknown: list[jax.Array]) -> None:
+        values = iter(unknown)
+        filled = [next(values) if missing else x for x, missing in zip(leaves, is_unknown, strict=True)]
+        accounts.append(explained(jax.tree.unflatten(structure, filled)))
+
+    jax.eval_shape(trace, [x for x, missing in zip(leaves, is_unknown, strict=True) if missing])
+    return accounts[0]

@@ -13,14 +13,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jflex._call.checks import DTYPES, LAYOUTS, describe_array
+from jflex.types import AnyArray, Lse, Out
 
 _LSE_DTYPES = ("float32", "float64")
 _FEW = 8  # states that are merged element by element: on a GPU one kernel, where stacking them first is another
@@ -53,7 +54,7 @@ class AttentionState:
     lse: Float[Array, "*rows Hq"]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any = jnp.float32) -> AttentionState:
+    def empty(cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> AttentionState:
         """The state of no keys: merging with it changes nothing. A carry of ``scan`` starts with it.
 
         Args:
@@ -70,9 +71,7 @@ class AttentionState:
         return cls(jnp.zeros(shape, dtype), jnp.full(shape[:-1], -jnp.inf, lse_dtype))
 
     @classmethod
-    def from_attention(
-        cls, out: Float[Array, "B T Hq Dv"], lse: Float[Array, "B Hq T"], layout: str = "BTNH"
-    ) -> AttentionState:
+    def from_attention(cls, out: Out, lse: Lse, layout: str = "BTNH") -> AttentionState:
         """The state of what ``flex_attention(..., return_lse=True)`` returned.
 
         Args:
@@ -105,7 +104,7 @@ class AttentionState:
             )
         return cls(out if layout == "BTNH" else out.swapaxes(1, 2), lse.swapaxes(1, 2))
 
-    def to_attention(self, layout: str = "BTNH") -> tuple[Float[Array, "B T Hq Dv"], Float[Array, "B Hq T"]]:
+    def to_attention(self, layout: str = "BTNH") -> tuple[Out, Lse]:
         """Output and lse as ``flex_attention(..., return_lse=True)`` returns them.
 
         Args:
@@ -282,7 +281,7 @@ def _merge_stacked(states: AttentionState) -> AttentionState:
     return AttentionState(out.astype(states.out.dtype), merged_lse.astype(states.lse.dtype))
 
 
-def _checked_state(name: str, state: Any) -> AttentionState:
+def _checked_state(name: str, state: object) -> AttentionState:
     """A state of JAX arrays, whose shapes fit one another."""
     if not isinstance(state, AttentionState):
         raise TypeError(
@@ -300,7 +299,7 @@ def _checked_state(name: str, state: Any) -> AttentionState:
     return AttentionState(out, lse)
 
 
-def _checked_array(name: str, x: Any, dtypes: Sequence[str]) -> jax.Array:
+def _checked_array(name: str, x: AnyArray, dtypes: Sequence[str]) -> jax.Array:
     x = jnp.asarray(x) if isinstance(x, np.ndarray) else x
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")

@@ -6,7 +6,7 @@ To a backend the packed tokens are one batch entry, with a mask that keeps seque
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import describe_array
+from jflex._call.checks import describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
-from jflex.attention import flex_attention
-from jflex.block_mask.mask_fit import uses_index
+from jflex.attention import Call, attend
+from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
-    PackedMod,
     PackedTokens,
     VarlenBlockMask,
     check_callable,
@@ -30,32 +29,37 @@ from jflex.block_mask.varlen_mask import (
     varlen_block_mask,
 )
 from jflex.config import Config
+from jflex.mods.dependence import uses_index
+from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
+    score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
-    q: Array, k: Array, v: Array, *, cu_seqlens_q: Array, cu_seqlens_k: Array, score_mod: ScoreMod | None = None,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
+    score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def flex_attention_varlen(
-    q: Float[Array, "N Hq D"],
-    k: Float[Array, "M Hkv D"],
-    v: Float[Array, "M Hkv Dv"],
+    q: Float[AnyArray, "N Hq D"],
+    k: Float[AnyArray, "M Hkv D"],
+    v: Float[AnyArray, "M Hkv Dv"],
     *,
-    cu_seqlens_q: Int32[Array, " R+1"],
-    cu_seqlens_k: Int32[Array, " R+1"],
+    cu_seqlens_q: Int32[AnyArray, " R_and_1"],
+    cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
@@ -115,7 +119,49 @@ def flex_attention_varlen(
     >>> bool(jnp.allclose(again, out, atol=1e-5))
     True
     """
-    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
+    call, q_ends, kv_ends = prepare(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
+        block_mask=block_mask, scale=scale, config=config,
+    )  # fmt: skip
+    # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
+    q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
+    call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
+    out, lse = attend("flex_attention_varlen", call, implementation)
+    out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
+    return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
+
+
+class PackedCall(NamedTuple):
+    """A checked call of packed sequences.
+
+    Attributes:
+      call: The call of one batch entry that it leads to, with shapes in place of query, key and value.
+      q_ends: The boundaries of the queries.
+      kv_ends: Those of the keys.
+    """
+
+    call: Call
+    q_ends: jax.Array
+    kv_ends: jax.Array
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    block_mask: VarlenBlockMask | None,
+    scale: float | None,
+    config: Config | None,
+) -> PackedCall:
+    """Checks every argument of `flex_attention_varlen`, and makes the mask where none is given.
+
+    Of q, k and v only the shapes are read.
+    """
     _check_packed(q, k, v)
     lengths = q.shape[0], k.shape[0]
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
@@ -131,24 +177,23 @@ def flex_attention_varlen(
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
     if score_mod is not None:
         tokens = PackedTokens.of(q_ends, kv_ends, lengths)
-        score_mod = _PackedScore(score_mod, tokens) if tokens.sequences else None
-    # NaN in padding would survive a weight of 0, in the products of the block that the last boundary cuts.
-    q, k, v = _without_padding(q, q_ends), _without_padding(k, kv_ends), _without_padding(v, kv_ends)
-    out, lse = flex_attention(
-        q[None], k[None], v[None], score_mod, block_mask,
-        scale=scale, return_lse=True, implementation=implementation, config=config,
+        score_mod = ReindexedMod(score_mod, tokens.positions) if tokens.sequences else None
+    call = prepare_dense(
+        _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
+        mask_mod=None, kv_lengths=None, scale=scale, layout="BTNH", config=config,
     )  # fmt: skip
-    out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
-    return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
+    return PackedCall(call, q_ends, kv_ends)
 
 
-class _PackedScore(PackedMod):
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        del b
-        return self.mod(score, *self.tokens.places(h, q_idx, kv_idx))
+def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of ``x[None]``, where `x` is."""
+    device = device_of(x)
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
+    return jax.ShapeDtypeStruct((1, *x.shape), dtype, sharding=sharding)
 
 
-def _without_padding(x: jax.Array, ends: Int32[Array, " R+1"], fill: float = 0) -> jax.Array:
+def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
     """Overwrites tokens behind the last boundary, and clears their cotangents; nothing to do where there are none."""
     known = known_lengths(ends)
     if known is not None and known[-1] == x.shape[0]:
@@ -162,14 +207,14 @@ def _uses_heads(mask_mod: MaskMod) -> bool:
     return uses_index(trace_mask_mod(mask_mod)[0], "h")
 
 
-def _own_block_size(config: Any) -> tuple[int, int]:
+def _own_block_size(config: object) -> tuple[int, int]:
     """Of a mask that is made for one call: no smaller than the tiles of the user."""
     tiles = [getattr(config, name, None) for name in ("forward", "dkv", "dq", "decode")]
     sizes = [(tile.block_q, tile.block_kv) for tile in tiles if tile is not None]
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])
 
 
-def _check_packed(q: Any, k: Any, v: Any) -> None:
+def _check_packed(q: AnyArray, k: AnyArray, v: AnyArray) -> None:
     for name, x, axes in (("q", q, "[N, Hq, D]"), ("k", k, "[M, Hkv, D]"), ("v", v, "[M, Hkv, Dv]")):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
@@ -181,7 +226,7 @@ def _check_packed(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_mask(
-    block_mask: Any, mask_mod: Any, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
+    block_mask: object, mask_mod: object, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]
 ) -> None:
     remedy = "Make it with `varlen_block_mask(cu_seqlens_q, cu_seqlens_k, {}, {}, mask_mod=...)`.".format(*lengths)
     if not isinstance(block_mask, VarlenBlockMask):

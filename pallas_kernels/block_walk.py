@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import Index, Location, Ref, S
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # states of blocks
 
@@ -18,12 +19,12 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # states of blocks
 class BlockRow(NamedTuple):
     """The lists of a row of blocks that a tile walks: refs to counts and indices, and the index of the row in them."""
 
-    partial: tuple[Any, Any]
-    full: tuple[Any, Any]
-    at: tuple[Any, Any, Any]
+    partial: tuple[Ref, Ref]
+    full: tuple[Ref, Ref]
+    at: tuple[Index, Index, Index]
 
 
-def list_position(spec: AttentionSpec, b: Any, h: Any) -> tuple[Any, Any]:
+def list_position(spec: AttentionSpec, b: Index, h: Index) -> tuple[Index, Index]:
     """Batch and head index into the lists, which batch entries and heads may share."""
     return (b if spec.list_batch > 1 else 0), (h if spec.list_heads > 1 else 0)
 
@@ -31,10 +32,10 @@ def list_position(spec: AttentionSpec, b: Any, h: Any) -> tuple[Any, Any]:
 class Split(NamedTuple):
     """One split of a walk (split-KV): the ith of `splits` of equal length."""
 
-    i: Any
-    splits: Any
+    i: Index
+    splits: Index
 
-    def of(self, total: Any) -> tuple[Any, Any]:
+    def of(self, total: Index) -> tuple[Index, Index]:
         """First tile and end of the split, among `total` tiles."""
         size = lax.div(total + (self.splits - 1), self.splits)
         return jnp.minimum(self.i * size, total), jnp.minimum((self.i + 1) * size, total)
@@ -45,11 +46,11 @@ def walk(
     block: int,
     tile: int,
     length: int,
-    state: Any,
-    step: Callable[[Any, Any, bool], Any],
+    state: S,
+    step: Callable[[S, Index, bool], S],
     split: Split | None = None,
-    max_blocks: Any = None,
-) -> Any:
+    max_blocks: Index | None = None,
+) -> S:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
 
     Args:
@@ -87,10 +88,10 @@ def walk_all(
     tile: int,
     length: int,
     is_partial: bool,
-    state: Any,
-    step: Callable[[Any, Any, bool], Any],
+    state: S,
+    step: Callable[[S, Index, bool], S],
     split: Split | None = None,
-) -> Any:
+) -> S:
     """As `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
     whole = 0 if is_partial else length // tile
     tiles = -(-length // tile)
@@ -115,38 +116,46 @@ def heaviest_first(counts: jax.Array) -> jax.Array | None:
     return None if counts.shape[-1] < MIN_SORTED_ROWS else jnp.argsort(-counts, axis=-1).astype(jnp.int32)
 
 
-def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> jax.Array | None:
+def row_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> jax.Array | None:
     """The order in which tiles of queries are started, [list batch, list heads, tiles]; None is reverse order."""
     if spec.block_size is None:
         return None
+    assert arrays.lists is not None  # of the blocks
     weight = arrays.lists[0] + arrays.lists[2]
     per_block = spec.block_size[0] // tiles.block_q
     weight = jnp.repeat(weight, per_block, axis=-1)[..., : -(-spec.T // tiles.block_q)]
     return heaviest_first(weight)
 
 
-def row_at(spec: AttentionSpec, order: Any, b: Any, h: Any, i: Any, rows: Any) -> Any:
+def row_at(spec: AttentionSpec, order: Ref | None, b: Index, h: Index, i: jax.Array, rows: Index) -> jax.Array:
     """The tile of queries that is started as the ith of `rows`."""
     return rows - 1 - i if order is None else order[(*list_position(spec, b, h), i)]
 
 
 def over_keys(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any], state: Any, step: Any
-) -> Any:
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[Ref],
+    location: Location,
+    state: S,
+    step: Callable[[S, Index, bool], S],
+) -> S:
     """Folds a step over the tiles of keys that a tile of queries visits, at `location`: (batch, head, tile)."""
     b, h, tile = location
     if spec.block_size is None:
         return walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step)
+    assert arrays.lists is not None  # of the blocks
     counts, indices, full_counts, full_indices = arrays.lists[:4]
     at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
     row = BlockRow((counts, indices), (full_counts, full_indices), at)
     return walk(row, spec.block_size[1], tiles.block_kv, spec.S, state, step)
 
 
-def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> jax.Array | None:
+def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> jax.Array | None:
     """The order in which tiles of keys are started, [list batch, key heads or 1, tiles]; None is ascending."""
     if spec.block_size is None:
         return None
+    assert arrays.lists is not None  # of the blocks
     weight = arrays.lists[4] + arrays.lists[6]
     if spec.list_heads > 1:
         weight = weight.reshape(spec.list_batch, spec.Hkv, spec.group, -1).sum(axis=2)
@@ -154,7 +163,7 @@ def column_order(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> jax.Arr
     return heaviest_first(weight)
 
 
-def column_at(spec: AttentionSpec, order: Any, b: Any, kv_h: Any, i: Any) -> Any:
+def column_at(spec: AttentionSpec, order: Ref | None, b: Index, kv_h: Index, i: jax.Array) -> jax.Array:
     """The tile of keys that is started as the ith."""
     if order is None:
         return i
@@ -162,29 +171,36 @@ def column_at(spec: AttentionSpec, order: Any, b: Any, kv_h: Any, i: Any) -> Any
 
 
 def over_queries(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any], state: Any, step: Any
-) -> Any:
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[Ref],
+    location: Location,
+    state: S,
+    step: Callable[[S, Index, bool], S],
+) -> S:
     """Folds a step over the tiles of queries of one head that visit a tile of keys, at (batch, head, tile)."""
     b, h, tile = location
     if spec.block_size is None:
         return walk_all(tiles.block_q, spec.T, spec.programs.mask is not None, state, step)
+    assert arrays.lists is not None  # of the blocks
     counts, indices, full_counts, full_indices = arrays.lists[4:]
     at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[1] // tiles.block_kv)))
     column = BlockRow((counts, indices), (full_counts, full_indices), at)
     return walk(column, spec.block_size[0], tiles.block_q, spec.T, state, step)
 
 
-def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any, Any]) -> Any:
+def count_keys(spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], location: Location) -> jax.Array:
     """How many tiles `over_keys` visits."""
     if spec.block_size is None:
         return jnp.int32(-(-spec.S // tiles.block_kv))
+    assert arrays.lists is not None  # of the blocks
     b, h, tile = location
     at = (*list_position(spec, b, h), lax.div(tile, jnp.int32(spec.block_size[0] // tiles.block_q)))
     listed = lambda counts: jnp.maximum(counts[at], 0)  # a negative count is walked like 0
     return (listed(arrays.lists[0]) + listed(arrays.lists[2])) * (spec.block_size[1] // tiles.block_kv)
 
 
-def states(spec: AttentionSpec, lists: Any) -> jax.Array:
+def states(spec: AttentionSpec, lists: Sequence[jax.Array]) -> jax.Array:
     """`EMPTY`, `PARTIAL` or `FULL` for each block, int32 [list batch, list heads, rows, columns]."""
     assert spec.block_size is not None
     columns = -(-spec.S // spec.block_size[1])

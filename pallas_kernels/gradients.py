@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from pallas_kernels.program.cotangents import scatter
 from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
+from pallas_kernels.types import A
 
 
 class RequestedGradients(NamedTuple):
@@ -33,15 +34,17 @@ class Gradients(NamedTuple):
     score_operands: tuple[jax.Array | None, ...]
 
 
-class Rows(NamedTuple):
+class Rows(NamedTuple, Generic[A]):
     """Per query: dO (in the layout of the spec), lse and delta, both [B, Hq, T]."""
 
-    d_out: Any
-    lse: Any
-    delta: Any
+    d_out: A
+    lse: A
+    delta: A
 
 
-def row_statistics(spec: AttentionSpec, saved: tuple[Any, Any], d_saved: tuple[Any, Any]) -> Rows:
+def row_statistics(
+    spec: AttentionSpec, saved: tuple[jax.Array, jax.Array], d_saved: tuple[jax.Array, jax.Array | None]
+) -> Rows[jax.Array]:
     """dO, lse, and delta = rowsum(dO * O) - dlse."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
@@ -55,7 +58,9 @@ def log2_lse(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
-def score_mod_vjp(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array) -> tuple[jax.Array, Any]:
+def score_mod_vjp(
+    derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array
+) -> tuple[jax.Array, Callable[[Node], jax.Array]]:
     """The VJP of the score mod: cotangents of the raw scores, and a function ``load -> cotangents``, all of tile shape.
 
     Args:
@@ -64,7 +69,7 @@ def score_mod_vjp(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array
       d_s: Cotangents of the modified scores.
     """
     if derivative is None:
-        return d_s, None
+        return d_s, _no_cotangent
     assert tile.score is not None  # it is the derivative of a mod
     evaluation = tile.score.child({derivative.cotangent: d_s})
     # The derivative of a mod may be NaN where masked, and so 0 times that.
@@ -72,10 +77,14 @@ def score_mod_vjp(derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array
     return tile.clear(evaluation.tile(derivative.d_score)), d_load
 
 
+def _no_cotangent(load: Node) -> NoReturn:
+    raise AssertionError("without a derivative no load is asked for")
+
+
 def collect(
     spec: AttentionSpec,
     derivative: Derivative | None,
-    arrays: Operands,
+    arrays: Operands[jax.Array],
     loads: Sequence[Node],
     cotangents: Sequence[jax.Array],
     gradients: dict[int, list[jax.Array]],

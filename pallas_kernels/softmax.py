@@ -53,7 +53,9 @@ def update(
       may_be_empty: Whether a row may still be fully masked after this tile: then ``-inf - -inf`` is avoided.
     """
     row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1))
-    row_max_log2 = (jnp.where(row_max == -jnp.inf, 0.0, row_max) if may_be_empty else row_max) * log2_scale
+    row_max_log2 = row_max * log2_scale
+    if may_be_empty:  # compared after scaling, by which scores below -2.3e38 overflow: they count as masked
+        row_max_log2 = jnp.where(row_max_log2 == -jnp.inf, 0.0, row_max_log2)
     p, alpha = exp2(s, row_max_log2[:, None]), exp2(state.row_max, row_max_log2)
     out = tuple(x * alpha[:, None] + y for x, y in zip(state.out, pv_dot(p), strict=True))
     return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol
 
 import jax
+from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
+from pallas_kernels.types import A
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -33,7 +35,7 @@ class Mod(Protocol):
     @property
     def operands(self) -> tuple[tuple[tuple[int, ...], str], ...]: ...  # noqa: D102
     @property
-    def jaxpr(self) -> Any: ...  # noqa: D102
+    def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
     @property
     def source(self) -> str: ...  # noqa: D102
     def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array: ...  # noqa: D102
@@ -222,7 +224,7 @@ class AttentionSpec:
         return (self.B, self.S, self.Hkv, size) if self.layout == "BTNH" else (self.B, self.Hkv, self.S, size)
 
 
-class Operands(NamedTuple):
+class Operands(NamedTuple, Generic[A]):
     """The inputs of all kernels (in a kernel: refs to them).
 
     Attributes:
@@ -234,12 +236,12 @@ class Operands(NamedTuple):
       mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    lists: Any
-    score_operands: tuple[Any, ...]
-    mask_operands: tuple[Any, ...]
+    query: A
+    key: A
+    value: A
+    lists: tuple[A, ...] | None
+    score_operands: tuple[A, ...]
+    mask_operands: tuple[A, ...]
 
 
 def as_int8(x: jax.Array) -> jax.Array:

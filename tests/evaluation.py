@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import oracle, tolerance
+from tests import oracle, tiers, tolerance
 from tests.cases import Case
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
@@ -159,7 +159,9 @@ def everything(case: Case, backend: str) -> Results:
     """Out, lse and all gradients by a backend."""
     attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
     drawn = poisoned(case)
-    return _differentiated(case, drawn, attend, block_mask(case), in_haste=backend.endswith("interpret"))
+    # `xla` as users run it in the cases of the short run; it takes twice as long to compile.
+    optimised = jax.default_backend() == "gpu" or (backend == "xla" and case.name in tiers.CASES)
+    return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
 
 
 def poisoned(case: Case) -> Drawn:

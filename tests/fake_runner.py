@@ -1,11 +1,23 @@
 """A library's runner that needs no library, for tests of the flow of jobs, turns and deadlines."""
 
-import dataclasses
 import os
 import time
 
 from benchmarks import roofline
 from benchmarks.run.library_runner import LibraryRunner
+from benchmarks.run.timing import Timer
+
+
+class FakeTimer(Timer):
+    """A second each, in a queue two; "torch-flex" hangs in the backward."""
+
+    def timed(self, call, runs):
+        if call() == ("torch-flex", "backward"):
+            time.sleep(600)
+        return [1.0] * runs, "made up"
+
+    def queue_seconds(self, call, runs):
+        return [2.0] * runs
 
 
 class FakeRunner(LibraryRunner):
@@ -15,10 +27,12 @@ class FakeRunner(LibraryRunner):
     GPU, "tokamax" is not installed, and the backward of "jflex" is wrong.
     """
 
+    timer = FakeTimer(lambda result: None, None)
+
     def start(self, problem):
         """Counts the work."""
         visited = problem.T * problem.S
-        return {"work": dataclasses.asdict(roofline.work(problem, visited)), "backends": {"jflex": "triton"}}
+        return {"work": roofline.work(problem, visited)._asdict(), "backends": {"jflex": "triton"}}
 
     def build(self, peer, directions):
         """By the peer's name."""
@@ -35,30 +49,13 @@ class FakeRunner(LibraryRunner):
 
     fill_caches = build
 
-    def samples(self, call):
+    def samples(self, result):
         """Wrong for jflex's backward."""
-        return [[1.0, 2.0, -3.0 if call() == ("jflex", "backward") else 3.0]]
+        return [[1.0, 2.0, -3.0 if result == ("jflex", "backward") else 3.0]]
 
-    def timed(self, call, runs):
-        """A second each."""
-        if call() == ("torch-flex", "backward"):
-            time.sleep(600)
-        return [1.0] * runs, "made up"
-
-    def queue_seconds(self, call, runs):
-        """Two seconds each."""
-        return [2.0] * runs
-
-    def wait(self, result):
-        """Nothing is asynchronous."""
-
-    def rates(self):
-        """Round numbers."""
-        return {"matmul_flops": 1e12, "copy_bytes": 1e12}
-
-    def large_product(self):
+    def gemm_and_copy(self, side, count):
         """Nothing."""
-        return lambda: None
+        return (lambda: None), (lambda: None)
 
     def forget(self):
         """Nothing is held."""

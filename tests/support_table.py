@@ -158,8 +158,8 @@ def _cell(feature: Feature, name: str) -> str:
     plan = backends.get(name).plan(spec, all_gradients(spec) if feature.gradients else None)
     if isinstance(plan, Refusal):
         return NO
-    if "; gradients by 'triton'" in plan.describe():
-        return f"{YES}; backward by `triton`"
+    if plan.gradients is not None:
+        return f"{YES}; backward by `{plan.gradients.backend}`"
     return f"{YES}; this gradient by `triton`" if "by 'triton'" in plan.describe() else YES
 
 

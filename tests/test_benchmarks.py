@@ -14,8 +14,7 @@ from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers import jax_peers
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import SUITES, Problem, parts_of_mixed, square, suite
-from benchmarks.request_lengths import requests_of
+from benchmarks.problems import SUITES, Problem, parts_of_mixed, requests_of, square, suite
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)
@@ -116,11 +115,11 @@ def test_visited_elements_are_those_of_the_blocks_with_any_visible(name: str):
 def test_work_counts_gemms_and_arrays():
     problem = square(2, 256, (4, 2), 16, "pair_bias", differentiated=True)
     work = roofline.work(problem, 256 * 256, [(4, 256, 256)])
-    assert work.flops("forward") == 2 * 2 * 16 * 256 * 256 * 4 * 2
-    assert work.flops("backward") == 2.5 * work.flops("forward")
+    assert work.forward_flops == 2 * 2 * 16 * 256 * 256 * 4 * 2
+    assert work.backward_flops == 2.5 * work.forward_flops
     query, key, bias, lse = 2 * 2 * 4 * 256 * 16, 2 * 2 * 2 * 256 * 16, 2 * 4 * 256 * 256, 4 * 2 * 4 * 256
-    assert work.moved("forward") == 2 * query + 2 * key + bias + lse
-    assert work.moved("backward") == work.moved("forward") + query + (query + 2 * key + bias)
+    assert work.forward_bytes == 2 * query + 2 * key + bias + lse
+    assert work.backward_bytes == work.forward_bytes + query + (query + 2 * key + bias)
     other = roofline.work(square(1, 256, 2, 32, "noop", Dv=16), 100)
     assert other.forward_flops == 2 * (32 + 16) * 2 * 100
     assert other.backward_flops == 2 * (3 * 32 + 2 * 16) * 2 * 100
@@ -129,14 +128,15 @@ def test_work_counts_gemms_and_arrays():
 def test_work_of_serving_counts_visible_keys_and_shared_ones_once():
     mixed = roofline.served_work(MIXED)
     chunk, steps = (roofline.served_work(x) for x in parts_of_mixed(MIXED))
-    assert mixed.visited == chunk.visited + steps.visited == 16 * 64 - 16 * 15 // 2 + 3 * 32
+    visible = 16 * 64 - 16 * 15 // 2 + 3 * 32
+    assert mixed.forward_flops == chunk.forward_flops + steps.forward_flops == 4 * 16 * 4 * visible
     shared, own = (roofline.served_work(small(prefix=prefix)) for prefix in (32, 0))
     assert own.forward_bytes - shared.forward_bytes == 3 * 32 * 2 * 2 * 16 * 4
     assert own.forward_flops == shared.forward_flops == 4 * 16 * 4 * 4 * 64
 
 
-@pytest.mark.parametrize("module", ["run.suite", "questions.gpu_probes", "questions.cpu_probes", "questions.numerics",
-                                    "results.report", "__main__"])  # fmt: skip
-def test_what_the_parent_process_uses_loads_no_library(module: str):
-    words = f"import sys, benchmarks.{module}; assert not {{'jax', 'torch', 'jflex'}} & set(sys.modules)"
+def test_what_the_parent_process_uses_loads_no_library():
+    modules = ("run.suite", "questions.gpu", "questions.probes", "questions.numerics", "results.report", "__main__")
+    words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
+    words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)

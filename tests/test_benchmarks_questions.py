@@ -10,8 +10,8 @@ import pytest
 from benchmarks import environment
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import square
-from benchmarks.questions import command, cpu, cpu_probes, gpu, gpu_probes, numerics
-from benchmarks.questions.command import Question
+from benchmarks.questions import command, cpu, gpu, numerics, probes
+from benchmarks.questions.command import Questions
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
 from benchmarks.variants import CAP, VARIANTS
@@ -37,17 +37,17 @@ def value(records: dict[str, Record], name: str) -> float:
 
 
 def test_memory():
-    records, remarks = gpu.memory(gpu.MemorySizes((256, 512), 2, 16, "xla"), run_here)
+    records, remarks = gpu.memory((256, 512), 2, 16, "xla", run_here)
     found = by_name(records)
     planned = [value(found, f"planned by XLA, jflex triton, S {length}") for length in (256, 512)]
-    assert planned[1] > value(found, "of which the results themselves, out and three gradients, S 512")
+    assert planned[1] > value(found, "the results alone, out and three gradients, S 512")
     growth = value(found, "bytes per token relative to S 256, planned by XLA, jflex triton, S 512")
     assert growth == pytest.approx(planned[1] / planned[0] / 2, abs=0.1)
     assert remarks == [f"torch FlexAttention at S {x} is left out: No module named 'torch'" for x in (256, 512)]
 
 
 def test_block_mask():
-    records, remarks = gpu.block_mask(gpu.MaskSizes(512, 3), run_here)
+    records, remarks = gpu.block_mask(512, 3, run_here)
     found = by_name(records)
     assert found["time, jflex, documents"].value.runs == 3
     assert value(found, "sparsity, jflex, causal") == 37.5
@@ -56,8 +56,8 @@ def test_block_mask():
 
 def test_first_call(monkeypatch):
     # The persistent cache is a setting of the whole process, and this one goes on.
-    monkeypatch.setattr(gpu_probes, "_use_cache", lambda jax, folder: {"hits": 0, "misses": 0})
-    records, remarks = gpu.first_call(gpu.CallSizes(128, 1, 16, "xla"), run_here)
+    monkeypatch.setattr(probes, "_use_cache", lambda folder: {"hits": 0, "misses": 0})
+    records, remarks = gpu.first_call(128, 1, 16, "xla", run_here)
     found = by_name(records)
     for peer in ("jflex", "jflex, filling JAX's persistent cache", "jflex, reading JAX's persistent cache"):
         total = value(found, f"{peer}: in all")
@@ -67,8 +67,8 @@ def test_first_call(monkeypatch):
 
 
 def test_numerics():
-    sizes = numerics.Sizes(64, 2, (16,), ("bfloat16",), ("jflex-xla", "jax-xla", "torch-flex"))
-    records, remarks = numerics.measure(sizes, run_here)
+    peers = ("jflex-xla", "jax-xla", "torch-flex")
+    records, remarks = numerics.numerics(64, 2, (16,), ("bfloat16",), peers, run_here)
     found = by_name(records)
     for variant in numerics.TESTED:
         assert 1e-5 < value(found, f"out, RMSE, {variant}, bfloat16, D 16, jflex xla") < 5e-3
@@ -104,31 +104,36 @@ def test_exact_attention_is_that_of_the_oracle(variant: str, tmp_path):
 
 
 def test_paged_scaling_on_the_cpu():
-    records, _ = cpu.paged_scaling(cpu.Sizes((16, 32), (32, 64), 0.1))
+    records, _ = cpu.paged_scaling((16, 32), (32, 64), 0.1)
     assert len(by_name(records)) == 6
     assert [record.unit for record in records] == ["ms", "ms", "x"] * 2
 
 
 @pytest.mark.parametrize("make", [cpu.dense_step, cpu.paged_step])
 def test_a_step_of_the_demo_can_be_repeated(make):
-    step = make(cpu.demo_model(cpu.Sizes(model=(16, 1, 2, 1))), 16, 32)
+    step = make(cpu.demo_model(16, 1, 2, 1), 16, 32)
     first, again = step(), step()
     assert first.shape[-1] == 256
     np.testing.assert_array_equal(first, again)
 
 
 def test_memory_and_compilations_of_a_process():
-    found = cpu_probes._in_fresh_process("probe_mask", length=512)
+    found = cpu.in_fresh_process("probe_mask", length=512)
     assert found["megabytes"] > 0.1
     assert found["sparsity"] > 50
-    assert cpu_probes.planned_training(128, dense=False) > 0
-    calls = cpu_probes._in_fresh_process("probe_first_call")
+    assert cpu.planned_training(128, dense=False) > 0
+    calls = cpu.in_fresh_process("eager_calls", probes.__name__)
     assert len(calls["seconds"]) == 7
     assert list(calls["compiled"].values()) == [0, 0, 0]
 
 
 def test_a_question_is_written_and_an_unknown_one_refused(tmp_path, capsys):
-    questions = {"one": Question("a title", lambda: ([Record.single("it", 3.0, "MB")], ["a remark"]))}
+    questions = Questions()
+
+    @questions.of("a title")
+    def one():
+        return [Record.single("it", 3.0, "MB")], ["a remark"]
+
     command.run("cpu", questions, ["--out", str(tmp_path)], on_gpu=False)
     result = schema.read(tmp_path / "one.json")
     assert result.records == (Record.single("it", 3.0, "MB"),)
@@ -151,3 +156,14 @@ def test_facts_of_the_gpu(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert environment.gpu_facts() == {}
+
+
+def test_clocks_are_those_of_the_busy_gpu(monkeypatch, tmp_path):
+    script = tmp_path / "nvidia-smi"
+    lines = ("97, 1980, 3201, 400.5, 50", "[N/A], 1, 1, 1, 1", "3, 345, 3201, 80, 30", "99, 1965, 3201, 600.5, 52")
+    script.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with environment.ClockWatch() as watch:
+        watch._process.wait()
+        assert watch.seen()["clocks.sm (MHz)"] == [1965.0, 1972.5, 1980.0]

@@ -11,16 +11,15 @@ import jax
 import pytest
 
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import parts_of_mixed, square, suite
-from benchmarks.request_lengths import requests_of
+from benchmarks.problems import parts_of_mixed, requests_of, square, suite
 from benchmarks.results import schema
-from benchmarks.run import jobs, timing
+from benchmarks.run import jobs
 from benchmarks.run import suite as suite_command
 from benchmarks.run.check_outputs import mismatches
-from benchmarks.run.device_time import Span, busy_per_call
-from benchmarks.run.jax_runner import JaxRunner
+from benchmarks.run.jax_runner import JaxRunner, gpu_spans
 from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
+from benchmarks.run.timing import QUEUE, Span, Timer, busy_per_call
 from tests.fake_runner import FakeRunner
 from tests.test_benchmarks import MIXED, small
 
@@ -99,16 +98,18 @@ def test_parts_of_a_suite_can_be_picked():
 
 def test_a_worker_that_ends_or_hangs_is_an_error(tmp_path):
     worker = Worker("benchmarks.nothing", {}, tmp_path / "log")
+    worker.send("rates")
     with pytest.raises(WorkerError, match="ended: ModuleNotFoundError: No module named"):
-        worker.request("rates", 60)
+        worker.receive(60)
     worker = Worker(FAKE["jax"], {}, tmp_path / "log", "jax")
+    worker.send("rates")
     with pytest.raises(WorkerError, match="the jax process was ended, since it did not answer within 0 s"):
-        worker.request("rates", 0)
+        worker.receive(0)
 
 
 def test_a_process_whose_gpu_is_broken_is_started_again(tmp_path):
     request = {"problem": dataclasses.asdict(suite("tiny")[0]), "directions": ["forward"]}
-    with WorkerPool({"torch": FAKE["torch"]}, {}, tmp_path) as pool:
+    with WorkerPool({"torch": FAKE["torch"]}, {}, tmp_path, Deadline()) as pool:
         answer = pool.request("torch", "prepare", 60.0, peers=["sdpa-flash"], **request)
         assert answer["lost"]
         assert not pool._workers
@@ -150,21 +151,22 @@ def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
     runner = FakeRunner()
     peers = ["tokamax", "jax-xla", "jflex"]
     answer = runner.prepare(dataclasses.asdict(suite("tiny")[0]), peers, DIRECTIONS, compile_only)
-    assert list(answer["ready"]) == peers[1:]
+    assert answer["ready"] == peers[1:]
     assert {x: list(reasons) for x, reasons in answer["unable"].items()} == {
         "tokamax": list(DIRECTIONS), "jax-xla": ["backward"]}  # fmt: skip
     assert "failed" in runner.measure("jax-xla", "backward", 2)
     assert ("failed" in runner.measure("jax-xla", "forward", 2)) == compile_only
     assert runner.check()["profiler"] == [1.0] * 10
+    assert runner.rates() == {"matmul_flops": 2 * 256**3, "copy_bytes": 8 * 2**16}
 
 
 def test_the_jax_runner_computes_each_form_and_gradient():
     runner = JaxRunner()
     for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16)):
         answer = runner.prepare(dataclasses.asdict(problem), ["jflex"], DIRECTIONS)
-        assert (list(answer["ready"]), answer["unable"]) == (["jflex"], {})
+        assert (answer["ready"], answer["unable"]) == (["jflex"], {})
         assert answer["backends"]["jflex"] == "xla"
-        assert runner._prepared["jflex"].calls["forward"]().shape == (1, 256, 2, problem.value_size)
+        assert runner._prepared["jflex"]["forward"].call().shape == (1, 256, 2, problem.value_size)
         assert len(answer["samples"]["jflex"]["backward"]) == 3 + problem.differentiated
         assert json.loads(json.dumps(answer)) == answer
         measured = runner.measure("jflex", "backward", 3, queue=True)
@@ -189,7 +191,7 @@ def test_the_jax_runner_serves(name: str):
         assert not answer["unable"]
         assert not mismatches({x: y for x, y in answer["samples"].items() if x != "jflex-copies"}, 1e-3)
         rows = int(requests_of(problem).queries.sum())
-        sizes = {runner._prepared[peer].calls["forward"]().size for peer in peers}
+        sizes = {runner._prepared[peer]["forward"].call().size for peer in peers}
         assert sizes == {rows * problem.Hq * problem.D}
 
 
@@ -197,6 +199,7 @@ def test_the_jax_runner_serves(name: str):
 @pytest.mark.parametrize("name", ["decode", "paged", "tiny"])
 def test_the_torch_runner_runs_what_a_cpu_can(name: str):
     pytest.importorskip("torch")
+    from benchmarks.peers import torch_peers
     from benchmarks.run.torch_runner import TorchRunner
 
     runner = TorchRunner()
@@ -204,6 +207,19 @@ def test_the_torch_runner_runs_what_a_cpu_can(name: str):
         peers = by_library(problem, peers_of(name)).get("torch", [])
         answer = runner.prepare(dataclasses.asdict(problem), peers, ["forward"])
         assert not answer["unable"].keys() - {"flashinfer", "sdpa-cudnn", "sdpa-flash"}
+    bound = torch_peers.bind(square(2, 64, 4, 16, "alibi"), "cpu")
+    assert torch_peers._materialized(bound).shape == (1, 4, 64, 64)  # cuDNN takes the first of three for the batch
+
+
+def test_a_failed_profile_is_said_and_never_taken_for_device_time():
+    def profiled(call, runs):
+        raise ValueError("The profiler saw 0 calls")
+
+    timer = Timer(lambda result: None, profiled)
+    seconds, method = timer.timed(lambda: None, 2)
+    assert (len(seconds), method) == (2, f"{QUEUE}: The profiler saw 0 calls")
+    with pytest.raises(ValueError, match="saw 0 calls"):
+        timer.device_seconds(lambda: None, 2)
 
 
 def test_spans_belong_to_the_call_after_their_separator():
@@ -229,4 +245,4 @@ planes { name: "/host:CPU" }"""
 def test_the_profile_of_a_gpu_is_read():
     data = jax.profiler.ProfileData
     profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(PROFILE))
-    assert busy_per_call(timing.gpu_spans(profile), 1) == [pytest.approx(5e-7)]
+    assert busy_per_call(gpu_spans(profile), 1) == [pytest.approx(5e-7)]

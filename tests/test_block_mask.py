@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from jflex._call.checks import block_mask_mismatch
 from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import BlockMask, create_block_mask
-from jflex.block_mask.mask_fit import mismatch
 from jflex.block_mask.states import block_kinds
 from jflex.mods.trace import trace_mask_mod
 from tests.dense_masks import (
@@ -286,19 +286,19 @@ def test_traced_lengths_are_refused():
 
 def test_mismatch_with_a_call():
     def sentence(*call):
-        return mismatch(*call) or ""
+        return block_mask_mismatch(*call) or ""
 
     shared = create_block_mask(causal, None, None, 64, 64)
-    assert mismatch(shared, 3, 5, 64, 64) is None
+    assert block_mask_mismatch(shared, 3, 5, 64, 64) is None
     assert "Crop it with `block_mask.with_lengths(32, 64)`" in sentence(shared, 3, 5, 32, 64)
     assert "extend it with `block_mask.with_lengths(32, 65)`" in sentence(shared, 3, 5, 32, 65)
     own = create_block_mask(lambda b, h, q, kv: q + b > kv + h, 2, 4, 64, 64)
-    assert mismatch(own, 2, 4, 64, 64) is None
+    assert block_mask_mismatch(own, 2, 4, 64, 64) is None
     assert "batch 2, the query 4" in sentence(own, 4, 4, 64, 64)
     assert "batch 2, the query 1" in sentence(own, 1, 4, 64, 64)
     assert "`create_block_mask(mask_mod, H=8, ...)`" in sentence(own, 2, 8, 64, 64)
     single = create_block_mask(lambda b, h, q, kv: q + b > kv, 1, None, 64, 64)
     assert "uses `b`" in sentence(single, 2, 4, 64, 64)
-    assert mismatch(single[0], 2, 4, 64, 64) is None  # of batch entry 0, for all
+    assert block_mask_mismatch(single[0], 2, 4, 64, 64) is None  # of batch entry 0, for all
     masks = jax.vmap(packed)(jnp.stack([random_documents(0)] * 2))
     assert "`jax.vmap`" in sentence(masks, 2, 4, 100, 100)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jflex
+from tests.evaluation import compiled_in_haste
 
 GPU = pytest.mark.gpu
 BACKENDS = ["xla", "reference", "triton-interpret", pytest.param("triton", marks=GPU),
@@ -16,6 +17,13 @@ BACKENDS = ["xla", "reference", "triton-interpret", pytest.param("triton", marks
 NAMES = ("query", "key", "value", "d_out")
 OUTPUTS = ("out", "lse", "d_query", "d_key", "d_value", "d_weight", "d_bias", "d_columns")
 B, H, HKV = 2, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def in_haste_where_nobody_runs_it(request):
+    """Interpreted kernels are compiled without most of XLA's optimisations, `xla` with them."""
+    with compiled_in_haste(request.node.callspec.params["backend"] in ("triton-interpret", "reference")):
+        yield
 
 
 def options_of(backend):

@@ -294,6 +294,26 @@ ROWS = [
     ),
     ("tile_of_96", lambda: Tiles(96, 64), ValueError, r"power of two\. Got 96; the nearest are 64 and 128"),
     ("stages", lambda: Tiles(64, 64, num_stages=0), ValueError, r"`num_stages`"),
+    # --- jflex.explain of a function
+    (
+        "explain_other",
+        lambda: jflex.explain(jnp.sin, array(1)),
+        TypeError,
+        r"`explain` takes one of `jflex.flex_attention`, .*`jflex.cascade_attention` before the arguments.*Got sin",
+    ),
+    (
+        "explain_missing",
+        lambda: jflex.explain(jflex.paged_attention, array(1, 2, 16)),
+        TypeError,
+        r"paged_attention\(\) missing a required argument: 'cache'",
+    ),
+    ("explain_nothing", lambda: jflex.explain(), TypeError, r"flex_attention\(\) missing a required argument: 'query'"),
+    (
+        "explain_unknown",
+        lambda: jflex.explain(jflex.cascade_attention, array(1, 2, 16), [], layout="BTNH"),
+        TypeError,
+        r"cascade_attention\(\) got an unexpected keyword argument 'layout'",
+    ),
     # --- jflex.create_block_mask with a mask for this call
     ("mask_uses_b", lambda: block_mask(mod=lambda b, h, q, k: q + b >= k), ValueError, r"`B` is None.*uses `b`"),
 ]

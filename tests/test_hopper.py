@@ -234,16 +234,17 @@ def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, r
 )
 def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, below):
     arguments = {"heads": 80, "D": D, "config": jflex.Config(**config)}
-    tiles = chosen(length, **arguments).tiles
-    told = f"; gradients by 'triton', because below {below} queries or keys, at head sizes up to {D}, it is faster"
-    assert tiles.endswith(told) if below else "triton" not in tiles
-    assert "triton" not in chosen(length, **arguments, implementation=BACKEND).tiles
+    account = chosen(length, **arguments)
+    told = f"below {below} queries or keys, at head sizes up to {D}, it is faster"
+    assert (account.gradients, account.gradients_reason) == (("triton", told) if below else (BACKEND, ""))
+    assert f"gradients {account.gradients}{', because ' if below else ''}" in str(account)
+    assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
 
 
 @NEEDS_011
 def test_gradients_stay_where_nobody_else_can_compute_them(monkeypatch):
     monkeypatch.setattr(triton.Triton, "plan", lambda self, spec, requested: Refusal("it cannot"))
-    assert "triton" not in chosen(256, heads=80).tiles
+    assert chosen(256, heads=80).gradients != "triton"
 
 
 @NEEDS_011
@@ -291,7 +292,8 @@ def test_explain_says_which_kernels_compute_gradients():
     assert "dkv and dq 128 x 128" in by_distance.tiles
     assert "gradients of arrays that are read by query and key at once by 'triton'" in by_distance.tiles
     by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
-    assert "gradients by 'triton', because the gradient of an array that is read by query and key" in by_element.tiles
+    assert by_element.gradients == "triton"
+    assert by_element.gradients_reason.startswith("the gradient of an array that is read by query and key")
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (0, 0), (-1, 2), (3, -5)])
@@ -351,6 +353,6 @@ def test_takes_measured_tiles(monkeypatch, fresh_plans):
     ],
 )
 def test_leaves_gradients_to_triton_where_set_tiles_do_not_do(config, reason):
-    tiles = chosen(1024, config=jflex.Config(**config)).tiles
-    assert "dkv and dq 128 x 128" in tiles if reason is None else "gradients by 'triton', because " in tiles
-    assert reason is None or reason in tiles
+    account = chosen(1024, config=jflex.Config(**config))
+    assert account.gradients == (BACKEND if reason is None else "triton")
+    assert reason in account.gradients_reason if reason else "dkv and dq 128 x 128" in account.tiles

@@ -43,6 +43,7 @@ def test_row(row: str):
         assert not found[padding].any()
         expected = np.where(padding[..., None, None], 0, expected)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(jflex.dot_product_attention(q, k, v, **theirs), found, rtol=2e-5, atol=2e-5)
 
 
 def test_return_residual():

@@ -1,4 +1,4 @@
-"""`flax_layers.nnx.FlexAttention` with its dense and its paged cache, against the layer on whole sequences."""
+"""Both `FlexAttention` with their dense and their paged caches, against the layer on whole sequences."""
 
 import functools
 
@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 
 import jflex
-from flax_layers.nnx import DenseCache, FlexAttention
+from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch, PagedCache
+from tests.layer_flavours import FLAVOURS, SLOPES, LinenLayer
 
-pytestmark = pytest.mark.usefixtures("in_haste")
+pytestmark = [pytest.mark.usefixtures("in_haste"), pytest.mark.parametrize("flavour", FLAVOURS)]
 
-FEATURES, HEADS, LENGTH, ROOM = 24, 4, 21, 32
+FEATURES, LENGTH, ROOM = 24, 21, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
 
@@ -26,19 +27,9 @@ def window(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (q_idx - kv_idx < 6)
 
 
-class Alibi(nnx.Module):
-    """A score_mod with parameters."""
-
-    def __init__(self):
-        self.slopes = nnx.Param(jnp.linspace(0.1, 0.7, HEADS))
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        return score - self.slopes[h] * (q_idx - kv_idx).astype(score.dtype)
-
-
-def layer_of(**options) -> FlexAttention:
-    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal, "rngs": nnx.Rngs(0)}
-    return FlexAttention(FEATURES, HEADS, **(plain | options))
+def layer_of(flavour: str, **options):
+    plain = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal}
+    return FLAVOURS[flavour].make(FEATURES, **(plain | options))
 
 
 def inputs_of(*batch: int, length: int = LENGTH) -> np.ndarray:
@@ -64,46 +55,49 @@ def decode_paged(layer, inputs, cache, batch):
     return layer.decode_paged(inputs, cache, batch)
 
 
-LAYERS = {
-    "plain": lambda: layer_of(),
-    "rotary": lambda: layer_of(rotary_base=50.0, qk_norm=True, use_bias=True, scale=0.7),
-    "alibi": lambda: layer_of(score_mod=Alibi(), mask_mod=window),
-    "block mask": lambda: layer_of(
-        mask_mod=None, block_mask=jflex.create_block_mask(window, None, None, LENGTH, LENGTH, block_size=8)
-    ),
+OPTIONS = {
+    "plain": lambda flavour: {},
+    "rotary": lambda flavour: {"rotary_base": 50.0, "qk_norm": True, "use_bias": True, "scale": 0.7},
+    "alibi": lambda flavour: {"score_mod": FLAVOURS[flavour].alibi(), "mask_mod": window},
+    "block mask": lambda flavour: {
+        "mask_mod": None,
+        "block_mask": jflex.create_block_mask(window, None, None, LENGTH, LENGTH, block_size=8),
+    },
 }
 
 
+def layer_like(flavour: str, kind: str, **options):
+    return layer_of(flavour, **(OPTIONS[kind](flavour) | options))
+
+
 @functools.cache
-def expected_of(kind: str) -> np.ndarray:
+def expected_of(flavour: str, kind: str) -> np.ndarray:
     """Of three whole sequences."""
-    return np.asarray(whole(LAYERS[kind](), inputs_of(3)))
+    return np.asarray(whole(layer_like(flavour, kind), inputs_of(3)))
 
 
-@pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in LAYERS), ("alibi", "reference")])
-def test_dense_calls_of_any_length_are_the_whole_sequence(kind, implementation):
-    layer, inputs = LAYERS[kind](), inputs_of(3)
-    layer.implementation = implementation
+@pytest.mark.parametrize(("kind", "implementation"), [*((kind, "xla") for kind in OPTIONS), ("alibi", "reference")])
+def test_dense_calls_of_any_length_are_the_whole_sequence(flavour, kind, implementation):
+    layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
     cache, outputs = layer.init_cache(3, ROOM), []
     for part in np.split(inputs, [PART, 10, 11, 12], axis=1):  # a prompt, three tokens, then nine that are speculated
         output, cache = decode(layer, part, cache)
         outputs.append(np.asarray(output))
-    assert_close(np.concatenate(outputs, axis=1), expected_of(kind))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, kind))
     assert cache.lengths.tolist() == [LENGTH] * 3
 
 
 @pytest.mark.parametrize("kind", ["rotary", "alibi"])
-def test_dense_sequences_of_different_lengths(kind):
+def test_dense_sequences_of_different_lengths(flavour, kind):
     """Prompts padded at their ends: the padding is taken back, and never seen."""
-    layer, inputs = LAYERS[kind](), inputs_of(3)
-    layer.implementation = "xla"
+    layer, inputs = layer_like(flavour, kind, implementation="xla"), inputs_of(3)
     counts = np.array([PART, 1, 5])
     padded = np.where(np.arange(PART)[None, :, None] < counts[:, None, None], inputs[:, :PART], np.float32(1e3))
     prompt, cache = decode(layer, padded, layer.init_cache(3, ROOM))
     cache = cache.with_lengths(counts)
     more = np.stack([row[count : count + PART] for row, count in zip(inputs, counts, strict=True)])
     token, cache = decode(layer, more, cache)
-    expected = expected_of(kind)
+    expected = expected_of(flavour, kind)
     for row, count in enumerate(counts):
         assert_close(prompt[row, :count], expected[row, :count])
         assert_close(token[row], expected[row, count : count + PART])
@@ -123,11 +117,10 @@ def batch_of(counts, lengths, table) -> PagedBatch:
 
 @pytest.mark.parametrize(
     ("kind", "page_size", "implementation"),
-    [*((kind, 4, "xla") for kind in LAYERS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
+    [*((kind, 4, "xla") for kind in OPTIONS), ("rotary", 1, "xla"), ("alibi", 4, "reference")],
 )
-def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(kind, page_size, implementation):
-    layer, inputs = LAYERS[kind](), inputs_of(3)
-    layer.implementation = implementation
+def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(flavour, kind, page_size, implementation):
+    layer, inputs = layer_like(flavour, kind, implementation=implementation), inputs_of(3)
     table = table_of(3, -(-LENGTH // page_size))
     cache = layer.init_paged_cache(3 * table.shape[1] + 1, page_size)
     cache = jax.tree.map(lambda pages: jnp.full_like(pages, np.nan), cache)  # what no request wrote is not seen
@@ -140,24 +133,39 @@ def test_paged_calls_with_prompts_and_tokens_together_are_the_whole_sequences(ki
         for row, part in enumerate(np.split(np.asarray(outputs[: sum(counts)]), np.cumsum(counts)[:-1])):
             found[row].append(part)
     assert lengths.tolist() == [LENGTH] * 3
-    assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(kind))
+    assert_close(np.stack([np.concatenate(parts) for parts in found]), expected_of(flavour, kind))
 
 
-def test_mods_of_the_call_replace_those_of_the_constructor():
+def test_mods_of_the_call_replace_those_of_the_constructor(flavour):
     """`layer` has the parameters of the layer that has these mods by its constructor."""
-    mods = {"score_mod": Alibi(), "mask_mod": window}
-    layer, inputs, expected = layer_of(), inputs_of(3)[:1], expected_of("alibi")[:1]
-    dense, paged = (
-        nnx.jit(functools.partial(method, **mods)) for method in (FlexAttention.decode, FlexAttention.decode_paged)
-    )
+    of_function = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - kv_idx).astype(score.dtype)
+    score_mod = (
+        FLAVOURS[flavour].alibi() if flavour == "nnx" else of_function
+    )  # in linen a module is bound to its owner
+    mods = {"score_mod": score_mod, "mask_mod": window}
+    layer, inputs, expected = layer_of(flavour), inputs_of(3)[:1], expected_of(flavour, "alibi")[:1]
+    dense = nnx.jit(lambda layer, *rest: layer.decode(*rest, **mods))
+    paged = nnx.jit(lambda layer, *rest: layer.decode_paged(*rest, **mods))
     output, _ = dense(layer, inputs, layer.init_cache(1, ROOM))
     assert_close(output, expected)
     batch = batch_of([LENGTH], [LENGTH], table_of(1, 6))
     assert_close(paged(layer, inputs[0], layer.init_paged_cache(7, 4), batch)[0], expected[0])
 
 
-def test_leading_axes_are_folded():
-    layer, inputs = LAYERS["rotary"](), inputs_of(2, 3)
+def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
+    layer, inputs = layer_like(flavour, "alibi", mask_mod=None), inputs_of(3)
+    cache, outputs = layer.init_cache(3, ROOM), []
+    for part in np.split(inputs, [PART], axis=1):
+        block_mask = cache.block_mask(window, part.shape[1], block_size=4)
+        output, cache = layer.decode(part, cache, block_mask=block_mask)
+        outputs.append(np.asarray(output))
+    assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, "alibi"))
+    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to"):
+        layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
+
+
+def test_leading_axes_are_folded(flavour):
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(2, 3)
     cache = layer.init_cache(6, ROOM)
     first, cache = decode(layer, inputs[..., :PART, :], cache)
     last, cache = decode(layer, inputs[..., PART : 2 * PART, :], cache)
@@ -168,42 +176,40 @@ def test_leading_axes_are_folded():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_unused_places_of_a_dense_cache_never_reach_an_output(implementation):
-    layer, inputs = LAYERS["alibi"](), inputs_of(3)
-    layer.implementation = implementation
+def test_unused_places_of_a_dense_cache_never_reach_an_output(flavour, implementation):
+    layer, inputs = layer_like(flavour, "alibi", implementation=implementation), inputs_of(3)
     cache = layer.init_cache(3, ROOM)
     cache = DenseCache(jnp.full_like(cache.k, np.nan), jnp.full_like(cache.v, np.nan), cache.lengths)
     first, cache = decode(layer, inputs[:, :PART], cache)
     last, cache = decode(layer, inputs[:, PART : 2 * PART], cache)
-    assert_close(np.concatenate([first, last], axis=1), expected_of("alibi")[:, : 2 * PART])
+    assert_close(np.concatenate([first, last], axis=1), expected_of(flavour, "alibi")[:, : 2 * PART])
 
 
-def test_what_was_speculated_can_be_taken_back():
-    layer, inputs = LAYERS["rotary"](), inputs_of(3)
-    layer.implementation = "xla"
+def test_what_was_speculated_can_be_taken_back(flavour):
+    layer, inputs = layer_like(flavour, "rotary", implementation="xla"), inputs_of(3)
     _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM))
     speculated = inputs[:, PART : 2 * PART]
     _, cache = decode(layer, 9 * speculated, cache)  # none of the nine is right
     output, _ = decode(layer, speculated, cache.with_lengths([PART] * 3))
-    assert_close(output, expected_of("rotary")[:, PART : 2 * PART])
+    assert_close(output, expected_of(flavour, "rotary")[:, PART : 2 * PART])
 
 
-def test_tokens_without_room_are_dropped_where_lengths_are_traced():
-    layer, inputs = layer_of(), inputs_of(2, length=3)
+def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(2, length=3)
     cache = layer.init_cache(2, 8).with_lengths([7, 2])
     _, after = jax.jit(layer.decode)(inputs, cache)
     written = np.any(np.asarray(after.k), axis=(2, 3))
     assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
 
 
-def test_a_cache_of_its_own_dtype():
-    layer, inputs = layer_of(), inputs_of(3)
+def test_a_cache_of_its_own_dtype(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(3)
     cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
     output, cache = decode(layer, inputs, cache)
     assert (output.dtype, cache.k.dtype) == (jnp.float32, jnp.bfloat16)
-    np.testing.assert_allclose(output, expected_of("plain"), rtol=0.1, atol=0.05)
-    assert layer_of(dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
-    assert layer_of(param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
+    np.testing.assert_allclose(output, expected_of(flavour, "plain"), rtol=0.1, atol=0.05)
+    assert layer_of(flavour, dtype=jnp.bfloat16).init_cache(1, 2).v.dtype == jnp.bfloat16
+    assert layer_of(flavour, param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
 
 
 class CountedCalls:
@@ -235,9 +241,9 @@ def paged_step(layer, inputs, cache, batch):
     return layer.decode_paged(inputs, cache, batch)
 
 
-def test_dense_steps_compile_once_and_update_the_cache_in_place():
+def test_dense_steps_compile_once_and_update_the_cache_in_place(flavour):
     mask = CountedCalls()
-    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
+    layer, inputs = layer_of(flavour, mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(2, length=1)
     cache = layer.init_cache(2, 16384)
     place, traces = pointers(cache), set()
     for lengths in ([0, 0], [5, 4000], [4095, 17]):
@@ -246,16 +252,16 @@ def test_dense_steps_compile_once_and_update_the_cache_in_place():
         traces.add(mask.count)
     assert len(traces) == 1
 
-    graph, state = nnx.split(layer)
-    step = jax.jit(lambda state, *rest: nnx.merge(graph, state).decode(*rest), donate_argnums=2)
+    merge, state = FLAVOURS[flavour].split(layer)
+    step = jax.jit(lambda state, *rest: merge(state).decode(*rest), donate_argnums=2)
     memory = step.lower(state, inputs, cache).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= buffer_bytes(cache)
     assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
 
 
-def test_paged_steps_compile_once_and_update_the_cache_in_place():
+def test_paged_steps_compile_once_and_update_the_cache_in_place(flavour):
     mask = CountedCalls()
-    layer, inputs = layer_of(mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(length=2)
+    layer, inputs = layer_of(flavour, mask_mod=mask, rotary_base=50.0, implementation="xla"), inputs_of(length=2)
     cache, traces = layer.init_paged_cache(513, 16), set()
     place = pointers(cache)
     for seed, lengths in enumerate(([1, 1], [5, 4000], [4096, 17])):
@@ -265,11 +271,11 @@ def test_paged_steps_compile_once_and_update_the_cache_in_place():
     assert len(traces) == 1
 
 
-def test_layers_that_share_a_paged_cache_scan_in_place():
+def test_layers_that_share_a_paged_cache_scan_in_place(flavour):
     """The cache is part of the carry; what is scanned over are the layers and their numbers."""
     keys = jax.random.split(jax.random.key(0), 3)
-    stacked = nnx.vmap(lambda key: layer_of(rotary_base=50.0, rngs=nnx.Rngs(key)))(keys)
-    graph, state = nnx.split(stacked)
+    options = {"num_kv_heads": 2, "head_dim": 8, "mask_mod": causal, "rotary_base": 50.0}
+    merge, state = FLAVOURS[flavour].split(FLAVOURS[flavour].stack(keys, FEATURES, lambda: options))
     table, lengths = table_of(2, 256), [11, 3000]
     batch = batch_of([1, 1], lengths, table)
 
@@ -277,15 +283,15 @@ def test_layers_that_share_a_paged_cache_scan_in_place():
         def body(carry, layer_and_number):
             layer, number = layer_and_number
             stream, cache = carry
-            output, cache = nnx.merge(graph, layer).decode_paged(stream, cache, batch, layer=number)
+            output, cache = merge(layer).decode_paged(stream, cache, batch, layer=number)
             return (stream + output, cache), None
 
         return jax.lax.scan(body, (stream, cache), (state, jnp.arange(3)))[0]
 
-    cache = layer_of().init_paged_cache(513, 16, layers=3)
+    cache = layer_of(flavour).init_paged_cache(513, 16, layers=3)
     stream = inputs_of(length=2)
     expected, seen = stream, cache
-    one = jax.jit(lambda state, *args, layer: nnx.merge(graph, state).decode_paged(*args, layer=layer))
+    one = jax.jit(lambda state, *args, layer: merge(state).decode_paged(*args, layer=layer))
     for number in range(3):
         own = jax.tree.map(lambda leaf, number=number: leaf[number], state)
         output, seen = one(own, expected, seen, batch, layer=jnp.int32(number))
@@ -299,6 +305,11 @@ def test_layers_that_share_a_paged_cache_scan_in_place():
     assert_close(cache.k, seen.k)
     assert pointers(cache) == place
     assert memory.temp_size_in_bytes < buffer_bytes(cache) / 20
+
+
+def like(layer, **options):
+    """Another layer of the same flavour."""
+    return layer_of("linen" if isinstance(layer, LinenLayer) else "nnx", **options)
 
 
 def listed_mask() -> jflex.BlockMask:
@@ -329,12 +340,14 @@ DENSE_ERRORS = {
         "room for 32 tokens a sequence. Its longest has 12, and 21 more do not fit",
     ),
     "heads of another layer": (
-        lambda layer: layer.decode(inputs_of(2), layer_of(num_kv_heads=4).init_cache(2, ROOM)),
+        lambda layer: layer.decode(inputs_of(2), like(layer, num_kv_heads=4).init_cache(2, ROOM)),
         ValueError,
         r"`k` must be \[2, T, 4, 8\], with batch, heads and head size of the cache. Got \[2, 21, 2, 8\]",
     ),
     "lists that hide more": (
-        lambda layer: layer_of(mask_mod=None, block_mask=listed_mask()).decode(inputs_of(2), layer.init_cache(2, ROOM)),
+        lambda layer: like(layer, mask_mod=None, block_mask=listed_mask()).decode(
+            inputs_of(2), layer.init_cache(2, ROOM)
+        ),
         ValueError,
         "`block_mask` of this layer's constructor hides more than one mask_mod tells.*Pass `mask_mod` to this call",
     ),
@@ -364,10 +377,10 @@ DENSE_ERRORS = {
 
 
 @pytest.mark.parametrize("name", DENSE_ERRORS)
-def test_wrong_dense_calls(name):
+def test_wrong_dense_calls(flavour, name):
     call, error, message = DENSE_ERRORS[name]
     with pytest.raises(error, match=message):
-        call(layer_of())
+        call(layer_of(flavour))
 
 
 def paged_call(layer, inputs=None, cache=None, batch=None, **options):
@@ -403,7 +416,7 @@ PAGED_ERRORS = {
         "`layer` is missing: the cache stacks 2 layers",
     ),
     "lists that hide more": (
-        lambda layer: paged_call(layer_of(mask_mod=None, block_mask=listed_mask())),
+        lambda layer: paged_call(like(layer, mask_mod=None, block_mask=listed_mask())),
         ValueError,
         "Pass `mask_mod` to this call",
     ),
@@ -411,14 +424,14 @@ PAGED_ERRORS = {
 
 
 @pytest.mark.parametrize("name", PAGED_ERRORS)
-def test_wrong_paged_calls(name):
+def test_wrong_paged_calls(flavour, name):
     call, error, message = PAGED_ERRORS[name]
     with pytest.raises(error, match=message):
-        call(layer_of())
+        call(layer_of(flavour))
 
 
-def test_no_sequences():
-    layer = layer_of()
+def test_no_sequences(flavour):
+    layer = layer_of(flavour)
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
     assert (output.shape, cache.k.shape[0]) == ((0, LENGTH, FEATURES), 0)
     empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))

@@ -1,4 +1,4 @@
-"""`flax_layers.nnx.FlexAttention` and `flax_layers.functional` against plain numpy and `jflex.flex_attention`."""
+"""Both `FlexAttention` and `flax_layers.functional` against plain numpy and `jflex.flex_attention`."""
 
 import functools
 
@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
+import flax_layers.linen
 import jflex
-from flax_layers import functional
-from flax_layers.nnx import FlexAttention
+from flax_layers import attention_core, functional
+from tests.layer_flavours import FLAVOURS, HEADS, SLOPES, LinenLayer, NNXAlibi
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
-IN_FEATURES, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 24, 4, 2, 8, 19
+IN_FEATURES, KV_HEADS, HEAD_DIM, LENGTH = 24, 2, 8, 19
+flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 
 
@@ -22,23 +24,14 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def layer_of(seed: int = 0, **options) -> FlexAttention:
-    options = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rngs": nnx.Rngs(seed)} | options
-    return FlexAttention(IN_FEATURES, HEADS, **options)
+def layer_of(flavour: str = "nnx", seed: int = 0, **options):
+    return FLAVOURS[flavour].make(
+        IN_FEATURES, seed=seed, **({"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM} | options)
+    )
 
 
 def inputs_of(*batch: int, length: int = LENGTH) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (*batch, length, IN_FEATURES))
-
-
-class Alibi(nnx.Module):
-    """A score_mod with parameters."""
-
-    def __init__(self):
-        self.slopes = nnx.Param(jnp.linspace(0.1, 0.7, HEADS))
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        return score - self.slopes[h] * jnp.abs(q_idx - kv_idx).astype(score.dtype)
 
 
 class Owner(nnx.Module):
@@ -46,7 +39,7 @@ class Owner(nnx.Module):
 
     def __init__(self):
         self.attention = layer_of(mask_mod=causal)
-        self.slopes = nnx.Param(jnp.linspace(0.1, 0.7, HEADS))
+        self.slopes = nnx.Param(SLOPES)
 
     def alibi(self, score, b, h, q_idx, kv_idx):
         return score - self.slopes[h] * jnp.abs(q_idx - kv_idx).astype(score.dtype)
@@ -55,14 +48,30 @@ class Owner(nnx.Module):
         return self.attention(inputs, score_mod=self.alibi)
 
 
-def dense_layer(layer: FlexAttention, inputs: np.ndarray, slopes: np.ndarray | None = None) -> np.ndarray:
+class LinenOwner(linen.Module):
+    """The same in linen."""
+
+    implementation: str
+
+    def setup(self):
+        sizes = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "implementation": self.implementation}
+        self.attention = flax_layers.linen.FlexAttention(IN_FEATURES, HEADS, mask_mod=causal, **sizes)
+        self.slopes = self.param("slopes", lambda key: SLOPES)
+
+    def alibi(self, score, b, h, q_idx, kv_idx):
+        return score - self.slopes[h] * jnp.abs(q_idx - kv_idx).astype(score.dtype)
+
+    def __call__(self, inputs):
+        return self.attention(inputs, score_mod=self.alibi)
+
+
+def dense_layer(params: dict, inputs: np.ndarray, slopes: np.ndarray | None = None) -> np.ndarray:
     """The layer on one sequence [T, features], causal, in numpy float64, without rotary embedding and norms."""
     inputs = np.asarray(inputs, np.float64)
-    project = lambda linear: inputs @ np.asarray(linear.kernel[...], np.float64)
-    query = project(layer.query).reshape(-1, HEADS, HEAD_DIM)
+    project = lambda name: inputs @ np.asarray(params[name]["kernel"], np.float64)
+    query = project("query").reshape(-1, HEADS, HEAD_DIM)
     key, value = (
-        np.repeat(project(linear).reshape(-1, KV_HEADS, HEAD_DIM), HEADS // KV_HEADS, axis=1)
-        for linear in (layer.key, layer.value)
+        np.repeat(project(name).reshape(-1, KV_HEADS, HEAD_DIM), HEADS // KV_HEADS, axis=1) for name in ("key", "value")
     )
     distance = np.arange(len(inputs))[:, None] - np.arange(len(inputs))[None, :]
     scores = np.einsum("thd,shd->hts", query, key) * HEAD_DIM**-0.5
@@ -72,38 +81,43 @@ def dense_layer(layer: FlexAttention, inputs: np.ndarray, slopes: np.ndarray | N
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     attended = np.einsum("hts,shd->thd", weights, value).reshape(len(inputs), -1)
-    return attended @ np.asarray(layer.out.kernel[...], np.float64)
+    return attended @ np.asarray(params["out"]["kernel"], np.float64)
 
 
+@flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
-def test_layer_is_attention_between_projections(implementation, batch):
-    layer = layer_of(mask_mod=causal, implementation=implementation)
+def test_layer_is_attention_between_projections(flavour, implementation, batch):
+    layer = layer_of(flavour, mask_mod=causal, implementation=implementation)
     inputs = inputs_of(*batch)
     output = layer(inputs)
     assert output.shape == inputs.shape
-    expected = [dense_layer(layer, row) for row in np.asarray(inputs).reshape(-1, LENGTH, IN_FEATURES)]
+    expected = [
+        dense_layer(FLAVOURS[flavour].params(layer), row) for row in np.asarray(inputs).reshape(-1, LENGTH, IN_FEATURES)
+    ]
     assert_close(output, np.reshape(expected, inputs.shape))
 
 
+@flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_block_mask_gives_what_its_mask_mod_gives(implementation):
+def test_a_block_mask_gives_what_its_mask_mod_gives(flavour, implementation):
     block_mask = jflex.create_block_mask(causal, None, None, LENGTH, LENGTH, block_size=8)
-    layer = layer_of(implementation=implementation)
+    layer = layer_of(flavour, implementation=implementation)
     inputs = inputs_of(2)
     expected = layer(inputs, mask_mod=causal)
     assert_close(layer(inputs, block_mask=block_mask), expected)
-    constructed = layer_of(implementation=implementation, block_mask=block_mask)
+    constructed = layer_of(flavour, implementation=implementation, block_mask=block_mask)
     assert_close(nnx.jit(lambda layer, x: layer(x))(constructed, inputs), expected)
 
 
-def test_folded_batch_index_counts_the_last_leading_axis_fastest():
+@flavours
+def test_folded_batch_index_counts_the_last_leading_axis_fastest(flavour):
     shown = jnp.arange(6)  # row b sees keys up to its own number
 
     def mask_mod(b, h, q_idx, kv_idx):
         return kv_idx <= shown[b]
 
-    layer, inputs = layer_of(), inputs_of(2, 3)
+    layer, inputs = layer_of(flavour), inputs_of(2, 3)
     output = layer(inputs, mask_mod=mask_mod)
     inputs, output = (rows.reshape(6, LENGTH, IN_FEATURES) for rows in (inputs, output))
     for row in range(6):
@@ -111,37 +125,46 @@ def test_folded_batch_index_counts_the_last_leading_axis_fastest():
         assert_close(output[row], alone)
 
 
-def test_the_call_replaces_the_mask_of_the_constructor_in_either_form():
+@flavours
+def test_the_call_replaces_the_mask_of_the_constructor_in_either_form(flavour):
     block_mask = jflex.create_block_mask(causal, None, None, LENGTH, LENGTH, block_size=8)
     first_key = lambda b, h, q_idx, kv_idx: kv_idx == 0
-    layer, inputs = layer_of(block_mask=block_mask), inputs_of(1)
-    assert_close(layer(inputs, mask_mod=first_key), layer_of(mask_mod=first_key)(inputs))
-    layer = layer_of(mask_mod=first_key)
-    assert_close(layer(inputs, block_mask=block_mask), layer_of(mask_mod=causal)(inputs))
+    layer, inputs = layer_of(flavour, block_mask=block_mask), inputs_of(1)
+    assert_close(layer(inputs, mask_mod=first_key), layer_of(flavour, mask_mod=first_key)(inputs))
+    layer = layer_of(flavour, mask_mod=first_key)
+    assert_close(layer(inputs, block_mask=block_mask), layer_of(flavour, mask_mod=causal)(inputs))
 
 
+def owning(flavour: str, form: str, implementation: str, inputs: jax.Array):
+    """A module with slopes, and what finds the parameters of its layer and the slopes among its parameters."""
+    if form == "module":
+        alibi = FLAVOURS[flavour].alibi()
+        module = layer_of(flavour, score_mod=alibi, mask_mod=causal, implementation=implementation)
+        return module, lambda params: params | params["score_mod"]
+    if flavour == "nnx":
+        module = Owner()
+        module.attention.implementation = implementation
+    else:
+        owner = LinenOwner(implementation)
+        module = LinenLayer(owner.init(jax.random.key(0), inputs), owner)
+    return module, lambda params: params["attention"] | {"slopes": params["slopes"]}
+
+
+@flavours
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("form", ["module", "method"])
-def test_captured_parameters_get_gradients(form, implementation):
-    if form == "module":
-        module = layer_of(score_mod=Alibi(), mask_mod=causal)
-        slopes_of = lambda module: module.score_mod.slopes
-        layer = module
-    else:
-        module = Owner()
-        slopes_of = lambda module: module.slopes
-        layer = module.attention
-    layer.implementation = implementation
+def test_captured_parameters_get_gradients(flavour, form, implementation):
     inputs = inputs_of(length=7)
-    assert_close(module(inputs), dense_layer(layer, inputs, slopes_of(module)[...]))
+    module, params_of = owning(flavour, form, implementation, inputs)
+    params = params_of(FLAVOURS[flavour].params(module))
+    assert_close(module(inputs), dense_layer(params, inputs, params["slopes"]))
 
     weights = np.random.default_rng(0).normal(size=inputs.shape)
     loss = lambda module: jnp.sum(module(inputs) * weights.astype(np.float32))
-    gradients = nnx.jit(nnx.grad(loss))(module)
-    found = np.asarray((gradients["score_mod"] if form == "module" else gradients)["slopes"][...])
+    found = np.asarray(params_of(FLAVOURS[flavour].gradients(loss, module))["slopes"])
 
-    slopes, step = np.asarray(slopes_of(module)[...], np.float64), 1e-6
-    dense_loss = lambda slopes: np.sum(dense_layer(layer, inputs, slopes) * weights)
+    slopes, step = np.asarray(params["slopes"], np.float64), 1e-6
+    dense_loss = lambda slopes: np.sum(dense_layer(params, inputs, slopes) * weights)
     expected = [(dense_loss(slopes + e) - dense_loss(slopes - e)) / (2 * step) for e in step * np.eye(HEADS)]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert np.abs(expected).min() > 1e-3
@@ -158,7 +181,7 @@ def test_new_parameters_of_a_mod_are_read_under_jit():
 
 
 def hidden_states():
-    alibi = Alibi()
+    alibi = NNXAlibi()
     owner = Owner()
     closure = lambda score, b, h, q_idx, kv_idx: score * alibi.slopes[h]
     wrapper = lambda score, *place: closure(score, *place)
@@ -179,12 +202,14 @@ def test_constructor_refuses_joined_masks_that_hide_parameters():
         layer_of(mask_mod=jflex.and_masks(causal, window))
 
 
-def test_constructor_takes_mods_that_capture_plain_values():
+@flavours
+def test_constructor_takes_mods_that_capture_plain_values(flavour):
     slopes, factor = jnp.ones(HEADS), 2.0
-    layer_of(score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes[h] * factor)
-    layer_of(score_mod=functools.partial(lambda factor, score, *place: score * factor, 2.0))
+    layer_of(flavour, score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes[h] * factor)
+    layer_of(flavour, score_mod=functools.partial(lambda factor, score, *place: score * factor, 2.0))
 
 
+@flavours
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -193,32 +218,34 @@ def test_constructor_takes_mods_that_capture_plain_values():
         ({"num_heads": 5}, r"Without `head_dim`, `num_heads` must divide `in_features`.*in_features=24, num_heads=5"),
     ],
 )
-def test_wrong_sizes(sizes, message):
+def test_wrong_sizes(flavour, sizes, message):
     with pytest.raises(ValueError, match=message):
-        FlexAttention(IN_FEATURES, rngs=nnx.Rngs(0), **sizes)
+        FLAVOURS[flavour].make(IN_FEATURES, **sizes)
 
 
+@flavours
 @jax.numpy_dtype_promotion("standard")  # Flax's RMSNorm promotes bfloat16 to float32 inside, which "strict" refuses
-def test_dtype_policy():
-    layer = layer_of(dtype=jnp.bfloat16, qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {jnp.dtype(jnp.float32)}
+def test_dtype_policy(flavour):
+    layer = layer_of(flavour, dtype=jnp.bfloat16, qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
+    assert {leaf.dtype for leaf in jax.tree.leaves(FLAVOURS[flavour].params(layer))} == {jnp.dtype(jnp.float32)}
     output = layer(inputs_of(2).astype(jnp.bfloat16))
     assert output.dtype == jnp.bfloat16
-    exact = layer_of(qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
+    exact = layer_of(flavour, qk_norm=True, rotary_base=10000.0, use_bias=True, mask_mod=causal)
     np.testing.assert_allclose(np.asarray(output, np.float32), exact(inputs_of(2)), rtol=0.1, atol=0.1)
-    half = layer_of(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    half = layer_of(flavour, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(FLAVOURS[flavour].params(half))} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
-    query, key, _ = seen._project(100.0 * inputs_of(1), jnp.arange(LENGTH))
+    query, key, _ = attention_core.project(seen, 100.0 * inputs_of(1), jnp.arange(LENGTH))
     for heads in (query, key):
         np.testing.assert_allclose(np.mean(np.square(heads), axis=-1), 1.0, rtol=1e-3)
 
 
-def test_rotary_scores_depend_on_the_difference_of_positions():
-    layer, inputs = layer_of(rotary_base=100.0, mask_mod=causal), inputs_of(2)
+@flavours
+def test_rotary_scores_depend_on_the_difference_of_positions(flavour):
+    layer, inputs = layer_of(flavour, rotary_base=100.0, mask_mod=causal), inputs_of(2)
     output = layer(inputs)
     np.testing.assert_allclose(layer(inputs, positions=jnp.arange(LENGTH) + 1000), output, rtol=1e-3, atol=1e-3)
     assert np.abs(np.asarray(layer(inputs, positions=2 * jnp.arange(LENGTH)) - output)).max() > 1e-2

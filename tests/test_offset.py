@@ -10,7 +10,7 @@ import pytest
 import jflex
 from jflex import with_offset
 from jflex.mods.compose import AndMasks, NotMask, OrMasks
-from jflex.mods.offset import OffsetMask, OffsetScore
+from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests import oracle
 
@@ -146,7 +146,7 @@ def test_composites_stay_composites_and_share_one_offset():
     window = lambda b, h, q, k: q - k < 4
     mod = with_offset(jflex.and_masks(causal, jflex.or_masks(window, jflex.not_mask(causal))), np.array([3, 5]))
     assert isinstance(mod, AndMasks)
-    assert isinstance(mod.parts[0], OffsetMask)
+    assert isinstance(mod.parts[0], ReindexedMod)
     assert mod.parts[0].mod is causal
     assert isinstance(mod.parts[1], OrMasks)
     assert isinstance(mod.parts[1].parts[1], NotMask)
@@ -174,25 +174,24 @@ class Method:
         return q_idx >= kv_idx
 
 
-KINDS = [
-    ("lambda", lambda s, b, h, q, k: s, OffsetScore),
-    ("a default that is no argument of a mod", lambda b, h, q, k, window=4: q - k < window, OffsetMask),
-    ("a default of a score mod", lambda s, b, h, q, k, scale=2.0: s * scale, OffsetScore),
-    ("keywords", lambda b, h, q, k, *, window=4: q - k < window, OffsetMask),
-    ("partial", functools.partial(lambda window, b, h, q, k: q - k < window, 4), OffsetMask),
-    ("method", Method().mod, OffsetMask),
-    ("traced", jflex.create_block_mask(causal, None, None, 8, 8).mask_mod, OffsetMask),
-    ("ready", jflex.scores.softcap(5.0), OffsetScore),
-    ("jitted", jax.jit(causal), OffsetMask),
+ROLES = [
+    ("lambda", lambda s, b, h, q, k: s, trace_score_mod),
+    ("a default that is no argument of a mod", lambda b, h, q, k, window=4: q - k < window, trace_mask_mod),
+    ("a default of a score mod", lambda s, b, h, q, k, scale=2.0: s * scale, trace_score_mod),
+    ("keywords", lambda b, h, q, k, *, window=4: q - k < window, trace_mask_mod),
+    ("partial", functools.partial(lambda window, b, h, q, k: q - k < window, 4), trace_mask_mod),
+    ("method", Method().mod, trace_mask_mod),
+    ("traced", jflex.create_block_mask(causal, None, None, 8, 8).mask_mod, trace_mask_mod),
+    ("ready", jflex.scores.softcap(5.0), trace_score_mod),
+    ("jitted", jax.jit(causal), trace_mask_mod),
 ]
 
 
-@pytest.mark.parametrize(("mod", "kind"), [row[1:] for row in KINDS], ids=[row[0] for row in KINDS])
-def test_the_arguments_tell_the_kind(mod, kind):
+@pytest.mark.parametrize(("mod", "trace"), [row[1:] for row in ROLES], ids=[row[0] for row in ROLES])
+def test_the_arguments_tell_the_role(mod, trace):
     made = with_offset(mod, 2)
-    assert type(made) is kind
-    traced, _ = (trace_score_mod if kind is OffsetScore else trace_mask_mod)(made)
-    assert traced.operands in ((((), "int32"),), ())
+    assert type(made) is ReindexedMod
+    assert trace(made)[0].operands in ((((), "int32"),), ())
 
 
 WRONG = [

@@ -11,22 +11,14 @@ from benchmarks import __main__ as command
 from benchmarks import roofline
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import SUITES, Problem, suite
-from benchmarks.questions import cpu_probes, gpu, numerics
-from benchmarks.results import report, schema, tables, targets
+from benchmarks.questions import cpu, gpu, numerics
+from benchmarks.results import report, schema, targets
 from benchmarks.results.schema import Record, ResultFile, Summary
 from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
 from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
-QUESTIONS = {
-    *cpu_probes.QUESTIONS,
-    *gpu.QUESTIONS,
-    *numerics.QUESTIONS,
-    "window",
-    "noop",
-    "paged_scaling",
-    "demo_decode",
-}
+QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *numerics.QUESTIONS}
 ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
          "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
 
@@ -108,7 +100,7 @@ def test_what_is_missing_or_not_installed():
     absent = dataclasses.replace(full, about=about)
     mains = [x.name for x in targets.outcomes({DEVICE: {"main": absent}}) if x.file == "h200/main"]
     assert not mains
-    assert tables.sentences(absent)[-1] == "Not installed there: torch FlexAttention."
+    assert report.sentences(absent)[-1] == "Not installed there: torch FlexAttention."
 
 
 def test_the_kernels_of_triton_are_as_fast_as_themselves():
@@ -146,7 +138,7 @@ def test_pages_show_suites_in_tables():
     short = report.speed_table(results)
     assert "| causal, backward, TFLOP/s | 128 | 64 | 64 | 64 |" in short  # FlashAttention-4 is there if it was measured
     assert "µs | 1000000 | 2000000 | 2000000 |" in short
-    row = tables.tables_of(results[DEVICE]["decode"])[0][1]
+    row = report.tables_of(results[DEVICE]["decode"])[0][1]
     assert row[1] == "1000000 µs, 0.00 TB/s"
 
 
@@ -156,7 +148,7 @@ def test_the_roof_is_the_best_rate_of_the_run():
     work = roofline.served_work(problem)
     one = record(problem, "jflex", "forward", 1e-4, flops=work.forward_flops, moved=work.forward_bytes)
     result = ResultFile("paged", (one,), {**ABOUT, "rates": rates})
-    assert tables.tables_of(result)[0][1][1] == "100 µs, 5.37 TB/s, 134%"
+    assert report.tables_of(result)[0][1][1] == "100 µs, 5.37 TB/s, 134%"
 
 
 def test_readme_without_markers_is_refused():

@@ -185,6 +185,7 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
         (["--sizes=width=8,depth=2"], r"`--sizes` must be sizes of vocabulary, .* Got 'depth=2'"),
         (["--sizes=vocabulary=100"], "no more tokens than the model's vocabulary, 100. Got 256"),
         (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
+        (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
         (["--steps=0"], "`--steps` must be at least 1. Got 0"),
         (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import hypothesis
 import jax
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import jflex
 from benchmarks import search_space, tune
+from benchmarks.problems import square
 from jflex.backends.gpu import triton
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.config import Tiles
@@ -214,7 +216,7 @@ class TestSearch:
             order.clear()
             return [call() for _ in range(runs)]
 
-        monkeypatch.setattr(tune.timing, "device_seconds", device_seconds)
+        monkeypatch.setattr(tune, "timer", lambda: types.SimpleNamespace(device_seconds=device_seconds))
         assert tune._seconds([lambda: 1.0, lambda: 2.0, lambda: 3.0]) == [1.0, 2.0, 3.0]
 
     def test_a_table_is_read_as_it_was_written(self, tmp_path):
@@ -256,6 +258,11 @@ class TestSearch:
         calls = {right: [lambda: x], wrong: [lambda: far]}
         assert list(tune._correct(64, ("forward_sm90", "none", "long"), calls)) == [right]
 
+    def test_nothing_is_pruned_without_a_compiler(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(gpu_compile, "missing", lambda: "no compiler")
+        with pytest.raises(SystemExit, match="no compiler"):
+            tune.main(["--kernels", "dq", "--prune", str(tmp_path / "x.json")])
+
     def test_kernels_of_hopper_are_not_pruned(self, tmp_path, capsys):
         with pytest.raises(SystemExit):
             tune.main(["--kernels", "dq_sm90", "--prune", str(tmp_path / "x.json")])
@@ -287,7 +294,7 @@ class TestSearch:
         assert [found[size]["date"] == "yesterday" for size in (64, 80, 128)] == [True, True, False]
 
     def test_search_at_a_tiny_size(self, monkeypatch):
-        tiny, made = search_space.Attention(1, 32, 1, 16, None, False), search_space.program
+        tiny, made = square(1, 32, 1, 16, "noop"), search_space.program
         monkeypatch.setattr(search_space, "attentions", lambda *condition: [tiny])
         monkeypatch.setattr(search_space, "configurations", lambda *which: [Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2)])
         monkeypatch.setattr(search_space, "program", lambda *args: made(*args, interpret=True))
@@ -302,9 +309,9 @@ class TestSearch:
         assert tune.search(32, scope | {"deadline": 0.0}) == []
 
     @pytest.mark.parametrize("kernel", tables.KERNELS)
-    @pytest.mark.parametrize("mods", ["none", "arithmetic", "functions", "elements"])
-    def test_programs_compute(self, kernel, mods):
-        attention = search_space.Attention(1, 64, 2, 32, None if mods == "none" else mods, mods == "none")
+    @pytest.mark.parametrize("variant", [x for variants in search_space.REPRESENTATIVES.values() for x in variants])
+    def test_programs_compute(self, kernel, variant):
+        attention = square(1, 64, 2, 32, variant)
         run = search_space.program(attention, kernel, Tiles(32, 32, 4, 2), interpret=True)
         found = jax.jit(run)(*search_space.inputs(attention))
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(found))
@@ -312,9 +319,9 @@ class TestSearch:
     def test_mods_fall_into_the_buckets_that_they_stand_for(self, monkeypatch, fresh_plans):
         buckets, mods_of = [], tables.mods_of
         monkeypatch.setattr(tables, "mods_of", lambda *programs: buckets.append(mods_of(*programs)) or buckets[-1])
-        for mods in search_space.SCORES:
+        for mods, variants in search_space.REPRESENTATIVES.items():
             buckets.clear()
-            attention = search_space.Attention(1, 64, 2, 32, mods, False)
+            attention = square(1, 64, 2, 32, variants[0])
             run = search_space.program(attention, "dq", Tiles(32, 32, 4, 2), interpret=True)
             jax.eval_shape(run, *jax.eval_shape(lambda a=attention: search_space.inputs(a)))
             assert set(buckets) == {mods}

@@ -1,4 +1,7 @@
-"""The JAX peers, from a problem's mods to a callable."""
+"""The JAX peers, from a problem's mods to a callable: with as many queries as keys, and serving.
+
+All arrays are arguments of what is jitted, so that none is a constant of the program.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 
 import jflex
 from benchmarks import roofline
-from benchmarks.problems import Problem
+from benchmarks.problems import Problem, requests_of
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
 OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip)
@@ -21,10 +24,11 @@ Captured = Mapping[str, jax.Array]
 BoundMods = Callable[[Captured], Mods]
 # (query, key, value, captured arrays, BlockMask or None) -> out
 Attend = Callable[..., Any]
+Program = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its arguments
 
 
 class Inputs(NamedTuple):
-    """The arrays of a problem; all are arguments of what is jitted, so that none is a constant of the program."""
+    """The arrays of a problem."""
 
     query: jax.Array
     key: jax.Array
@@ -70,6 +74,12 @@ def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None,
             dense.sum(-1), jnp.argsort(-dense, stable=True), mask_mod=mods.mask, seq_lengths=(problem.T, problem.S)
         )
     return (None if problem.form == "everywhere" else block_mask), visited
+
+
+def causal_documents(ids: jax.Array) -> jflex.BlockMask:
+    """The causal BlockMask of packed documents, from the number of each position's document."""
+    mask_mod = jflex.and_masks(jflex.masks.causal(), jflex.masks.document(ids))
+    return jflex.create_block_mask(mask_mod, None, None, *ids.shape, *ids.shape)
 
 
 def attention(peer: str, problem: Problem, mods: BoundMods) -> Attend:
@@ -149,4 +159,117 @@ _ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
     "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),
     "tokamax": _tokamax,
+}
+
+
+# Serving: queries continue sequences in decoding, with uneven lengths, pages or shared prefixes.
+
+
+def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captured) -> Program:
+    """A peer's function and its arguments for a problem that is `served`."""
+    function, inputs = _SERVED[peer](problem, mods)
+    return function, (captured, *inputs)
+
+
+def _implementation() -> str:
+    return "triton" if jax.default_backend() == "gpu" else "xla"
+
+
+def _served_mods(problem: Problem, mods: Mods) -> Mods:
+    """The last position attends to every key, so one token needs no mask, unless the problem is about the mask."""
+    return mods if problem.T > 1 or problem.variant == "causal" else mods._replace(mask=None)
+
+
+def _normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
+    return jax.random.normal(jax.random.key(number), shape, problem.dtype)
+
+
+def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
+    """Query, key, value and the lengths, or None; where there are pages, their contents in order."""
+    if problem.page:
+        query, cache, batch = _paged_inputs(problem)
+        shape = (problem.B, -1, problem.Hkv, problem.D)
+        key, value = (x[batch.page_table].reshape(shape)[:, : problem.S] for x in (cache.k, cache.v))
+        return query[:, None], key, value, None
+    query = _normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
+    key, value = (_normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
+    return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
+
+
+def _contiguous(problem: Problem, mods: BoundMods) -> Program:
+    def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        begins = problem.S - problem.T if lengths is None else lengths - problem.T  # where q_idx 0 lies
+        bound = _served_mods(problem, mods(captured))
+        mask, score = (None if mod is None else jflex.with_offset(mod, begins) for mod in bound)
+        known = {} if lengths is None else {"kv_lengths": lengths}
+        return jflex.flex_attention(query, key, value, score, mask_mod=mask, implementation=_implementation(), **known)
+
+    return attend, _contiguous_inputs(problem)
+
+
+def _served_jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Program:
+    def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+        )
+
+    return attend, _contiguous_inputs(problem)
+
+
+def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
+    """Packed queries, the cache and the batch; pages lie at random, and sequences share those of a prefix."""
+    requests, shared = requests_of(problem), prefix // problem.page
+    pages = -(-requests.keys // problem.page)
+    count = 1 + shared + int((pages - shared).sum())  # page 0 is reserved
+    places = np.random.default_rng(0).permutation(np.arange(1, count))
+    table = np.zeros((problem.B, pages.max()), np.int32)
+    table[:, :shared] = places[:shared]
+    for row, own in zip(table, np.split(places[shared:], np.cumsum(pages - shared)[:-1]), strict=True):
+        row[shared : shared + len(own)] = own
+    shape = (count, problem.page, problem.Hkv, problem.D)
+    cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
+    batch = jflex.paged.PagedBatch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
+    return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
+
+
+def _paged(problem: Problem, mods: BoundMods, *, sharing: bool = False) -> Program:
+    """Every sequence loads all of its pages by itself; with `sharing`, those of the prefix are the same pages."""
+
+    def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
+        mask, score = _served_mods(problem, mods(captured))
+        return jflex.paged_attention(
+            query, cache, batch, score_mod=score, mask_mod=mask, implementation=_implementation()
+        )
+
+    return attend, _paged_inputs(problem, problem.prefix * sharing)
+
+
+def _cascade(problem: Problem, mods: BoundMods) -> Program:
+    """The shared pages are loaded once: the same arrays as two levels."""
+    query, cache, batch = _paged_inputs(problem, problem.prefix)
+    pages = problem.prefix // problem.page
+    prefix = jnp.array([problem.prefix], jnp.int32)
+    rows = jnp.array([0, query.shape[0]], jnp.int32)
+    shared = jflex.paged.PagedBatch(rows, prefix, batch.page_table[:1, :pages])
+    own = jflex.paged.PagedBatch(batch.qo_indptr, batch.kv_lengths - problem.prefix, batch.page_table[:, pages:])
+
+    def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
+        level = jflex.CascadeLevel.paged
+        levels = [level(cache, shared), level(cache, own, start=problem.prefix)]
+        return jflex.cascade_attention(query, levels, implementation=_implementation())
+
+    return attend, (query, cache, shared, own)
+
+
+def _served_jflex(problem: Problem, mods: BoundMods) -> Program:
+    return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods)
+
+
+_SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
+    "jflex": _served_jflex,
+    "jflex-contiguous": _contiguous,
+    "jflex-flat": functools.partial(_paged, sharing=True),
+    "jflex-copies": _paged,
+    "jax-cudnn": functools.partial(_served_jax_nn, implementation="cudnn"),
+    "jax-xla": functools.partial(_served_jax_nn, implementation="xla"),
 }

@@ -15,18 +15,14 @@ Refuses = Callable[[Problem], str | None]
 class Peer(NamedTuple):
     """One implementation.
 
-    Attributes:
-      name: For the command line and the results.
-      title: For tables.
-      library: ``"jax"``, ``"torch"`` or ``"mosaic"``; each has a process of its own. A kernel that hangs or faults
-        ends its process, and Mosaic GPU's must not end that of the other JAX peers.
-      refuses: Why it is not measured at a problem; None if it is.
+    Each library, ``"jax"``, ``"torch"`` or ``"mosaic"``, has a process of its own: a kernel that hangs or faults ends
+    its process, and those of `jflex-mosaic` must not end that of the other JAX peers.
     """
 
-    name: str
-    title: str
+    name: str  # for the command line and the results
+    title: str  # for tables
     library: str
-    refuses: Refuses
+    refuses: Refuses  # why it is not measured at a problem; None if it is
 
 
 def _none(problem: Problem) -> str | None:
@@ -122,6 +118,8 @@ def peers_of(suite: str, names: Sequence[str] = ()) -> tuple[Peer, ...]:
 
 def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
     """Names of the peers that a problem is measured with, by library."""
-    willing = [peer for peer in peers if peer.refuses(problem) is None]
-    libraries = dict.fromkeys(peer.library for peer in willing)
-    return {library: [peer.name for peer in willing if peer.library == library] for library in libraries}
+    found: dict[str, list[str]] = {}
+    for peer in peers:
+        if peer.refuses(problem) is None:
+            found.setdefault(peer.library, []).append(peer.name)
+    return found

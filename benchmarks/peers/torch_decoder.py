@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, config.norm_epsilon)
         self.mlp_norm = nn.RMSNorm(config.width, config.norm_epsilon)
 
-    def forward(self, stream, cosine, sine, mask):  # noqa: D102
+    def forward(self, stream, cosine, sine, mask):
         inputs = self.attention_norm(stream)
         split = lambda x, heads: x.view(*x.shape[:2], heads, self.size).transpose(1, 2)
         query = rotate(split(self.query(inputs), self.heads), cosine, sine)
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self.register_buffer("cosine", angles.cos())
         self.register_buffer("sine", angles.sin())
 
-    def forward(self, tokens, mask):  # noqa: D102
+    def forward(self, tokens, mask):
         stream = self.embed(tokens).to(torch.bfloat16)
         for block in self.blocks:
             if self.remat:

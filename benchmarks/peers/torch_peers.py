@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from benchmarks.problems import Problem
-from benchmarks.request_lengths import requests_of
+from benchmarks.problems import Problem, requests_of
 from benchmarks.variants import CAP, LARGE, VARIANTS, WINDOW, Mods, Operations
 
 OPERATIONS = Operations(torch.tanh, lambda x: x.to(torch.float32), torch.clamp)
@@ -33,12 +32,7 @@ class BoundProblem(NamedTuple):
 
 
 def bind(problem: Problem, device: str) -> BoundProblem:
-    """Makes the mods of a problem.
-
-    Args:
-      problem: One without pages.
-      device: ``"cuda"`` or ``"cpu"``; on the latter nothing is compiled.
-    """
+    """Makes the mods of a problem without pages, on ``"cuda"`` or ``"cpu"``; on the latter nothing is compiled."""
     variant, dtype = VARIANTS[problem.variant], getattr(torch, problem.dtype)
     captured = {
         name: torch.as_tensor(array).to(device, dtype if name in LARGE else torch.float32)
@@ -63,6 +57,14 @@ def attention(peer: str, bound: BoundProblem) -> Callable[..., Any]:
     return _flex(bound)
 
 
+def _compiled_flex(device: str) -> Callable[..., Any]:
+    return (
+        torch.compile(flex_attention.flex_attention, dynamic=False)
+        if device == "cuda"
+        else flex_attention.flex_attention
+    )
+
+
 def _flex(bound: BoundProblem) -> Callable[..., Any]:
     problem, (mask, score) = bound.problem, bound.mods
     block_mask = None
@@ -71,9 +73,7 @@ def _flex(bound: BoundProblem) -> Callable[..., Any]:
     elif mask is not None:
         block_mask = _block_mask(mask, problem, bound.device)
     options = {"score_mod": score, "block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
-    compiled = bound.device == "cuda"
-    attend = torch.compile(flex_attention.flex_attention, dynamic=False) if compiled else flex_attention.flex_attention
-    return lambda query, key, value: attend(query, key, value, **options)
+    return functools.partial(_compiled_flex(bound.device), **options)
 
 
 def _sdpa(bound: BoundProblem, backend: SDPBackend) -> Callable[..., Any]:
@@ -92,11 +92,7 @@ def _sdpa(bound: BoundProblem, backend: SDPBackend) -> Callable[..., Any]:
 
 
 def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
-    """FlashAttention's kernels in CuTe's Python, which know these variants without a mod.
-
-    Raises:
-      ImportError: They are not installed.
-    """
+    """FlashAttention's kernels in CuTe's Python, which know these variants without a mod."""
     from flash_attn.cute import flash_attn_func  # type: ignore
 
     window = (min(WINDOW, problem.S // 2) - 1, 0) if problem.variant == "sliding_window" else (None, None)
@@ -111,12 +107,9 @@ def _flash_attention_4(problem: Problem) -> Callable[..., Any]:
 
 
 def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[..., Any]:
-    """FlexAttention with its decode kernel forced.
+    """FlexAttention of one token with its decode kernel forced, on a GPU.
 
-    Args:
-      problem: Of one token.
-      device: ``"cuda"``; elsewhere nothing is compiled, and the kernel not forced.
-      blocks: With the causal BlockMask of the last position, which masks nothing; without a BlockMask otherwise.
+    With `blocks` it has the causal BlockMask of the last position, which masks nothing; otherwise no BlockMask.
     """
     last = problem.S - problem.T
     block_mask = None
@@ -124,11 +117,10 @@ def _flex_decode(problem: Problem, device: str, *, blocks: bool) -> Callable[...
         block_mask = flex_attention.create_block_mask(
             lambda b, h, q_idx, kv_idx: q_idx + last >= kv_idx, None, None, problem.T, problem.S, device=device
         )
-    options = {"block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
-    if device != "cuda":
-        return functools.partial(flex_attention.flex_attention, **options)
-    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
-    return functools.partial(compiled, **options, kernel_options={"BACKEND": "TRITON_DECODE"})
+    options: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": problem.Hq != problem.Hkv}
+    if device == "cuda":
+        options["kernel_options"] = {"BACKEND": "TRITON_DECODE"}
+    return functools.partial(_compiled_flex(device), **options)
 
 
 def flashinfer_decode(problem: Problem, device: str) -> Callable[..., Any]:
@@ -194,4 +186,5 @@ def _materialized(bound: BoundProblem) -> Any:
         return visible
     dtype = getattr(torch, problem.dtype)
     heads = [score(torch.zeros((), device=device), 0, h, q_idx, kv_idx) for h in range(problem.Hq)]
-    return torch.stack([torch.where(visible, x, -float("inf")).to(dtype) for x in heads])
+    # Of four axes: cuDNN's takes the first of three for the batch.
+    return torch.stack([torch.where(visible, x, -float("inf")).to(dtype) for x in heads])[None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -17,15 +17,23 @@ Measured = tuple[list[Record], list[str]]  # with remarks
 
 
 class Question(NamedTuple):
-    """What is measured for a result file.
+    """What is measured for a result file."""
 
-    Attributes:
-      title: In words, with the shapes.
-      measure: Gives the records and remarks.
-    """
-
-    title: str
+    title: str  # with the shapes
     measure: Callable[[], Measured]
+
+
+class Questions(dict[str, Question]):
+    """By the name of the file, which is that of the function."""
+
+    def of(self, title: str) -> Callable[[Callable[..., Measured]], Any]:
+        """Enters the function below."""
+
+        def enter(measure: Callable[..., Measured]) -> Any:
+            self[measure.__name__] = Question(title, measure)
+            return measure
+
+        return enter
 
 
 def run(name: str, questions: Mapping[str, Question], words: Sequence[str] | None, *, on_gpu: bool) -> None:

@@ -22,16 +22,17 @@ from benchmarks.environment import gpu_facts
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem, square
 from benchmarks.questions import command
-from benchmarks.questions.command import Measured, Question
-from benchmarks.results.schema import Record, Summary
+from benchmarks.questions.command import Measured, Questions
+from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
-from benchmarks.run.library_runner import PEER_ERRORS, describe_error
+from benchmarks.run.timing import describe_error
 from benchmarks.variants import CAP, VARIANTS
 
 TESTED = ("noop", "causal", "alibi", "softcap")  # all but noop are causal, too
 INPUTS = ("query", "key", "value", "cotangent")
 RESULTS = ("out", "query_gradient", "key_gradient", "value_gradient")
 _REFERENCE = "torch-flex"
+QUESTIONS = Questions()
 # Among how many processes the cases of each peer are dealt: those that compile long, more.
 _PROCESSES = {
     "jflex-mosaic": 4,
@@ -46,26 +47,15 @@ _PROCESSES = {
 }
 
 
-class Sizes(NamedTuple):
-    """What is measured."""
-
-    length: int = 2048
-    heads: int = 4
-    head_sizes: tuple[int, ...] = (64, 128)
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    peers: tuple[str, ...] = tuple(_PROCESSES)
-
-
 class Errors(NamedTuple):
-    """Of a result against the exact one: root of the mean square, the largest, and the mean square's of the exact."""
+    """Of a result against the exact one."""
 
     rmse: float
     largest: float
-    size: float
+    size: float  # root of the mean square of the exact one
 
 
 ErrorsOfResults = dict[str, Errors]  # by `RESULTS`
-_FULL = Sizes()
 
 
 def case_name(problem: Problem) -> str:
@@ -73,16 +63,27 @@ def case_name(problem: Problem) -> str:
     return f"{problem.variant}, {problem.dtype}, D {problem.D}"
 
 
-def measure(sizes: Sizes = _FULL, run: RunJob = run_job) -> Measured:
+@QUESTIONS.of(
+    "errors against float64; B 1, S 2048, H 4, normal inputs of the dtype, all but noop causal, softcap 50; gradients: "
+    "the worst of query, key and value, relative to the root mean square of the exact one",
+)
+def numerics(
+    length: int = 2048,
+    heads: int = 4,
+    head_sizes: Sequence[int] = (64, 128),
+    dtypes: Sequence[str] = ("bfloat16", "float16"),
+    peers: Sequence[str] = tuple(_PROCESSES),
+    run: RunJob = run_job,
+) -> Measured:
     """How far is 16-bit attention from float64?"""
     cases = [
-        square(1, sizes.length, sizes.heads, D, variant, dtype=dtype)
-        for variant, dtype, D in itertools.product(TESTED, sizes.dtypes, sizes.head_sizes)
+        square(1, length, heads, D, variant, dtype=dtype)
+        for variant, dtype, D in itertools.product(TESTED, dtypes, head_sizes)
     ]
     with tempfile.TemporaryDirectory() as folder:
         paths = prepare(cases, pathlib.Path(folder))
-        found, remarks = run_jobs(_jobs(sizes.peers, cases, paths), run)
-    by_peer, refusals = _by_peer(sizes.peers, found)
+        found, remarks = run_jobs(_jobs(peers, cases, paths), run)
+    by_peer, refusals = _by_peer(peers, found)
     records = [
         Record.single(f"{what}, {case}, {PEERS[peer].title}", float(f"{value:.3g}"), "")
         for case, (peer, of_cases) in itertools.product(map(case_name, cases), by_peer.items())
@@ -95,11 +96,10 @@ def measure(sizes: Sizes = _FULL, run: RunJob = run_job) -> Measured:
 def _jobs(peers: Sequence[str], cases: Sequence[Problem], paths: Sequence[str]) -> list[Job]:
     jobs, every = [], [dataclasses.asdict(case) for case in cases]
     variables = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are enough processes
-    for peer in peers:
+    for peer, part in ((x, part) for x in peers for part in range(_PROCESSES[x])):
         parts, function = _PROCESSES[peer], "torch_errors" if PEERS[peer].library == "torch" else "jax_errors"
-        for part in range(parts):
-            arguments = {"peer": peer, "cases": every[part::parts], "paths": paths[part::parts]}
-            jobs.append(Job(f"{peer} ({part + 1} of {parts})", __name__, function, arguments, variables))
+        arguments = {"peer": peer, "cases": every[part::parts], "paths": paths[part::parts]}
+        jobs.append(Job(f"{peer} ({part + 1} of {parts})", __name__, function, arguments, variables))
     return jobs
 
 
@@ -138,10 +138,8 @@ def summary(by_peer: Mapping[str, Mapping[str, ErrorsOfResults]]) -> list[Record
         error = lambda name, case, what=what: _of_results(by_peer[name][case])[f"{what}, RMSE"]
         ratios = [error(own, case) / error(_REFERENCE, case) for case in both]
         if len(ratios) > 1:
-            median, low, high = (round(x, 3) for x in Summary.of(ratios)[:3])
             titles = f"{PEERS[own].title} relative to that of {PEERS[_REFERENCE].title}"
-            value = Summary(median, low, high, len(ratios))
-            records.append(Record(f"{what}, RMSE of {titles}, median of the cases", value, "x"))
+            records.append(Record.of(f"{what}, RMSE of {titles}, median of the cases", ratios, "x"))
     return records
 
 
@@ -218,7 +216,7 @@ def _each_case(
             held = dict(arrays)
         try:
             found[case_name(case)] = _errors(held, results_of(case, held))
-        except PEER_ERRORS as error:
+        except Exception as error:
             found[case_name(case)] = describe_error(error)
     return found
 
@@ -260,15 +258,6 @@ def torch_errors(peer: str, cases: Sequence[dict[str, Any]], paths: Sequence[str
         return [x.detach().transpose(1, 2).float().cpu().numpy() for x in tensors]
 
     return _each_case(results_of, cases, paths)
-
-
-QUESTIONS = {
-    "numerics": Question(
-        "errors against float64; B 1, S 2048, H 4, normal inputs of the dtype, all but noop causal, softcap 50; "
-        "gradients: the worst of query, key and value, relative to the root mean square of the exact one",
-        measure,
-    )
-}
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem
 from benchmarks.results.schema import ResultFile
-from benchmarks.results.tables import directions_of, peers_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
@@ -19,18 +18,7 @@ _SIZE = (4.2, 3.0)  # inches of a panel
 
 
 def draw(result: ResultFile, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes ``<suite>_by_length.png`` and ``<suite>_by_variant.png``, where the suite has enough points.
-
-    Args:
-      result: What was measured.
-      folder: Where to.
-
-    Returns:
-      The files.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """Writes ``<suite>_by_length.png`` and ``<suite>_by_variant.png``, where the suite has enough points."""
     written = []
     for name, panels, fill in (
         ("by_length", _panels(result, lambda x: (x.variant, x.Hq, x.Hkv, x.D), lambda x: x.S), _lines),
@@ -56,7 +44,7 @@ def _panels(
 def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable[..., None]) -> Picture:
     from matplotlib.figure import Figure as Picture
 
-    directions = directions_of(result)
+    directions = result.directions
     size = (_SIZE[0] * len(panels), _SIZE[1] * len(directions) + 0.6)
     picture = Picture(figsize=size, layout="constrained")
     axes = picture.subplots(len(directions), len(panels), squeeze=False)
@@ -73,15 +61,19 @@ def _picture(result: ResultFile, panels: Sequence[list[Problem]], fill: Callable
     return picture
 
 
-def _color(peer: str) -> str:
-    return f"C{list(PEERS).index(peer)}"
+def _color(peer: str) -> Any:
+    """The usual ten colors, and the light ones of the same hues for the peers after these."""
+    from matplotlib import colormaps
+
+    index = list(PEERS).index(peer)
+    return colormaps["tab20"](2 * index % 20 + index // 10)
 
 
 def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction: str) -> None:
     first = problems[0]
     labels = list(dict.fromkeys(problem.label for problem in problems))
     for place, label in enumerate(labels):
-        for name in peers_of(result, direction):
+        for name in result.peers(direction):
             points = [
                 (problem.S, record.tflops)
                 for problem in problems
@@ -98,7 +90,7 @@ def _lines(axis: Any, result: ResultFile, problems: Sequence[Problem], direction
 
 
 def _bars(axis: Any, result: ResultFile, problems: Sequence[Problem], direction: str) -> None:
-    peers = peers_of(result, direction)
+    peers = result.peers(direction)
     width = 0.8 / len(peers)
     for column, name in enumerate(peers):
         found = [result.find(problem, name, direction) for problem in problems]

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
 
 from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import SUITES
-from benchmarks.results import schema, tables, targets
+from benchmarks.results import schema, targets
 from benchmarks.results.schema import FOLDER, Record, ResultFile
 from benchmarks.results.targets import DEVICE, Outcome, Results
+from benchmarks.roofline import share
 from benchmarks.run.library_runner import DIRECTIONS
 
+Table = list[list[str]]  # the first row is the header
 README = ROOT / "README.md"
 PAGE = FOLDER / "README.md"
 START, END = "<!-- figures -->", "<!-- /figures -->"
@@ -30,13 +34,117 @@ _VARIANTS = {
     "alibi": "ALiBi",
 }
 _METHOD = (
-    "Times of suites are those of the kernels alone, as the profilers see them, with a cold L2; the libraries take "
-    "turns. The backward is measured without the forward. FLOPs are counted for every peer over the blocks of "
-    "128 x 128 that the BlockMask visits, and as five GEMMs for the backward, 2.5 forwards where D = Dv. The roof is "
-    "what the same run reached in a GEMM of matrices of side 8192, or in a copy if bandwidth is the limit. Where "
-    "queries continue sequences, as in decoding, the work is that of visible keys, and keys that sequences share "
-    "count once."
+    "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
+    "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
+    "BlockMask visits, the backward as five GEMMs (2.5 forwards where D = Dv). The roof is what the same run reached "
+    "in a GEMM of matrices of side 8192, or in a copy where bandwidth is the limit. In decoding, FLOPs and bytes are "
+    "those of visible keys, and keys that sequences share count once."
 )
+
+
+# Tables of a suite, for the terminal and for Markdown.
+
+
+def tables_of(result: ResultFile) -> list[Table]:
+    """What a reader looks for in a suite's results."""
+    main = _served_table(result) if SUITES[result.name].served else _speed_table(result)
+    return [main, queued] if len(queued := _queue_table(result)) > 1 else [main]
+
+
+def _titles(result: ResultFile) -> list[str]:
+    return [PEERS[name].title for name in result.peers()]
+
+
+def _speed_table(result: ResultFile) -> Table:
+    """A row for each problem: TFLOP/s of every peer, forward / backward."""
+    found = [["", *_titles(result), f"{PEERS[result.baseline].title} of the roof"]]
+    for problem in result.problems:
+        pair = lambda name, problem=problem: [result.find(problem, name, direction) for direction in DIRECTIONS]
+        cells = [" / ".join(map(_tflops, pair(name))) if any(pair(name)) else "" for name in result.peers()]
+        roof = " / ".join(_roof(result, record) or "-" for record in pair(result.baseline))
+        found.append([problem.name, *cells, roof])
+    return found
+
+
+def _served_table(result: ResultFile) -> Table:
+    """A row for each problem: microseconds of every peer, TB/s, and the share of the roof."""
+
+    def cell(record: Record | None) -> str:
+        if record is None:
+            return ""
+        rate = f"{record.moved / record.seconds / 1e12:.2f} TB/s"
+        return ", ".join(filter(None, [f"{_microseconds(record.seconds)} µs", rate, _roof(result, record)]))
+
+    rows = [[x.name, *(cell(result.find(x, name, "forward")) for name in result.peers())] for x in result.problems]
+    return [["", *_titles(result)], *rows]
+
+
+def _queue_table(result: ResultFile) -> Table:
+    """Microseconds of the kernels / of a call in a queue, by the wall, where queues were measured."""
+    found = [["µs of the kernels / of a call in a queue", *_titles(result)]]
+    for problem, direction in itertools.product(result.problems, result.directions):
+        records = [result.find(problem, name, direction) for name in result.peers()]
+        times = [x and x.queue and f"{x.seconds * 1e6:.0f} / {x.queue.median * 1e6:.0f}" for x in records]
+        if any(times):
+            found.append([f"{direction}; {problem.name}", *(x or "" for x in times)])
+    return found
+
+
+def _roof(result: ResultFile, record: Record | None) -> str:
+    """How much of the machine's rates a record reaches; "" if that is not known."""
+    if record is None:
+        return ""
+    reached = share(record.flops, record.moved, record.seconds, result.about.get("rates", {}).values())
+    return "" if reached is None else f"{reached:.0%}"
+
+
+def _tflops(record: Record | None) -> str:
+    if record is None:
+        return "-"
+    return f"{record.tflops:.0f}" if record.tflops >= 10 else f"{record.tflops:.2g}"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 99.5e-6 else f"{seconds * 1e6:.0f}"
+
+
+def sentences(result: ResultFile) -> list[str]:
+    """Mean speedups in words, one for each peer and direction, and which peers were not installed."""
+    found = []
+    for direction in result.directions:
+        for name in result.peers(direction):
+            every = (result.speedup(problem, direction, name) for problem in result.problems)
+            ratios = [x for x in every if x is not None]
+            if name != result.baseline and ratios:
+                found.append(
+                    f"{direction}: {PEERS[result.baseline].title} is {statistics.geometric_mean(ratios):.2f} times as "
+                    f"fast as {PEERS[name].title} in the geometric mean of {len(ratios)}, {min(ratios):.2f} at the "
+                    "least."
+                )
+    absent = [peer.title for name, peer in PEERS.items() if result.lacks(name)]
+    return found + [f"Not installed there: {', '.join(absent)}."] * bool(absent)
+
+
+def show(path: pathlib.Path) -> None:
+    """Prints the results of a suite."""
+    result = schema.read(path)
+    assert result is not None
+    about = result.about
+    print(f"{path}: {about['title']}\nrates: {about['rates']}\nclocks: {about['clocks']}")
+    for table in tables_of(result):
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table:
+            print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print("\n".join(f"method: {method}" for method in sorted({record.method for record in result.records})))
+    print("\n".join([*sentences(result), *(remark[:300] for remark in about["remarks"])]))
+
+
+def _markdown(table: Table) -> str:
+    first, *rest = ("| " + " | ".join(row) + " |" for row in table)
+    return "\n".join([first, "|" + "---|" * len(table[0]), *rest])
+
+
+# The short table of the README.
 
 
 def speed_table(results: Results) -> str:
@@ -45,51 +153,60 @@ def speed_table(results: Results) -> str:
     main = suites.get("main")
     if main is None:
         return "No speeds have been measured."
-    rows = [row for direction in DIRECTIONS for row in _speed_rows(main, direction)]
-    rows += _served_rows(suites.get("decode"), "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0)
-    rows += _served_rows(suites.get("paged"), "the same from pages of 64, 4096 keys, B 32", 64)
-    measured = [i for i, name in enumerate(_COLUMNS) if name in main.peers]
-    header = ["", *(PEERS[_COLUMNS[i]].title for i in measured)]
-    table = tables.markdown([header, *([row[0], *(row[1 + i] for i in measured)] for row in rows)])
-    about = main.about
-    link = PAGE.relative_to(ROOT).as_posix()
+    columns = [name for name in _COLUMNS if name in main.peers()]
+    rows = [["", *(PEERS[name].title for name in columns)]]
+    for direction, (variant, words) in itertools.product(DIRECTIONS, _VARIANTS.items()):
+        for problem in (x for x in main.problems if (x.variant, x.S, x.D) == (variant, 16384, 128)):
+            records = [main.find(problem, name, direction) for name in columns]
+            cells = ["" if record is None else f"{record.tflops:.0f}" for record in records]
+            rows.append([f"{words}, {direction}, TFLOP/s", *cells])
+    rows += _served_row(
+        suites.get("decode"), columns, "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0
+    )
+    rows += _served_row(suites.get("paged"), columns, "the same from pages of 64, 4096 keys, B 32", 64)
+    about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
         f"Device time on {about['machine']['device']}, bfloat16, S 16384, D 128, jax {about['versions']['jax']}, "
         f"torch {about['versions']['torch']}, {about['date'][:10]}. [Every figure and how it was measured]({link}).\n\n"
-        f"{table}"
+        f"{_markdown(rows)}"
     )
 
 
-def _speed_rows(main: ResultFile, direction: str) -> list[list[str]]:
-    rows = []
-    for variant, words in _VARIANTS.items():
-        problems = (x for x in main.problems if (x.variant, x.S, x.D) == (variant, 16384, 128))
-        if (problem := next(problems, None)) is not None:
-            records = [main.find(problem, name, direction) for name in _COLUMNS]
-            cells = ["" if record is None else f"{record.tflops:.0f}" for record in records]
-            rows.append([f"{words}, {direction}, TFLOP/s", *cells])
-    return rows
-
-
-def _served_rows(result: ResultFile | None, words: str, page: int) -> list[list[str]]:
-    problems = [] if result is None else [x for x in result.problems if x.page == page]
-    if result is None or not problems:
+def _served_row(result: ResultFile | None, columns: Sequence[str], words: str, page: int) -> Table:
+    """One row: the best time of each peer at the first problem with such pages."""
+    problem = next((x for x in result.problems if x.page == page), None) if result else None
+    if result is None or problem is None:
         return []
-    records = [_served_record(result, name, problems) for name in _COLUMNS]
-    return [[f"{words}, µs", *("" if x is None else tables.microseconds(x.seconds) for x in records)]]
+    row = [f"{words}, µs"]
+    for column in columns:
+        names = ("torch-decode", "torch-decode-mask") if column == "torch-flex" else (column,)
+        records = (result.find(problem, name, "forward") for name in names)
+        seconds = [record.seconds for record in records if record is not None]
+        row.append(_microseconds(min(seconds)) if seconds else "")
+    return [row]
 
 
-def _served_record(result: ResultFile, peer: str, problems: Sequence[schema.Problem]) -> Record | None:
-    names = ("torch-decode", "torch-decode-mask") if peer == "torch-flex" else (peer,)
-    records = [record for name in names if (record := result.find(problems[0], name, "forward")) is not None]
-    return min(records, key=lambda record: record.seconds, default=None)
+def readme_with_table(readme: str, results: Results) -> str:
+    """The README with the table that the result files give.
+
+    Raises:
+      ValueError: The markers are missing.
+    """
+    before, found, rest = readme.partition(START)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise ValueError(f"README.md lacks the markers {START} and {END}.")
+    return f"{before}{START}\n{speed_table(results)}\n{END}{after}"
+
+
+# The page with all figures.
 
 
 def page(results: Results) -> str:
     """The page with all figures."""
     head = "# Results\n\nWritten by `python -m benchmarks report` from the files beside this one; do not edit."
-    ordered = {device: results[device] for device in sorted(results, key=lambda x: x != DEVICE)}
-    sections = [_section(device, list(files.values())) for device, files in ordered.items()]
+    devices = sorted(results, key=lambda device: device != DEVICE)
+    sections = [_section(device, list(results[device].values())) for device in devices]
     return "\n\n".join([head, *sections, _targets_section(targets.outcomes(results))]) + "\n"
 
 
@@ -112,31 +229,28 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
 
 
 def _suite(device: str, result: ResultFile) -> str:
-    kind = (
-        "device time, TB/s that must move, share of the roof"
-        if SUITES[result.name].served
-        else ("TFLOP/s over visited blocks, forward / backward")
-    )
-    lines = [f"### `{result.name}`: {SUITES[result.name].title}", f"{result.problems[0].dtype}; {kind}"]
-    lines += [tables.markdown(table) for table in tables.tables_of(result)]
+    suite, kind = SUITES[result.name], "TFLOP/s over visited blocks, forward / backward"
+    if suite.served:
+        kind = "device time, TB/s that must move, share of the roof"
+    lines = [f"### `{result.name}`: {suite.title}", f"{result.problems[0].dtype}; {kind}"]
+    lines += map(_markdown, tables_of(result))
     plots = sorted((FOLDER / device).glob(f"{result.name}_by_*.png"))
     lines += [f"![{path.stem}]({path.relative_to(FOLDER).as_posix()})" for path in plots]
-    lines.append("\n".join(f"* {sentence}" for sentence in tables.sentences(result)))
+    lines.append("\n".join(f"* {sentence}" for sentence in sentences(result)))
     return "\n\n".join(filter(None, lines))
 
 
 def _question(result: ResultFile) -> str:
-    title = result.about["title"]
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
-    table = tables.markdown([["", "measured"], *([x.name, _measured(x)] for x in shown)])
+    table = _markdown([["", "measured"], *([x.name, _measured(x)] for x in shown)])
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
-    return "\n\n".join(filter(None, [f"### `{result.name}`: {title}", table, remarks]))
+    return "\n\n".join(filter(None, [f"### `{result.name}`: {result.about['title']}", table, remarks]))
 
 
 def _measured(record: Record) -> str:
-    value, unit = record.value, f" {record.unit}" if record.unit else ""
+    value = record.value
     spread = f" ({_number(value.low)} to {_number(value.high)})" if value.runs > 1 and value.low != value.high else ""
-    return f"{_number(value.median)}{unit}{spread}"
+    return f"{_number(value.median)} {record.unit}".rstrip() + spread
 
 
 def _number(x: float) -> str:
@@ -148,36 +262,26 @@ def _targets_section(outcomes: Sequence[Outcome]) -> str:
     head = "## Targets\n\nLimits that the figures above should keep, from `benchmarks/results/targets.py`."
     missing = len(outcomes) - len(rows)
     more = f"\n\n{missing} more targets have no figure: a problem or a peer was not measured." if missing else ""
-    return f"{head}\n\n{tables.markdown([['file', 'figure', 'measured', 'target'], *rows])}{more}"
+    return f"{head}\n\n{_markdown([['file', 'figure', 'measured', 'target'], *rows])}{more}"
 
 
 def _value(outcome: Outcome) -> str:
-    unit = f" {outcome.unit}" if outcome.unit else ""
-    return f"missing: {outcome.missing}" if outcome.value is None else f"{_number(outcome.value)}{unit}"
+    value, unit = outcome.value, outcome.unit
+    return f"missing: {outcome.missing}" if value is None else f"{_number(value)} {unit}".rstrip()
 
 
 def _limit(outcome: Outcome) -> str:
-    limits = {"at least": outcome.at_least, "at most": outcome.at_most}
+    limits = {"at least": outcome.target.at_least, "at most": outcome.target.at_most}
     text = ", ".join(f"{words} {_number(x)}" for words, x in limits.items() if x is not None)
     return text if outcome.reached else f"{text}: **missed**"
 
 
-def readme_with_table(readme: str, results: Results) -> str:
-    """The README with the table that the result files give.
-
-    Raises:
-      ValueError: The markers are missing.
-    """
-    before, found, rest = readme.partition(START)
-    _, closed, after = rest.partition(END)
-    if not (found and closed):
-        raise ValueError(f"README.md lacks the markers {START} and {END}.")
-    return f"{before}{START}\n{speed_table(results)}\n{END}{after}"
+# The command.
 
 
-def documents(results: Results | None = None) -> dict[pathlib.Path, str]:
+def documents() -> dict[pathlib.Path, str]:
     """What each generated file should hold."""
-    results = schema.read_all() if results is None else results
+    results = schema.read_all()
     return {README: readme_with_table(README.read_text(), results), PAGE: page(results)}
 
 
@@ -203,10 +307,9 @@ def main(words: Sequence[str] | None = None) -> None:
         outcomes = targets.outcomes(schema.read_all())
         print("\n".join(f"{x.file}: {x.name}: {_value(x)}, {_limit(x)}" for x in outcomes))
         sys.exit(0 if all(x.reached for x in outcomes) else 1)
-    expected = documents()
-    differing = [path for path, text in expected.items() if not path.exists() or path.read_text() != text]
+    differing = {path: text for path, text in documents().items() if not path.exists() or path.read_text() != text}
     if options.check and differing:
         names = ", ".join(path.relative_to(ROOT).as_posix() for path in differing)
         sys.exit(f"Not as the result files say: {names}. Run `python -m benchmarks report`.")
-    for path in differing:
-        path.write_text(expected[path])
+    for path, text in differing.items():
+        path.write_text(text)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.environment import ROOT, describe
+from benchmarks.peers.table import PEERS
 from benchmarks.problems import SUITES, Problem
 
 FOLDER = ROOT / "benchmarks" / "results"
-BASELINE = "jflex"
 
 
 class Summary(NamedTuple):
@@ -36,38 +36,31 @@ class Summary(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One measured quantity.
+    """One measured quantity."""
 
-    Attributes:
-      name: What was measured, in words; "" where problem, peer and direction say it.
-      value: Median and quartiles.
-      unit: "s", "MB" and so on, "x" for a ratio, "" for a count.
-      problem: Of a suite's records, what was computed.
-      peer: A name in `benchmarks.peers.table.PEERS`.
-      direction: ``"forward"`` or ``"backward"``; the latter without the former.
-      method: How the seconds were found.
-      flops: Over visited blocks.
-      moved: Bytes, at least.
-      queue: Wall seconds of a call in a queue of calls, where that was measured.
-      backend: The backend of jflex that ran, if the peer is jflex; "" where that was not recorded.
-    """
-
-    name: str
+    name: str  # what was measured, in words; "" where problem, peer and direction say it
     value: Summary
-    unit: str
-    problem: Problem | None = None
-    peer: str = ""
-    direction: str = ""
-    method: str = ""
-    flops: float = 0.0
-    moved: float = 0.0
-    queue: Summary | None = None
-    backend: str = ""
+    unit: str  # "s", "MB" and so on, "x" for a ratio, "" for a count
+    problem: Problem | None = None  # of a suite's records
+    peer: str = ""  # a name in `benchmarks.peers.table.PEERS`
+    direction: str = ""  # "forward" or "backward"; the latter without the former
+    method: str = ""  # how the seconds were found
+    flops: float = 0.0  # over visited blocks
+    moved: float = 0.0  # bytes, at least
+    queue: Summary | None = None  # wall seconds of a call in a queue of calls, where that was measured
+    backend: str = ""  # that ran, if the peer is jflex; "" where that was not recorded
 
     @classmethod
     def single(cls, name: str, value: float, unit: str) -> Record:
         """Of one measurement without repetitions."""
         return cls(name, Summary(value, value, value, 1), unit)
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[float], unit: str, digits: int = 4) -> Record:
+        """Median and quartiles of repetitions, to so many significant digits."""
+        *numbers, runs = Summary.of(values)
+        median, low, high = (float(f"{x:.{digits}g}") for x in numbers)
+        return cls(name, Summary(median, low, high, runs), unit)
 
     @property
     def seconds(self) -> float:
@@ -108,22 +101,18 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class ResultFile:
-    """The content of a result file.
+    """The content of a result file."""
 
-    Attributes:
-      name: Of the suite or question.
-      records: In the order in which they were measured.
-      about: Title, date, command, commit, machine, versions and remarks; of suites also rates and clocks.
-    """
-
-    name: str
-    records: tuple[Record, ...]
-    about: dict[str, Any]
+    name: str  # of the suite or question
+    records: tuple[Record, ...]  # in the order in which they were measured
+    about: dict[
+        str, Any
+    ]  # title, date, command, commit, machine, versions and remarks; of suites also rates and clocks
 
     @property
     def baseline(self) -> str:
         """The peer that targets and ratios are about."""
-        return SUITES[self.name].peers[0] if self.name in SUITES else BASELINE
+        return SUITES[self.name].peers[0] if self.name in SUITES else "jflex"
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -131,9 +120,18 @@ class ResultFile:
         return tuple(dict.fromkeys(record.problem for record in self.records if record.problem is not None))
 
     @property
-    def peers(self) -> frozenset[str]:
-        """Those that were measured."""
-        return frozenset(record.peer for record in self.records)
+    def directions(self) -> tuple[str, ...]:
+        """Those that were measured, the forward first."""
+        return tuple(sorted({record.direction for record in self.records}, reverse=True))
+
+    def peers(self, direction: str | None = None) -> tuple[str, ...]:
+        """Those that were measured, in the order of `PEERS`."""
+        measured = {record.peer for record in self.records if direction in (None, record.direction)}
+        return tuple(name for name in PEERS if name in measured)
+
+    def lacks(self, peer: str) -> bool:
+        """Whether a peer was to be measured, and was not installed."""
+        return any(remark.startswith(f"{peer}: ModuleNotFoundError") for remark in self.about["remarks"])
 
     def find(self, problem: Problem, peer: str, direction: str) -> Record | None:
         """The record, if there is one."""
@@ -156,14 +154,9 @@ def write(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) 
     """
     here = describe()
     here["machine"] |= about.get("machine", {})
-    return write_as_told(path, records, {**about, **here})
-
-
-def write_as_told(path: pathlib.Path, records: Iterable[Record], about: dict[str, Any]) -> pathlib.Path:
-    """Writes a result file whose provenance is all in `about`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(record.to_json()) for record in records)
-    head = json.dumps({"name": path.stem, **about}, indent=2)
+    head = json.dumps({"name": path.stem, **about, **here}, indent=2)
     partial = path.with_suffix(".partial")
     partial.write_text(f'{head[:-2]},\n  "records": [\n{lines}\n  ]\n}}\n')
     return partial.replace(path)

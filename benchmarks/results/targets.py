@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem, parts_of_mixed, suite
 from benchmarks.results.schema import Record, ResultFile
-from benchmarks.results.tables import is_absent
 
 DEVICE = "h200"
 FASTEST, PARTS = "fastest peer", "sum of its parts"
@@ -29,28 +28,17 @@ _METRICS: dict[str, Callable[[Record], float]] = {
 
 
 class Target(NamedTuple):
-    """A limit for a figure of a suite.
-
-    Attributes:
-      suite: Its name.
-      direction: ``"forward"`` or ``"backward"``.
-      select: Fields of the problems; a tuple for one of several values.
-      metric: Of `_METRICS`.
-      over: What the metric is divided by: that of a peer, of `FASTEST`, of the same problem with other fields, or of
-        `PARTS`; None for nothing.
-      at_least: The limit, for the worst of the problems.
-      at_most: Likewise.
-      mean: Whether the limit is for the geometric mean instead.
-    """
+    """A limit for a figure of a suite."""
 
     suite: str
     direction: str
-    select: Mapping[str, Any]
-    metric: str
+    select: Mapping[str, Any]  # fields of the problems; a tuple for one of several values
+    metric: str  # of `_METRICS`
+    # What the metric is divided by: that of a peer, of `FASTEST`, of the same problem with other fields, or of `PARTS`.
     over: str | Mapping[str, Any] | None
-    at_least: float | None = None
+    at_least: float | None = None  # for the worst of the problems
     at_most: float | None = None
-    mean: bool = False
+    mean: bool = False  # whether the limit is for the geometric mean instead
 
 
 class QuestionTarget(NamedTuple):
@@ -63,59 +51,22 @@ class QuestionTarget(NamedTuple):
     at_most: float | None = None
 
 
-class Outcome(NamedTuple):
-    """A target with its figure.
-
-    Attributes:
-      file: ``<device>/<name>``.
-      name: Of the figure, in words.
-      value: None if it is missing.
-      unit: Of the value.
-      at_least: The limit.
-      at_most: Likewise.
-      missing: Why there is no value.
-    """
-
-    file: str
-    name: str
-    value: float | None
-    unit: str
-    at_least: float | None
-    at_most: float | None
-    missing: str = ""
-
-    @property
-    def reached(self) -> bool:
-        """Whether there is a figure within the limit."""
-        if self.value is None:
-            return False
-        above = self.at_least is None or self.value >= self.at_least
-        return above and (self.at_most is None or self.value <= self.at_most)
-
-
 _BOTH = ("forward", "backward")
 _SPLIT, _PLAIN = {"form": "split"}, {"variant": "noop", "lengths": ""}
 _PER_D = {"variant": ("noop", "causal"), "Dv": 0}
-TARGETS: tuple[Target, ...] = (
-    *(Target("main", x, {}, "speed", "torch-flex", at_least=1.0, mean=True) for x in _BOTH),
-    Target("main", "forward", {}, "speed", "torch-flex", at_least=0.9),
-    Target("main", "backward", {}, "speed", "torch-flex", at_least=0.85),
-    Target("main", "forward", {"variant": "softcap"}, "speed", "torch-flex", at_least=1.5),
-    Target("blocks", "forward", _SPLIT, "speed", {"form": "partial"}, at_least=1.0, mean=True),
-    Target("blocks", "forward", _SPLIT, "speed", {"form": "everywhere"}, at_least=1.3, mean=True),
-    *(Target("heads", x, {"D": D}, "TFLOP/s", {"D": 128}, at_least=0.8) for x in _BOTH for D in (80, 96)),
-    Target(
-        "captured",
-        "backward",
-        {"variant": "alibi", "differentiated": True},
-        "time",
-        {"differentiated": False},
-        None,
-        1.1,
-    ),
-    *(Target("pair_bias", x, {"variant": "pair_bias"}, "speed", "jax-cudnn", at_least=1.0) for x in _BOTH),
-    *(Target("short", x, {}, "speed", FASTEST, at_least=0.9) for x in _BOTH),
-    Target("decode", "forward", _PLAIN, "speed", "jax-cudnn", at_least=0.95),
+_GRADIENT = {"variant": "alibi", "differentiated": True}
+TARGETS = (
+    *(Target("main", x, {}, "speed", "torch-flex", 1.0, mean=True) for x in _BOTH),
+    Target("main", "forward", {}, "speed", "torch-flex", 0.9),
+    Target("main", "backward", {}, "speed", "torch-flex", 0.85),
+    Target("main", "forward", {"variant": "softcap"}, "speed", "torch-flex", 1.5),
+    Target("blocks", "forward", _SPLIT, "speed", {"form": "partial"}, 1.0, mean=True),
+    Target("blocks", "forward", _SPLIT, "speed", {"form": "everywhere"}, 1.3, mean=True),
+    *(Target("heads", x, {"D": D}, "TFLOP/s", {"D": 128}, 0.8) for x in _BOTH for D in (80, 96)),
+    Target("captured", "backward", _GRADIENT, "time", {"differentiated": False}, at_most=1.1),
+    *(Target("pair_bias", x, {"variant": "pair_bias"}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
+    *(Target("short", x, {}, "speed", FASTEST, 0.9) for x in _BOTH),
+    Target("decode", "forward", _PLAIN, "speed", "jax-cudnn", 0.95),
     *(Target("decode", "forward", {"variant": x}, "speed", {"variant": "noop"}, 0.9) for x in ("alibi", "softcap")),
     *(Target("decode", "forward", {"lengths": x}, "TB/s", {"lengths": "even"}, 0.85) for x in ("uniform", "skewed")),
     Target("paged", "forward", {"page": 64}, "µs", None, at_most=140.0),
@@ -124,9 +75,9 @@ TARGETS: tuple[Target, ...] = (
     *(Target("cascade", "forward", {"Hkv": x, "prefix": 8192}, "speed", "jflex-flat", 15.0) for x in (32, 8)),
     *(Target("cascade", "forward", {"Hkv": x, "prefix": 1024}, "speed", "jflex-flat", 1.5) for x in (32, 8)),
     Target("mixed", "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1),
-    *(Target("hopper", x, {"Hkv": 8}, "speed", "jax-cudnn", at_least=1.0) for x in _BOTH),
+    *(Target("hopper", x, {"Hkv": 8}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
     *(Target("hopper", x, {"D": D, **_PER_D}, "TFLOP/s", {"D": 128}, 0.85) for x in _BOTH for D in (96, 192)),
-    *(Target("hopper_short", x, {}, "speed", "jflex-triton", at_least=1.0) for x in _BOTH),
+    *(Target("hopper_short", x, {}, "speed", "jflex-triton", 1.0) for x in _BOTH),
 )
 QUESTION_TARGETS = (
     QuestionTarget("cpu", "window", "forward, times faster", at_least=8.0),
@@ -142,57 +93,60 @@ QUESTION_TARGETS = (
     QuestionTarget(DEVICE, "block_mask", "time, jflex, *", at_most=100.0),
     QuestionTarget(DEVICE, "block_mask", "p* jflex, *", at_most=1000.0),  # peak of the allocator, planned by XLA
 )
-
-
-class _Hopper(NamedTuple):
-    """Targets of `hopper` at one head size: TFLOP/s; of the rate of causal; and speed over peers.
-
-    The rates come from figures that were published for another H200. A run is judged by its own peers: a target over a
-    peer is the ratio of the rate to what was published for that peer.
-    """
-
-    direction: str
-    variants: tuple[str, ...]
-    D: int
-    tflops: tuple[float, ...]
-    of_causal: float | None
-    over: tuple[float | None, ...]  # of `_HOPPER_PEERS`
-
-
+# Targets of `hopper` by variant: TFLOP/s; of the rate of causal; and speed over `_HOPPER_PEERS`. The rates come from
+# figures that were published for another H200. A run is judged by its own peers: a target over a peer is the ratio of
+# the rate to what was published for that peer.
 _HOPPER_PEERS = ("fa4", "jax-cudnn", "tokamax", "torch-flex")
 _HOPPER = (
-    _Hopper("forward", ("causal",), 128, (680,), None, (1.07, 1.02, 0.97, 1.6)),
-    _Hopper("forward", ("noop",), 128, (690,), None, (1.05, 1.01, 0.98, 1.44)),
-    _Hopper("forward", ("softcap",), 128, (560,), 0.82, (1.8, None, None, 2.78)),
-    _Hopper("forward", ("sliding_window",), 128, (560,), 0.82, (1.04, None, None, 1.57)),
-    _Hopper("forward", ("alibi", "relative_bias"), 128, (600,), 0.88, (None, None, None, 1.55)),
-    _Hopper("forward", ("document_mask",), 128, (540,), 0.79, (None, None, None, 1.55)),
-    _Hopper("backward", ("causal",), 128, (520, 600), None, (0.86, 1.02, 1.22, 1.33)),
-    _Hopper("backward", ("noop",), 128, (540, 620), None, (0.86, 1.01, 1.23, 1.31)),
-    _Hopper("backward", ("softcap",), 128, (420,), 0.8, (1.04, None, None, 2.08)),
-    _Hopper("forward", ("causal",), 64, (500,), None, (0.97, 1.03, 1.1, 1.27)),
-    _Hopper("forward", ("noop",), 64, (520,), None, (0.97, 1.07, 1.09, 1.26)),
-    _Hopper("forward", ("softcap",), 64, (400,), 0.8, (1.96, None, None, 3.38)),
-    _Hopper("forward", ("sliding_window",), 64, (420,), 0.84, (1.07, None, None, 1.28)),
-    _Hopper("forward", ("alibi", "relative_bias"), 64, (440,), 0.88, (None, None, None, 1.35)),
-    _Hopper("forward", ("document_mask",), 64, (400,), 0.8, (None, None, None, 1.44)),
-    _Hopper("backward", ("causal",), 64, (430, 523), None, (0.82, 1.02, 1.25, 1.39)),
-    _Hopper("backward", ("noop",), 64, (460, 530), None, (0.86, 1.01, 1.3, 1.41)),
-    _Hopper("backward", ("softcap",), 64, (330,), 0.76, (1.62, None, None, 2.61)),
+    ("forward", ("causal",), 128, (680,), None, (1.07, 1.02, 0.97, 1.6)),
+    ("forward", ("noop",), 128, (690,), None, (1.05, 1.01, 0.98, 1.44)),
+    ("forward", ("softcap",), 128, (560,), 0.82, (1.8, None, None, 2.78)),
+    ("forward", ("sliding_window",), 128, (560,), 0.82, (1.04, None, None, 1.57)),
+    ("forward", ("alibi", "relative_bias"), 128, (600,), 0.88, (None, None, None, 1.55)),
+    ("forward", ("document_mask",), 128, (540,), 0.79, (None, None, None, 1.55)),
+    ("backward", ("causal",), 128, (520, 600), None, (0.86, 1.02, 1.22, 1.33)),
+    ("backward", ("noop",), 128, (540, 620), None, (0.86, 1.01, 1.23, 1.31)),
+    ("backward", ("softcap",), 128, (420,), 0.8, (1.04, None, None, 2.08)),
+    ("forward", ("causal",), 64, (500,), None, (0.97, 1.03, 1.1, 1.27)),
+    ("forward", ("noop",), 64, (520,), None, (0.97, 1.07, 1.09, 1.26)),
+    ("forward", ("softcap",), 64, (400,), 0.8, (1.96, None, None, 3.38)),
+    ("forward", ("sliding_window",), 64, (420,), 0.84, (1.07, None, None, 1.28)),
+    ("forward", ("alibi", "relative_bias"), 64, (440,), 0.88, (None, None, None, 1.35)),
+    ("forward", ("document_mask",), 64, (400,), 0.8, (None, None, None, 1.44)),
+    ("backward", ("causal",), 64, (430, 523), None, (0.82, 1.02, 1.25, 1.39)),
+    ("backward", ("noop",), 64, (460, 530), None, (0.86, 1.01, 1.3, 1.41)),
+    ("backward", ("softcap",), 64, (330,), 0.76, (1.62, None, None, 2.61)),
 )
 
 
 def hopper_targets() -> Iterator[Target]:
     """The targets of the suite `hopper` by variant."""
-    for row in _HOPPER:
-        select = {"variant": row.variants, "D": row.D, "S": 16384, "Dv": 0}
-        for rate in row.tflops:
-            yield Target("hopper", row.direction, select, "TFLOP/s", None, at_least=rate)
-        if row.of_causal is not None:
-            yield Target("hopper", row.direction, select, "TFLOP/s", {"variant": "causal"}, row.of_causal)
-        for peer, ratio in zip(_HOPPER_PEERS, row.over, strict=True):
-            if ratio is not None:
-                yield Target("hopper", row.direction, select, "speed", peer, at_least=ratio)
+    for direction, variants, D, rates, of_causal, over_peers in _HOPPER:
+        over: list[Any] = [(None, rate) for rate in rates] + [({"variant": "causal"}, of_causal)]
+        select = {"variant": variants, "D": D, "S": 16384, "Dv": 0}
+        for other, limit in [*over, *zip(_HOPPER_PEERS, over_peers, strict=True)]:
+            metric = "speed" if isinstance(other, str) else "TFLOP/s"
+            if limit is not None:
+                yield Target("hopper", direction, select, metric, other, limit)
+
+
+class Outcome(NamedTuple):
+    """A target with its figure."""
+
+    target: Target | QuestionTarget
+    file: str  # ``<device>/<name>``
+    name: str  # of the figure, in words
+    value: float | None  # None if it is missing
+    unit: str
+    missing: str = ""  # why there is no value
+
+    @property
+    def reached(self) -> bool:
+        """Whether there is a figure within the limit."""
+        if self.value is None:
+            return False
+        above = self.target.at_least is None or self.value >= self.target.at_least
+        return above and (self.target.at_most is None or self.value <= self.target.at_most)
 
 
 def outcomes(results: Results) -> list[Outcome]:
@@ -200,8 +154,7 @@ def outcomes(results: Results) -> list[Outcome]:
     found, suites = [], results.get(DEVICE, {})
     for target in (*TARGETS, *hopper_targets()):
         result = suites.get(target.suite)
-        absent = isinstance(target.over, str) and result is not None and is_absent(result, target.over)
-        if not absent:
+        if result is None or not (isinstance(target.over, str) and result.lacks(target.over)):
             found.append(evaluate(target, result))
     for target in QUESTION_TARGETS:
         found += _of_question(target, results.get(target.device, {}).get(target.question))
@@ -215,19 +168,18 @@ def evaluate(target: Target, result: ResultFile | None) -> Outcome:
       target: Of a suite.
       result: The suite's results; None if there are none.
     """
-    unit = target.metric if target.over is None else "x"
     problems = [problem for problem in suite(target.suite) if _selected(problem, target.select)]
-    words = (f"{DEVICE}/{target.suite}", _name(target, len(problems)))
-    limits = (target.at_least, target.at_most)
+    unit = target.metric if target.over is None else "x"
+    missing = Outcome(target, f"{DEVICE}/{target.suite}", _name(target, len(problems)), None, unit)
     if result is None:
-        return Outcome(*words, None, unit, *limits, f"{words[0]}.json is missing")
+        return missing._replace(missing=f"{missing.file}.json is missing")
     values = [_value(target, result, problem) for problem in problems]
     known = [x for x in values if x is not None]
     if len(known) < len(values) or not values:
-        return Outcome(*words, None, unit, *limits, f"{len(values) - len(known)} of {len(values)} are missing")
+        return missing._replace(missing=f"{len(values) - len(known)} of {len(values)} are missing")
     worst = min if target.at_most is None else max
     value = statistics.geometric_mean(known) if target.mean else worst(known)
-    return Outcome(*words, float(f"{value:.4g}"), unit, *limits)
+    return missing._replace(value=float(f"{value:.4g}"))
 
 
 def _selected(problem: Problem, select: Mapping[str, Any]) -> bool:
@@ -242,24 +194,24 @@ def _value(target: Target, result: ResultFile, problem: Problem) -> float | None
     if own.backend == "triton" and target.over == "jflex-triton":
         return 1.0  # the same kernels; what differs is noise
     others = _others(target, result, problem)
-    if not others or None in others:
-        return None
     known = [metric(record) for record in others if record is not None]
+    if not known or len(known) < len(others):
+        return None
     return metric(own) / (sum(known) if target.over == PARTS else max(known))
 
 
 def _others(target: Target, result: ResultFile, problem: Problem) -> Sequence[Record | None]:
     """The records that the figure is relative to; None where one is missing."""
-    find, baseline = result.find, result.baseline
+    find = lambda problem, peer=result.baseline: result.find(problem, peer, target.direction)
     if isinstance(target.over, Mapping):
-        return [find(dataclasses.replace(problem, **target.over), baseline, target.direction)]
+        return [find(dataclasses.replace(problem, **target.over))]
     if target.over == PARTS:
-        return [find(part, baseline, target.direction) for part in parts_of_mixed(problem)]
+        return [find(part) for part in parts_of_mixed(problem)]
     if target.over == FASTEST:
-        found = (find(problem, name, target.direction) for name in result.peers - {baseline})
-        return [record for record in found if record is not None]
+        peers = [name for name in result.peers() if name != result.baseline]
+        return [record for name in peers if (record := find(problem, name)) is not None]
     assert target.over is not None
-    return [find(problem, target.over, target.direction)]
+    return [find(problem, target.over)]
 
 
 def _name(target: Target, count: int) -> str:
@@ -287,9 +239,9 @@ def _fields(fields: Mapping[str, Any]) -> str:
 
 
 def _of_question(target: QuestionTarget, result: ResultFile | None) -> list[Outcome]:
-    file, limits = f"{target.device}/{target.question}", (target.at_least, target.at_most)
+    file = f"{target.device}/{target.question}"
     records = [] if result is None else [x for x in result.records if fnmatch.fnmatchcase(x.name, target.pattern)]
     if not records:
         missing = f"{file}.json is missing" if result is None else "no record has such a name"
-        return [Outcome(file, target.pattern, None, "", *limits, missing)]
-    return [Outcome(file, record.name, record.value.median, record.unit, *limits) for record in records]
+        return [Outcome(target, file, target.pattern, None, "", missing)]
+    return [Outcome(target, file, record.name, record.value.median, record.unit) for record in records]

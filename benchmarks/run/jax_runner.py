@@ -1,10 +1,13 @@
-"""Compiles and times the JAX peers."""
+"""Compiles and times the JAX peers, and other JAX functions."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
+import pathlib
+import tempfile
+import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,91 +16,152 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers, jax_serving
+from benchmarks.peers import jax_peers
 from benchmarks.problems import Problem
-from benchmarks.run import timing
-from benchmarks.run.library_runner import Call, LibraryRunner
+from benchmarks.results.schema import Summary
+from benchmarks.run.check_outputs import MAX_SAMPLES
+from benchmarks.run.library_runner import LibraryRunner
+from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
+
+_EVICT = "evict_l2_cache"
+_STEADY = 0.1  # `take_turns` ends when the quartiles of the ratio lie within this share of its median,
+_ENOUGH = 9  # and there are so many rounds,
+_LONGEST = 31  # or so many at most, or the time is over.
+
+
+def evict_l2_cache(buffer: jax.Array) -> jax.Array:
+    """Reads and writes all of a buffer; its name marks its kernels in the profile."""
+    return jax.lax.population_count(buffer)
+
+
+def _profiled_seconds(call: Call, runs: int) -> list[float]:
+    evict, result = jax.jit(evict_l2_cache, donate_argnums=0), None
+    buffer = evict(jnp.zeros(COLD_BYTES // 4, jnp.uint32))
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    with tempfile.TemporaryDirectory() as folder:
+        jax.block_until_ready(buffer)
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(runs):
+                buffer = evict(buffer)
+                result = call()
+            jax.block_until_ready((buffer, result))
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    return busy_per_call(gpu_spans(profile), runs)
+
+
+def gpu_spans(profile: Any) -> list[Span]:
+    """What the streams of the first GPU did, in a `jax.profiler.ProfileData`."""
+    # Python 3.12 warns of the type of `event.stats` when it is first made; as an error, that would end the process.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        lines = [line for plane in profile.planes if plane.name.startswith("/device:GPU:0") for line in plane.lines]
+        return [_span(event) for line in lines if line.name.startswith("Stream") for event in line.events]
+
+
+def _span(event: Any) -> Span:
+    separator = "popcnt" in event.name or any(_EVICT in str(value) for _, value in event.stats)
+    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator)
+
+
+def timer() -> Timer:
+    """Times calls on JAX's default device."""
+    return Timer(jax.block_until_ready, _profiled_seconds if jax.default_backend() == "gpu" else None)
+
+
+def samples(arrays: Any) -> list[list[float]]:
+    """Up to about `MAX_SAMPLES` elements of each array, for `benchmarks.run.check_outputs`."""
+    found = []
+    for x in jax.tree.leaves(arrays):
+        step = (x.size // MAX_SAMPLES) | 1  # odd, so that not all are of one column
+        found.append(np.asarray(x.reshape(-1)[::step], np.float64).round(7).tolist())
+    return found
+
+
+def take_turns(peers: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+    """Wall seconds that each of two peers takes, in rounds, on a CPU.
+
+    Args:
+      peers: Functions without arguments that return arrays; jitted ones.
+      seconds: No round is begun after so much time, but three are made in any case.
+    """
+    measure, times = timer(), {name: [] for name in peers}
+    for call in peers.values():
+        measure.wait(call())
+    deadline = time.perf_counter() + seconds
+    while True:
+        for name, call in peers.items():
+            times[name] += measure.wall_seconds(call, 1)
+        first, second = times.values()
+        ratio = Summary.of(ratios(first, second))
+        steady = len(first) >= _ENOUGH and ratio.high - ratio.low < _STEADY * ratio.median
+        if steady or len(first) >= _LONGEST or (len(first) >= 3 and time.perf_counter() > deadline):
+            return times
+
+
+def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
 
 
 class JaxRunner(LibraryRunner):
     """Runs peers on JAX's default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timer = timer()
+
+    def samples(self, result: Any) -> list[list[float]]:
+        return samples(result)
 
     def start(self, problem: Problem) -> dict[str, Any]:
         """Draws the arrays, makes the BlockMask and counts the work."""
         self._problem = problem
         self._mods, self._captured = jax_peers.mods_of(problem)
         if problem.served:
-            return {"work": dataclasses.asdict(roofline.served_work(problem))}
+            return {}
         block_mask, visited = jax_peers.block_mask_of(problem, self._mods(self._captured))
         self._inputs = jax_peers.inputs_of(problem, self._captured, block_mask)
-        done = roofline.work(problem, visited, [x.shape for x in self._captured.values()])
-        backends = jax_peers.backends_of(problem, self._mods, self._inputs)
-        return {"work": dataclasses.asdict(done), "backends": backends}
+        work = roofline.work(problem, visited, [x.shape for x in self._captured.values()])
+        return {"work": work._asdict(), "backends": jax_peers.backends_of(problem, self._mods, self._inputs)}
+
+    def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
+        if self._problem.served:
+            function, inputs = jax_peers.served_program(peer, self._problem, self._mods, self._captured)
+            return {"forward": (jax.jit(function), inputs)}
+        attend = jax_peers.attention(peer, self._problem, self._mods)
+        functions = {"forward": attend, "backward": jax_peers.with_residuals(attend, self._problem)}
+        return {direction: (jax.jit(functions[direction]), self._inputs) for direction in directions}
 
     def build(self, peer: str, directions: Sequence[str]) -> dict[str, Call]:
         """The forward is one program; so is the backward, from the residuals that `jax.vjp` keeps."""
-        if self._problem.served:
-            function, inputs = jax_serving.program(peer, self._problem, self._mods, self._captured)
-            return {"forward": functools.partial(jax.jit(function), *inputs)}
-        attend = jax_peers.attention(peer, self._problem, self._mods)
         calls: dict[str, Call] = {}
-        if "forward" in directions:
-            calls["forward"] = functools.partial(jax.jit(attend), *self._inputs)
-        if "backward" in directions:
-            out, pull = jax.jit(jax_peers.with_residuals(attend, self._problem))(*self._inputs)
-            cotangent = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
-            calls["backward"] = functools.partial(jax.jit(lambda pull, cotangent: pull(cotangent)), pull, cotangent)
+        for direction, (function, inputs) in self._programs(peer, directions).items():
+            if direction == "backward":
+                out, pull = function(*inputs)
+                function, inputs = _pull(), (pull, jax.random.normal(jax.random.key(1), out.shape, out.dtype))
+            calls[direction] = functools.partial(function, *inputs)
         return calls
 
     def fill_caches(self, peer: str, directions: Sequence[str]) -> None:
-        """Lowers and compiles the same programs without running them."""
-        if self._problem.served:
-            function, inputs = jax_serving.program(peer, self._problem, self._mods, self._captured)
-            jax.jit(function).lower(*inputs).compile()
-            return
-        attend = jax_peers.attention(peer, self._problem, self._mods)
-        if "forward" in directions:
-            jax.jit(attend).lower(*self._inputs).compile()
-        if "backward" in directions:
-            both = jax.jit(jax_peers.with_residuals(attend, self._problem))
-            both.lower(*self._inputs).compile()
-            out, pull = jax.eval_shape(both, *self._inputs)
-            jax.jit(lambda pull, cotangent: pull(cotangent)).lower(pull, out).compile()
+        for direction, (function, inputs) in self._programs(peer, directions).items():
+            function.lower(*inputs).compile()
+            if direction == "backward":
+                out, pull = jax.eval_shape(function, *inputs)
+                _pull().lower(pull, out).compile()
 
-    def samples(self, call: Call) -> list[list[float]]:
-        """Of what a call returns."""
-        return timing.samples(call())
-
-    def timed(self, call: Call, runs: int) -> tuple[list[float], str]:
-        """By JAX's profiler."""
-        found = timing.timed(call, runs, warmup=1)
-        return found.seconds, found.method
-
-    def queue_seconds(self, call: Call, runs: int) -> list[float]:
-        """Launches included."""
-        return timing.queue_seconds(call, runs)
-
-    def wait(self, result: Any) -> None:
-        """Until the device is idle."""
-        jax.block_until_ready(result)
-
-    def rates(self) -> dict[str, float]:
-        """Of a GEMM of bfloat16 matrices of side 8192, and of reading and writing 1 GiB."""
-        side, count = (8192, 2**28) if jax.default_backend() == "gpu" else (256, 2**16)
+    def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
         left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
-        numbers = jnp.arange(count, dtype=jnp.uint32)
-        product = functools.partial(jax.jit(jnp.matmul), left, right)
-        copy = functools.partial(jax.jit(jnp.invert), numbers)
-        seconds = [float(np.median(timing.device_seconds(call))) for call in (product, copy)]
-        return {"matmul_flops": 2 * side**3 / seconds[0], "copy_bytes": 2 * numbers.nbytes / seconds[1]}
-
-    def large_product(self) -> Call:
-        """A GEMM of bfloat16 matrices of side 8192."""
-        x = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
-        return functools.partial(jax.jit(jnp.matmul), x, x)
+        copied = jnp.arange(count, dtype=jnp.uint32)
+        return functools.partial(jax.jit(jnp.matmul), left, right), functools.partial(jax.jit(jnp.invert), copied)
 
     def forget(self) -> None:
-        """Drops the arrays and the programs."""
         for name in ("_problem", "_inputs", "_mods", "_captured"):
             vars(self).pop(name, None)
         gc.collect()
+
+
+def _pull() -> Any:
+    return jax.jit(lambda pull, cotangent: pull(cotangent))

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.environment import ROOT
 
-START_SECONDS = 180.0  # to import a library and initialize the GPU
 SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX would take three quarters of the memory at its start
+_START_SECONDS = 180.0  # to import a library and initialize the GPU
 _JOB_SECONDS = 240.0
 _MIN_WAIT = 15.0  # seconds that a problem takes at most, if nothing hangs; no wait is shorter unless the end is nearer
 _MAX_LOSSES = 5  # of one library, after which its worker is not started again
@@ -47,23 +47,21 @@ class Deadline:
     """
 
     def __init__(self, seconds: float | None = None, share: float = 1.0) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = float("inf") if seconds is None else time.monotonic() + seconds
         self._share = share
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the end; None if there is none."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     @property
     def over(self) -> bool:
         """Whether nothing should be begun any more, since what takes `_MIN_WAIT` seconds would be cut short."""
-        return self.left is not None and self.left < _MIN_WAIT
+        return self._left < _MIN_WAIT
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
     def timeout(self, seconds: float) -> float:
         """How long to wait, at most `seconds`."""
-        left = self.left
-        return seconds if left is None else min(seconds, max(left * self._share, min(left, _MIN_WAIT)))
+        return min(seconds, max(self._left * self._share, min(self._left, _MIN_WAIT)))
 
 
 class WorkerError(RuntimeError):
@@ -82,11 +80,10 @@ class Worker:
 
     def __init__(self, target: str, variables: Mapping[str, str], log: pathlib.Path, name: str = "") -> None:
         self._name, self._log, self._buffer = name or target, log, b""
-        words = [sys.executable, "-m", "benchmarks.run.jobs", target]
-        pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+        words, pipe = [sys.executable, "-m", "benchmarks.run.jobs", target], subprocess.PIPE
         with open(log, "ab") as file:
             self._process = subprocess.Popen(
-                words, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=file, bufsize=0
+                words, cwd=ROOT, env={**os.environ, **variables}, stdin=pipe, stdout=pipe, stderr=file, bufsize=0
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -121,15 +118,6 @@ class Worker:
             self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
-
-    def request(self, method: str, seconds: float, **arguments: Any) -> Any:
-        """Sends and receives.
-
-        Raises:
-          WorkerError: As they do.
-        """
-        self.send(method, **arguments)
-        return self.receive(seconds)
 
     def close(self, grace: float = 0.0) -> None:
         """Ends the child; it may take `grace` seconds to exit by itself."""
@@ -174,14 +162,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        targets: Mapping[str, str],
-        variables: Mapping[str, str],
-        logs: pathlib.Path,
-        deadline: Deadline | None = None,
+        self, targets: Mapping[str, str], variables: Mapping[str, str], logs: pathlib.Path, deadline: Deadline
     ) -> None:
-        self._targets, self._variables, self._logs = dict(targets), variables, logs
-        self._deadline = deadline or Deadline()
+        self._targets, self._variables, self._logs, self._deadline = targets, variables, logs, deadline
         self._workers: dict[str, Worker] = {}
         self._losses = dict.fromkeys(targets, 0)
 
@@ -192,6 +175,10 @@ class WorkerPool:
     def __exit__(self, *error: object) -> None:
         for worker in self._workers.values():
             worker.close()
+
+    def has_given_up(self, library: str) -> bool:
+        """Whether its worker was lost too often to be started again."""
+        return self._losses[library] >= _MAX_LOSSES
 
     def request(self, library: str, method: str, seconds: float, **arguments: Any) -> dict[str, Any]:
         """The answer of one worker."""
@@ -207,61 +194,44 @@ class WorkerPool:
         """The answers of the workers that have arguments, side by side, by library."""
         answers, waits = {}, {}
         for library, own in arguments.items():
+            waits[library] = seconds + _START_SECONDS * (library not in self._workers)
             try:
-                worker, new = self._worker(library)
-                worker.send(method, **own)
+                self._worker(library).send(method, **own)
             except WorkerError as error:
-                answers[library] = self._lost(library, error)
-            else:
-                waits[library] = (worker, seconds + START_SECONDS * new)
-        for library, (worker, patience) in waits.items():
+                answers[library] = self._lost(library, str(error))
+        for library in [x for x in waits if x not in answers]:
             try:
-                answers[library] = worker.receive(self._deadline.timeout(patience))
+                answer = self._workers[library].receive(self._deadline.timeout(waits[library]))
+                if any(word in str(answer) for word in _FATAL):
+                    self._workers[library].close()
+                    answer |= self._lost(library, answer.get("failed"))
+                answers[library] = answer
             except WorkerError as error:
-                answers[library] = self._lost(library, error)
-            else:
-                self._end_if_broken(library, answers[library])
-        return answers
+                answers[library] = self._lost(library, str(error))
+        return {library: answers[library] for library in arguments}
 
-    def _worker(self, library: str) -> tuple[Worker, bool]:
-        if library in self._workers:
-            return self._workers[library], False
-        if self._losses[library] >= _MAX_LOSSES:
-            raise WorkerError(f"the {library} process was lost {_MAX_LOSSES} times, and is not started again")
-        log = self._logs / f"{library}.log"
-        self._workers[library] = Worker(self._targets[library], self._variables, log, library)
-        return self._workers[library], True
+    def _worker(self, library: str) -> Worker:
+        if library not in self._workers:
+            if self.has_given_up(library):
+                raise WorkerError(f"the {library} process was lost {_MAX_LOSSES} times, and is not started again")
+            log = self._logs / f"{library}.log"
+            self._workers[library] = Worker(self._targets[library], self._variables, log, library)
+        return self._workers[library]
 
-    def _lost(self, library: str, error: WorkerError) -> dict[str, Any]:
-        if self._workers.pop(library, None) is not None:
-            self._losses[library] += 1
-        return {"failed": str(error), "lost": True}
-
-    def _end_if_broken(self, library: str, answer: dict[str, Any]) -> None:
-        if any(word in str(answer) for word in _FATAL):
-            answer["lost"] = True
-            self._workers.pop(library).close()
-            self._losses[library] += 1
+    def _lost(self, library: str, failed: str | None) -> dict[str, Any]:
+        self._losses[library] += self._workers.pop(library, None) is not None
+        return {"lost": True} if failed is None else {"failed": failed, "lost": True}
 
 
 class Job(NamedTuple):
-    """A call of ``module.function(**arguments)`` in a process of its own.
+    """A call of ``module.function(**arguments)`` in a process of its own; importing the module is part of it."""
 
-    Attributes:
-      label: For remarks and answers.
-      module: Where the function is; importing it is part of the process.
-      function: Its name.
-      arguments: By name, of what JSON can hold.
-      variables: Added to the variables of the environment.
-      seconds: The process is ended after so long.
-    """
-
-    label: str
+    label: str  # for remarks and answers
     module: str
     function: str
-    arguments: dict[str, Any]
-    variables: Mapping[str, str] = SHARED_GPU
-    seconds: float = _JOB_SECONDS
+    arguments: dict[str, Any]  # of what JSON can hold
+    variables: Mapping[str, str] = SHARED_GPU  # added to those of the environment
+    seconds: float = _JOB_SECONDS  # after which the process is ended
 
 
 RunJob = Callable[[Job], Any]
@@ -275,7 +245,8 @@ def run_job(job: Job) -> Any:
     """
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker(job.module, job.variables, pathlib.Path(folder) / "log", "job's")
-        result = worker.request(job.function, job.seconds, **job.arguments)
+        worker.send(job.function, **job.arguments)
+        result = worker.receive(job.seconds)
         worker.close(grace=20.0)
     return result
 

@@ -6,31 +6,33 @@ Imports neither JAX nor torch.
 from __future__ import annotations
 
 import abc
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.problems import Problem
+from benchmarks.run.timing import Call, Timer, describe_error
 
-Call = Callable[[], Any]
 DIRECTIONS = ("forward", "backward")
 _MAX_SECONDS = 1.5  # of kernels that one measurement may take, if it has three repetitions
-# What a peer that cannot run raises. Anything else ends the process, and the parent reports it.
-PEER_ERRORS = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, LookupError, AssertionError, OSError)
 
 
-class Prepared(NamedTuple):
-    """A peer's compiled calls by direction, and the wall time of one of each."""
+class _Prepared(NamedTuple):
+    """One direction of a peer: its compiled call, the wall time of one, and elements of each resulting array."""
 
-    calls: dict[str, Call]
-    seconds: dict[str, float]
+    call: Call
+    seconds: float
+    samples: list[list[float]] | None
 
 
 class LibraryRunner(abc.ABC):
     """The part of a run inside a library's own process. Answers are of what JSON can hold."""
 
+    timer: Timer
+
     def __init__(self) -> None:
-        self._prepared: dict[str, Prepared] = {}
+        self._prepared: dict[str, dict[str, _Prepared]] = {}  # by peer and direction
 
     @abc.abstractmethod
     def start(self, problem: Problem) -> dict[str, Any]:
@@ -44,47 +46,26 @@ class LibraryRunner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_caches(self, peer: str, directions: Sequence[str]) -> None:
-        """Compiles a peer's programs for the started problem into the caches on the disk."""
-
-    @abc.abstractmethod
-    def timed(self, call: Call, runs: int) -> tuple[list[float], str]:
-        """Device seconds of each repetition, and the method."""
-
-    @abc.abstractmethod
-    def queue_seconds(self, call: Call, runs: int) -> list[float]:
-        """Wall seconds of a call in a queue of calls."""
-
-    @abc.abstractmethod
-    def wait(self, result: Any) -> None:
-        """Until the device is idle."""
-
-    @abc.abstractmethod
-    def rates(self) -> dict[str, float]:
-        """The machine's rates as measured here: ``matmul_flops`` and ``copy_bytes`` per second."""
-
-    @abc.abstractmethod
-    def large_product(self) -> Call:
-        """A GEMM of bfloat16 matrices of side 8192."""
+    def gemm_and_copy(self, side: int, count: int) -> tuple[Call, Call]:
+        """A GEMM of bfloat16 matrices of a side, and a copy of so many numbers of 4 bytes."""
 
     @abc.abstractmethod
     def forget(self) -> None:
         """Frees what the problem took."""
 
-    def samples(self, call: Call) -> list[list[float]] | None:
+    def fill_caches(self, peer: str, directions: Sequence[str]) -> None:
+        """Compiles a peer's programs for the started problem into the caches on the disk."""
+        for call in self.build(peer, directions).values():
+            self.timer.wait(call())
+
+    def samples(self, result: Any) -> list[list[float]] | None:
         """Elements of each resulting array, for `benchmarks.run.check_outputs`; None if they are not compared."""
         return None
-
-    def errors(self) -> tuple[type[BaseException], ...]:
-        """What a peer that cannot run raises."""
-        return PEER_ERRORS
 
     def prepare(
         self, problem: dict[str, Any], peers: Sequence[str], directions: Sequence[str], compile_only: bool = False
     ) -> dict[str, Any]:
-        """Compiles, warms up and samples the outputs of peers.
-
-        A peer that can run one direction is ready for it.
+        """Compiles, warms up and samples the outputs of peers. A peer that can run one direction is ready for it.
 
         Args:
           problem: Fields of `Problem`.
@@ -93,21 +74,21 @@ class LibraryRunner(abc.ABC):
           compile_only: Only fill the caches on the disk.
 
         Returns:
-          What `start` returns; ``ready``, seconds by peer; ``unable``, reasons by peer and direction; ``samples`` of
-          the results, by peer and direction.
+          What `start` returns; ``ready``, names of peers; ``unable``, reasons by peer and direction; ``samples`` of the
+          results, by peer and direction.
         """
         self.release()
         started = self.start(Problem(**problem))
-        ready: dict[str, float] = {}
-        unable: dict[str, dict[str, str]] = {}
-        for name in peers:
-            begun = time.perf_counter()
-            reasons = self._prepare_peer(name, tuple(directions), compile_only)
-            if reasons:
-                unable[name] = reasons
-            if len(reasons) < len(directions):
-                ready[name] = round(time.perf_counter() - begun, 2)
-        return {"ready": ready, "unable": unable, "samples": self._samples()} | started
+        reasons = {name: self._prepare_peer(name, tuple(directions), compile_only) for name in peers}
+        samples = {
+            name: {direction: x.samples for direction, x in prepared.items() if x.samples is not None}
+            for name, prepared in self._prepared.items()
+        }
+        return started | {
+            "ready": [name for name in peers if len(reasons[name]) < len(directions)],
+            "unable": {name: x for name, x in reasons.items() if x},
+            "samples": {name: x for name, x in samples.items() if x},
+        }
 
     def _prepare_peer(self, peer: str, directions: tuple[str, ...], compile_only: bool) -> dict[str, str]:
         """All directions at once; each alone if that fails. The reasons of those that fail."""
@@ -115,40 +96,33 @@ class LibraryRunner(abc.ABC):
             if compile_only:
                 self.fill_caches(peer, directions)
             else:
-                self._keep(peer, self._warm(self.build(peer, directions)))
-        except self.errors() as error:
+                warm = {direction: self._warm(call) for direction, call in self.build(peer, directions).items()}
+                self._prepared[peer] = self._prepared.get(peer, {}) | warm
+            return {}
+        except Exception as error:  # each library's compiler has errors of its own
             if len(directions) == 1:
                 return {directions[0]: describe_error(error)}
-        else:
-            return {}
         found: dict[str, str] = {}
         for direction in directions:
             found |= self._prepare_peer(peer, (direction,), compile_only)
         return found
 
-    def _keep(self, peer: str, new: Prepared) -> None:
-        old = self._prepared.get(peer, Prepared({}, {}))
-        self._prepared[peer] = Prepared(old.calls | new.calls, old.seconds | new.seconds)
-
-    def _samples(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for name, prepared in self._prepared.items():
-            for direction, call in prepared.calls.items():
-                if (values := self.samples(call)) is not None:
-                    found.setdefault(name, {})[direction] = values
-        return found
+    def _warm(self, call: Call) -> _Prepared:
+        result = call()
+        self.timer.wait(result)
+        [seconds] = self.timer.wall_seconds(call, 1)
+        return _Prepared(call, seconds, self.samples(result))
 
     def measure(self, peer: str, direction: str, runs: int, queue: bool = False) -> dict[str, Any]:
         """Seconds of so many repetitions, fewer of a slow call; of a queue of calls also, if requested."""
-        if peer not in self._prepared or direction not in self._prepared[peer].calls:
+        prepared = self._prepared.get(peer, {}).get(direction)
+        if prepared is None:
             return {"failed": "It was prepared by a process that is gone."}
-        prepared = self._prepared[peer]
-        call, once = prepared.calls[direction], prepared.seconds[direction]
-        runs = max(min(runs, 3), min(runs, int(_MAX_SECONDS / max(once, 1e-6))))
+        runs = max(min(runs, 3), min(runs, int(_MAX_SECONDS / max(prepared.seconds, 1e-6))))
         try:
-            seconds, method = self.timed(call, runs)
-            queued = self.queue_seconds(call, runs) if queue else []
-        except self.errors() as error:
+            seconds, method = self.timer.timed(prepared.call, runs)
+            queued = self.timer.queue_seconds(prepared.call, runs) if queue else []
+        except Exception as error:
             return {"failed": describe_error(error)}
         return {"seconds": seconds, "method": method, "queue": queued}
 
@@ -158,29 +132,15 @@ class LibraryRunner(abc.ABC):
         self.forget()
         return {}
 
+    def rates(self) -> dict[str, float]:
+        """The machine's rates: of a GEMM of matrices of side 8192, and of reading and writing 1 GiB."""
+        side, count = (256, 2**16) if self.timer.profiled is None else (8192, 2**28)
+        gemm, copy = (statistics.median(self.timer.timed(call, 10)[0]) for call in self.gemm_and_copy(side, count))
+        return {"matmul_flops": 2 * side**3 / gemm, "copy_bytes": 2 * 4 * count / copy}
+
     def check(self) -> dict[str, Any]:
-        """Of a large product: seconds by the profiler, with the method, and by the wall."""
-        call, started = self.large_product(), time.perf_counter()
-        seconds, method = self.timed(call, 10)
-        queue = self.queue_seconds(call, 10)
+        """Of a GEMM of side 8192: seconds by the profiler, with the method, and by the wall."""
+        call, started = self.gemm_and_copy(8192, 1)[0], time.perf_counter()
+        seconds, method = self.timer.timed(call, 10)
+        queue = self.timer.queue_seconds(call, 10)
         return {"profiler": seconds, "method": method, "queue": queue, "took": time.perf_counter() - started}
-
-    def _warm(self, calls: dict[str, Call]) -> Prepared:
-        seconds = {}
-        for direction, call in calls.items():
-            self.wait(call())
-            started = time.perf_counter()
-            self.wait(call())
-            seconds[direction] = time.perf_counter() - started
-        return Prepared(calls, seconds)
-
-
-def describe_error(error: BaseException) -> str:
-    """Its type and the first line of its message, at most 300 characters."""
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message, at most 300 characters; its type if it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -8,14 +8,14 @@ file is written after each problem.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
 import pathlib
-import queue
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -24,10 +24,10 @@ from benchmarks import roofline
 from benchmarks.environment import ClockWatch, gpu_facts, results_folder
 from benchmarks.peers.table import PEERS, Peer, by_library, peers_of
 from benchmarks.problems import SUITES, Problem, suite
-from benchmarks.results import schema, tables
-from benchmarks.results.schema import Record, ResultFile, Summary
+from benchmarks.results import report, schema
+from benchmarks.results.schema import Record, Summary
 from benchmarks.run import check_outputs
-from benchmarks.run.jobs import SHARED_GPU, START_SECONDS, Deadline, Worker, WorkerError, WorkerPool
+from benchmarks.run.jobs import SHARED_GPU, Deadline, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
 
 _JAX = "benchmarks.run.jax_runner:JaxRunner"
@@ -46,9 +46,15 @@ class Plan(NamedTuple):
     peers: tuple[Peer, ...]
     directions: tuple[str, ...]
 
+    def requests(self, problem: Problem, always: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+        """Arguments of `LibraryRunner.prepare`, by library: those with peers, and some without."""
+        shared = {"problem": dataclasses.asdict(problem), "directions": list(self.directions)}
+        names = {**{library: [] for library in always}, **by_library(problem, self.peers)}
+        return {library: {"peers": peers, **shared} for library, peers in names.items()}
+
 
 class SuiteRun:
-    """One measurement of a plan; `records` and `remarks` grow with each problem.
+    """One measurement of a plan; `records` and `remarks()` grow with each problem.
 
     Args:
       pool: A worker for each library.
@@ -60,7 +66,7 @@ class SuiteRun:
     def __init__(self, pool: WorkerPool, plan: Plan, runs: int, patience: float = 300.0) -> None:
         self._pool, self._plan, self._runs, self._patience = pool, plan, runs, patience
         self.records: list[Record] = []
-        self.remarks: dict[str, list[str]] = {}
+        self._remarks: dict[str, list[str]] = {}
 
     def measure_rates(self) -> dict[str, dict[str, float]]:
         """Of GEMMs and of copies, by each library."""
@@ -74,7 +80,7 @@ class SuiteRun:
     def measure(self, problem: Problem) -> None:
         """All peers, in turns."""
         ready, started = self._prepare(problem)
-        work = dataclasses.asdict(roofline.served_work(problem)) if problem.served else started.get("work")
+        work = roofline.served_work(problem)._asdict() if problem.served else started.get("work")
         if work is None:
             return
         for direction in self._plan.directions:
@@ -102,17 +108,14 @@ class SuiteRun:
 
     def _prepare(self, problem: Problem) -> tuple[dict[str, list[str]], dict[str, Any]]:
         """Which peers are ready, by direction; and what the libraries' ``start`` returned."""
-        names = {"jax": []} | by_library(problem, self._plan.peers)  # JAX counts the work
-        shared = {"problem": dataclasses.asdict(problem), "directions": list(self._plan.directions)}
-        requests = {library: {"peers": found, **shared} for library, found in names.items()}
-        ready, unable, samples, started = set(), {}, {}, {}
+        ready, unable, samples, started = [], {}, {}, {}
+        requests = self._plan.requests(problem, always=["jax"])  # which counts the work
         for library, answer in self._pool.request_each("prepare", self._patience, requests).items():
             self.remark_failure(library, answer, problem.name)
             started |= answer
             unable |= answer.get("unable", {})
             samples |= answer.get("samples", {})
-            if "lost" not in answer:
-                ready |= answer["ready"].keys()
+            ready += [] if "lost" in answer else answer["ready"]
         tolerance = check_outputs.SERVED_TOLERANCE if problem.served else check_outputs.TOLERANCE
         for name, reasons in check_outputs.mismatches(samples, tolerance).items():
             unable[name] = unable.get(name, {}) | reasons
@@ -135,11 +138,11 @@ class SuiteRun:
     def remark_failure(self, who: str, answer: dict[str, Any], where: str) -> None:
         """Makes a remark of an answer with ``"failed"``."""
         if "failed" in answer:
-            self.remarks.setdefault(f"{who}: {answer['failed']}", []).append(where)
+            self._remarks.setdefault(f"{who}: {answer['failed']}", []).append(where)
 
-    def all_remarks(self) -> list[str]:
-        """The remarks, each with where it holds."""
-        return [f"{remark} [{'; '.join(where)}]" for remark, where in self.remarks.items()]
+    def remarks(self) -> list[str]:
+        """Each with where it holds."""
+        return [f"{remark} [{'; '.join(where)}]" for remark, where in self._remarks.items()]
 
 
 def _record(problem: Problem, peer: str, direction: str, answers: Sequence[dict[str, Any]], **work: Any) -> Record:
@@ -168,26 +171,8 @@ def worker_variables(cache: pathlib.Path, threads: int = 4) -> dict[str, str]:
     }
 
 
-Requests = dict[str, "queue.SimpleQueue[dict[str, Any]]"]  # of ``prepare``, by library
-
-
-def _compilations(plans: Sequence[Plan]) -> Requests:
-    requests: Requests = {}
-    for plan in plans:
-        for problem in plan.problems:
-            shared = {"problem": dataclasses.asdict(problem), "directions": list(plan.directions)}
-            for library, names in by_library(problem, plan.peers).items():
-                request = {"peers": names, "compile_only": True, **shared}
-                requests.setdefault(library, queue.SimpleQueue()).put(request)
-    return requests
-
-
 def precompile(
-    plans: Sequence[Plan],
-    workers: int,
-    cache: pathlib.Path,
-    deadline: Deadline,
-    runners: Mapping[str, str] = RUNNERS,
+    plans: Sequence[Plan], workers: int, cache: pathlib.Path, deadline: Deadline, runners: Mapping[str, str] = RUNNERS
 ) -> None:
     """Fills the compilation caches; what fails here fails again, and is reported, in the measurement.
 
@@ -198,39 +183,32 @@ def precompile(
       deadline: Nothing is waited for beyond it.
       runners: `RUNNERS`.
     """
-    if not workers:
+    requests: dict[str, collections.deque[dict[str, Any]]] = collections.defaultdict(collections.deque)
+    for plan in plans:
+        for problem in plan.problems:
+            for library, request in plan.requests(problem).items():
+                requests[library].append(request)
+    names = [(x, f"{x}-compiler-{i}") for x, waiting in requests.items() for i in range(min(workers, len(waiting)))]
+    if not names:
         return
-    requests = _compilations(plans)
-    counts = {library: waiting.qsize() for library, waiting in requests.items()}
+    total, variables = sum(map(len, requests.values())), worker_variables(cache, threads=1)
     with (
-        tqdm(total=sum(counts.values()), unit="compilation", dynamic_ncols=True, disable=None) as bar,
-        ThreadPoolExecutor(max_workers=max(1, workers * len(counts))) as pool,
+        tqdm(total=total, unit="compilation", dynamic_ncols=True, disable=None) as bar,
+        ThreadPoolExecutor(len(names)) as threads,
     ):
 
-        def work_off(library: str, number: int) -> None:
-            variables, log = worker_variables(cache, threads=1), cache / f"precompile-{library}-{number}.log"
-            worker, patience = Worker(runners[library], variables, log, library), _COMPILE_SECONDS + START_SECONDS
-            while not (deadline.over or requests[library].empty()):
-                try:
-                    request = requests[library].get_nowait()
-                except queue.Empty:
-                    break
-                try:
-                    worker.request("prepare", deadline.timeout(patience), **request)
-                except WorkerError as error:
-                    bar.write(f"{Problem(**request['problem']).name}: {error}")
-                    worker = Worker(runners[library], variables, log, library)
-                patience = _COMPILE_SECONDS
-                bar.update()
-            worker.close()
+        def work_off(library: str, name: str) -> None:
+            with WorkerPool({name: runners[library]}, variables, cache, deadline) as pool:
+                while requests[library] and not (deadline.over or pool.has_given_up(name)):
+                    with contextlib.suppress(IndexError):  # another has taken the last one
+                        request = requests[library].popleft()
+                        answer = pool.request(name, "prepare", _COMPILE_SECONDS, compile_only=True, **request)
+                        if "failed" in answer:
+                            bar.write(f"{Problem(**request['problem']).name}: {answer['failed']}")
+                        bar.update()
 
-        jobs = [
-            pool.submit(work_off, library, number)
-            for library, count in counts.items()
-            for number in range(min(workers, count))
-        ]
-        for job in jobs:
-            job.result()
+        for done in [threads.submit(work_off, *name) for name in names]:
+            done.result()
 
 
 def _plan(name: str, options: argparse.Namespace) -> Plan:
@@ -248,9 +226,13 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
     served = ", ".join(name for name, x in SUITES.items() if x.served)
     add("--pass", dest="direction", choices=(*DIRECTIONS, "both"), default="both", help=f"{served}: forward only")
-    for flag, kind, letter in (("variants", str, "NAME"), ("lengths", int, "S"), ("head-sizes", int, "D")):
+    for flag, kind, letter in (
+        ("variants", str, "NAME"),
+        ("lengths", int, "S"),
+        ("head-sizes", int, "D"),
+        ("batches", int, "B"),
+    ):
         add(f"--{flag}", nargs="*", type=kind, metavar=letter, help="of the suite's problems; default: all")
-    add("--batches", nargs="*", type=int, metavar="B", help="of the suite's problems; default: all")
     add("--peers", nargs="*", choices=tuple(PEERS), metavar="NAME", default=(), help=", ".join(PEERS))
     add("--runs", type=int, default=10, help="repetitions of each figure")
     patience = "that a library has to compile a problem; then its process is restarted"
@@ -269,44 +251,35 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None, runners: Mapping[str, str] = RUNNERS) -> None:
     """The command."""
     options = _options(words)
-    paths: dict[str, pathlib.Path | None] = {}
     with contextlib.ExitStack() as stack:
         cache = options.cache or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache = cache.resolve()  # workers run in the root of the checkout
         cache.mkdir(parents=True, exist_ok=True)
         plans = [_plan(name, options) for name in options.suite]
         libraries = sorted({"jax", *(peer.library for plan in plans for peer in plan.peers)})
         deadline = Deadline(options.limit, _SHARE)
-        targets = {library: runners[library] for library in libraries}
-        pool = WorkerPool(targets, worker_variables(cache), cache, deadline)
+        pool = WorkerPool(
+            {library: runners[library] for library in libraries}, worker_variables(cache), cache, deadline
+        )
         if options.check_timing:
             print(json.dumps(stack.enter_context(pool).request_in_turn("check", _MEASURE_SECONDS), indent=1))
             return
-        compiling = _start_precompiling(plans, options, cache, stack, runners)
+        half = Deadline(None if options.limit is None else options.limit / 2)  # at most, for what compiles beside
+        thread = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+        compiling = thread.submit(precompile, plans, options.compile_workers, cache, half, runners)
         stack.enter_context(pool)  # its processes start while others compile
         compiling.result()
         watch = stack.enter_context(ClockWatch())
         rates: dict[str, dict[str, float]] = {}
+        paths: dict[str, pathlib.Path | None] = {}
         for plan in plans:
             run = SuiteRun(pool, plan, options.runs, options.patience)
             rates = rates or run.measure_rates()
             paths[plan.suite] = _measure(run, plan, options, watch, rates, deadline)
     for path in filter(None, paths.values()):
-        tables.show(path)
+        report.show(path)
     if None in paths.values():
         raise SystemExit(f"Nothing was measured of {', '.join(name for name in paths if paths[name] is None)}.")
-
-
-def _start_precompiling(
-    plans: Sequence[Plan],
-    options: argparse.Namespace,
-    cache: pathlib.Path,
-    stack: contextlib.ExitStack,
-    runners: Mapping[str, str],
-) -> Future[None]:
-    """Runs beside; of a limited time it takes half at most."""
-    deadline = Deadline(None if options.limit is None else options.limit / 2)
-    pool, workers = stack.enter_context(ThreadPoolExecutor(max_workers=1)), options.compile_workers
-    return pool.submit(precompile, plans, workers, cache, deadline, runners)
 
 
 def _measure(
@@ -322,6 +295,11 @@ def _measure(
     committed = schema.FOLDER / results_folder(machine.get("device", "cpu")) / f"{plan.suite}.json"
     path = committed if options.out is None else options.out / committed.name
     old = (schema.read(path) or schema.read(committed)) if options.add else None
+    earlier = [] if old is None else old.about["remarks"]
+    about = {"title": SUITES[plan.suite].title, "machine": machine, "rates": rates}
+    if old is not None:
+        before = {x: old.about[x] for x in ("date", "command", "commit")}
+        about["before"] = [*old.about.get("before", []), before]
     with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
@@ -330,18 +308,9 @@ def _measure(
             else:
                 run.measure(problem)
             if run.records:
-                about = {"machine": machine, "rates": rates, "clocks": watch.seen()}
-                _save(path, plan.suite, run, about, old)
+                now = {"clocks": watch.seen(), "remarks": [*earlier, *run.remarks()]}
+                schema.write(path, schema.merged(old, run.records), about | now)
     if run.records:
         return path
-    print("\n".join(run.all_remarks()))
+    print("\n".join(run.remarks()))
     return None
-
-
-def _save(path: pathlib.Path, suite_: str, run: SuiteRun, about: dict[str, Any], old: ResultFile | None) -> None:
-    remarks = [*(old.about["remarks"] if old else []), *run.all_remarks()]
-    about = {"title": SUITES[suite_].title, **about, "remarks": remarks}
-    if old:
-        earlier = {x: old.about[x] for x in ("date", "command", "commit")}
-        about["before"] = [*old.about.get("before", []), earlier]
-    schema.write(path, schema.merged(old, run.records), about)

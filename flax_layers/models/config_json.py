@@ -188,8 +188,8 @@ def _rope(raw: Raw, kind: str) -> Raw:
 def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
     """How the rotary embedding is stretched."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    original = rope.get(_ORIGINAL) or raw.get(_ORIGINAL)
-    missing = [key for key in _SCALING_KEYS.get(kind, ()) if {**rope, _ORIGINAL: original}.get(key) is None]
+    rope = {**rope, _ORIGINAL: rope.get(_ORIGINAL) or raw.get(_ORIGINAL)}
+    missing = [key for key in _SCALING_KEYS.get(kind, ()) if rope.get(key) is None]
     if missing:
         raise ValueError(f"The {kind} rotary scaling of `config.json` lacks {', '.join(missing)}.")
     if kind == "default":
@@ -197,8 +197,9 @@ def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
     if kind == "linear":
         return LinearScaling(rope["factor"])
     if kind == "llama3":
-        return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+        return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope[_ORIGINAL])
     if kind in ("longrope", "su"):
+        original = rope[_ORIGINAL]
         factor = rope.get("factor") or raw["max_position_embeddings"] / original
         magnitude = rope.get("attention_factor")
         if magnitude is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 import jflex
@@ -18,7 +19,7 @@ FEW_TOKENS = 16
 """Up to here one row of blocks holds all queries of a sequence, and decoding kernels serve the call."""
 
 
-def score_mod(config: ModelConfig, bias: Callable[..., Array] | None = None) -> Callable[..., Array] | None:
+def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.ScoreMod | None:
     """Of a layer: what it learned, then a soft cap; or one of them, or nothing.
 
     Args:
@@ -31,7 +32,7 @@ def score_mod(config: ModelConfig, bias: Callable[..., Array] | None = None) -> 
     cap = None if config.attention_softcap is None else softcap(config.attention_softcap)
     if bias is None or cap is None:
         return cap if bias is None else bias
-    return lambda score, b, h, q_idx, kv_idx: cap(bias(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+    return lambda score, b, h, q_idx, kv_idx: cap(jnp.asarray(bias(score, b, h, q_idx, kv_idx)), b, h, q_idx, kv_idx)
 
 
 def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> jflex.MaskMod:

@@ -1,6 +1,5 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,8 +8,9 @@ from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Float, Int, Int32
 
 import jflex
+from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
-from flax_layers.nnx.hidden_state import Mod, check_no_hidden_state
+from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
 from flax_layers.rotary_scaling import RotaryScaling
 
@@ -76,8 +76,8 @@ class FlexAttention(Projections):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
@@ -113,8 +113,8 @@ class FlexAttention(Projections):
         self,
         inputs: Float[Array, "*batch T features"],
         *,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
         positions: Int[Array, "*#batch T"] | None = None,
     ) -> Float[Array, "*batch T features"]:
@@ -135,25 +135,8 @@ class FlexAttention(Projections):
         Raises:
             ValueError: A BlockMask for another length or batch, and what else `jflex.flex_attention` raises.
         """
-        if score_mod is None:
-            score_mod = self.score_mod
-        if mask_mod is None and block_mask is None:
-            mask_mod, block_mask = self.mask_mod, self.block_mask
-
-        batch, length = inputs.shape[:-2], inputs.shape[-2]
-        positions = jnp.arange(length) if positions is None else positions
-        query, key, value = map(_fold_batch, self._project(inputs, positions))
-        attended = jflex.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            mask_mod=mask_mod,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
-        return self._join(attended.reshape(*batch, *attended.shape[1:]))
+        mods = self._mods(score_mod, mask_mod, block_mask)
+        return attention_core.attend(self, inputs, mods, positions)
 
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
         """A dense cache of empty sequences for `decode`.
@@ -203,8 +186,8 @@ class FlexAttention(Projections):
         inputs: Float[Array, "*batch T features"],
         cache: DenseCache,
         *,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
@@ -248,40 +231,8 @@ class FlexAttention(Projections):
             >>> print(jnp.allclose(token, layer(inputs)[:, 9:], atol=1e-5), cache.lengths)
             True [10 10]
         """
-        if not isinstance(cache, DenseCache):
-            raise TypeError(
-                f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
-                "cache goes to `layer.decode_paged`."
-            )
-        batch, length = inputs.shape[:-2], inputs.shape[-2]
-        if math.prod(batch) != cache.batch_size:
-            raise ValueError(
-                f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
-                f"inputs of shape {inputs.shape}: all axes but the last two count."
-            )
-        before = cache.lengths
-        if block_mask is None:
-            score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
-            mask_mod = None if mask_mod is None else jflex.with_offset(mask_mod, before)
-        elif mask_mod is not None:
-            raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
-        else:
-            score_mod = self.score_mod if score_mod is None else score_mod
-        positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
-        query, key, value = self._project(inputs, positions)
-        cache = cache.append(_fold_batch(key), _fold_batch(value))
-        attended = jflex.flex_attention(
-            _fold_batch(query).astype(cache.k.dtype),
-            cache.k,
-            cache.v,
-            None if score_mod is None else jflex.with_offset(score_mod, before),
-            block_mask,
-            mask_mod=mask_mod,
-            kv_lengths=cache.lengths,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
-        return self._join(attended.reshape(query.shape).astype(query.dtype)), cache
+        attention_core.check_one_mask(mask_mod, block_mask)
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
 
     def decode_paged(
         self,
@@ -290,8 +241,8 @@ class FlexAttention(Projections):
         batch: jflex.paged.PagedBatch,
         *,
         layer: int | Int32[Array, ""] | None = None,
-        score_mod: Mod | None = None,
-        mask_mod: Mod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Continues requests whose keys lie on pages, each by as many tokens as it has in `inputs`.
 
@@ -331,44 +282,10 @@ class FlexAttention(Projections):
             >>> outputs.shape
             (2, 32)
         """
-        if inputs.ndim != 2:
-            raise ValueError(
-                f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
-                "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
-            )
-        tokens = inputs.shape[0]
-        jflex.paged.check_batch(batch, cache, tokens)
-        score_mod, mask_mod = self._decoding_mods(score_mod, mask_mod)
-        query, key, value = self._project(inputs, jflex.paged.token_positions(batch, tokens))
-        dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
-        cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=layer)
-        attended = jflex.paged_attention(
-            query.astype(dtype),
-            cache,
-            batch,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            scale=self.scale,
-            layer=layer,
-            implementation=self.implementation,
-        )
-        return self._join(attended.astype(query.dtype)), cache
+        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
 
-    def _decoding_mods(self, score_mod: Mod | None, mask_mod: Mod | None) -> tuple[Mod | None, Mod | None]:
-        """The mods of this call, in their form for training."""
-        score_mod = self.score_mod if score_mod is None else score_mod
-        if mask_mod is not None or self.block_mask is None:
-            return score_mod, self.mask_mod if mask_mod is None else mask_mod
-        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
-            raise ValueError(
-                "The `block_mask` of this layer's constructor hides more than one mask_mod tells, so there is no "
-                "form of it for decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
-            )
-        return score_mod, self.block_mask.mask_mod
+    def _mods(self, *of_call: Any) -> attention_core.Mods:
+        return attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask).replaced_by(*of_call)
 
     def _cache_dtype(self, dtype: Dtype | None) -> Dtype:
         return dtype or self.key.dtype or self.key.param_dtype
-
-
-def _fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
-    return heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])

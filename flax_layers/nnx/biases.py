@@ -37,7 +37,7 @@ class AlibiBias(nnx.Module):
         kv_idx: Int[Array, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the penalty."""
-        return alibi(self.slopes[...])(score, b, h, q_idx, kv_idx)
+        return jnp.asarray(alibi(self.slopes[...])(score, b, h, q_idx, kv_idx))
 
 
 class RelativeBias(nnx.Module):
@@ -70,4 +70,4 @@ class RelativeBias(nnx.Module):
         kv_idx: Int[Array, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the number of its distance."""
-        return relative_bias(self.table[...])(score, b, h, q_idx, kv_idx)
+        return jnp.asarray(relative_bias(self.table[...])(score, b, h, q_idx, kv_idx))

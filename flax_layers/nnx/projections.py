@@ -4,15 +4,16 @@ import functools
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
-from flax_layers import functional
+from flax_layers import attention_core
 from flax_layers.nnx.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
 
 
 class Projections(nnx.Module):
-    """Projects inputs to queries, keys and values, and what was attended to back to the features of the inputs.
+    """The parameters that project inputs to queries, keys and values, and what was attended to back to outputs.
+
+    `flax_layers.attention_core` computes with them.
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
@@ -51,7 +52,7 @@ class Projections(nnx.Module):
         **linear_options: Any,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_heads(in_features, num_heads, num_kv_heads, head_dim)
+        attention_core.check_heads(in_features, num_heads, num_kv_heads, head_dim)
         head_dim = in_features // num_heads if head_dim is None else head_dim
         linear = functools.partial(nnx.Linear, rngs=rngs, **linear_options)
         dtypes = {name: linear_options[name] for name in ("dtype", "param_dtype")}
@@ -62,41 +63,10 @@ class Projections(nnx.Module):
         self.out = linear(num_heads * head_dim, in_features, use_bias=use_bias if out_bias is None else out_bias)
         self.query_norm = nnx.data(norm() if qk_norm else None)
         self.key_norm = nnx.data(norm() if qk_norm else None)
+        self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary_base = rotary_base
         self.rotary_scaling = rotary_scaling
         self.rotary_dim = rotary_dim
-
-    def _project(
-        self, inputs: Float[Array, "*batch T features"], positions: Int[Array, "*#batch T"]
-    ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-        """Queries, keys and values, split into heads, normalised and rotated."""
-        query = functional.split_heads(self.query(inputs), self.num_heads)
-        key = functional.split_heads(self.key(inputs), self.num_kv_heads)
-        value = functional.split_heads(self.value(inputs), self.num_kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary_base is not None:
-            options = {"scaling": self.rotary_scaling, "rotary_dim": self.rotary_dim}
-            query = functional.rotate(query, positions, self.rotary_base, **options)
-            key = functional.rotate(key, positions, self.rotary_base, **options)
-        return query, key, value
-
-    def _join(self, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
-        """Outputs of the layer."""
-        return self.out(functional.merge_heads(attended))
-
-
-def _check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
-            f"{num_heads}, num_kv_heads={num_kv_heads}."
-        )
-    if head_dim is None and in_features % num_heads:
-        raise ValueError(
-            f"Without `head_dim`, `num_heads` must divide `in_features`; got in_features={in_features}, num_heads="
-            f"{num_heads}. Pass `head_dim`, or change one of the two."
-        )

@@ -1,10 +1,11 @@
 """Normalisation by the root mean square."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array, Float
+
+from flax_layers.functional import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -44,8 +45,4 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         """Returns the normalised inputs."""
-        x = inputs.astype(jnp.float32)
-        scale = self.scale[...].astype(jnp.float32) + self.offset
-        normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        scaled = normal * jnp.expand_dims(scale, range(x.ndim - 1))
-        return scaled.astype(self.dtype or inputs.dtype)
+        return rms_norm(inputs, self.scale[...], epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

@@ -114,10 +114,11 @@ class Run:
                 if saves or evaluates or received or step == start + 1:
                     self._report(*waiting, meter, multiplied)
                     waiting = None
-                    self._pause(step, saves or bool(received), evaluates)
+                    ends = bool(received)  # a signal from here on ends the run after the next step
+                    self._pause(step, saves or ends, evaluates)
                     meter.pause()
-                if received:
-                    self._interrupt(step, received[0])
+                    if ends:
+                        self._interrupt(step, received[0])
 
     def _pause(self, step: int, saves: bool, evaluates: bool) -> None:
         if saves and self.checkpoints is not None:

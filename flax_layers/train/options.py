@@ -46,7 +46,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent"
     )
-    group.add_argument("--held-out-batches", type=int, default=16, help="the most batches of a held-out loss")
+    group.add_argument(
+        "--held-out-batches", type=int, default=16, help="the most batches, of the rows computed at a time"
+    )
     group.add_argument("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model")
     group.add_argument("--end-token", type=int, help="ends a document; None: as the model's configuration says")
     group.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")

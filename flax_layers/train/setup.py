@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from flax_layers.models import Decoder, ModelConfig, from_pretrained
 from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.decoder import MakeScoreMod
+from flax_layers.models.sharding import RULES
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
 from flax_layers.train.errors import InputError
@@ -20,7 +21,7 @@ from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
 from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
-from flax_layers.train.trainer import Computation, Trainer, create_model
+from flax_layers.train.trainer import Computation, Trainer, create_model, flat_parameters, shardings_of
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
@@ -72,18 +73,21 @@ def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batc
     def read(paths: list[pathlib.Path]) -> Corpus:
         return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype)
 
-    def batches(corpus: Corpus, rows: range) -> Batches:
-        return Batches(corpus, options.batch, options.length, rows, config.vocabulary, options.seed)
+    def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:
+        return Batches(corpus, options.batch // parts, options.length, rows, config.vocabulary, options.seed)
 
     corpus = read(options.data)
     rows = corpus.size // options.length
     if options.held_out is not None:
         other = read(options.held_out)
-        held_out = batches(other, range(other.size // options.length))
+        held_out = batches(other, range(other.size // options.length), options.accumulate)
         return batches(corpus, range(rows)), held_out.in_order(options.held_out_batches)
     share = min(max(round(options.held_out_share * rows), 1), rows - 1) if options.held_out_share and rows else 0
     training = batches(corpus, range(rows - share))
-    return training, batches(corpus, range(rows - share, rows)).in_order(options.held_out_batches) if share else []
+    if not share:
+        return training, []
+    last = batches(corpus, range(rows - share, rows), options.accumulate)
+    return training, last.in_order(options.held_out_batches)
 
 
 def _encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
@@ -211,4 +215,9 @@ def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
     """
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)
+    variables = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    try:
+        shardings_of(flat_parameters(variables), config, mesh, RULES)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     return mesh

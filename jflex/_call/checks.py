@@ -9,22 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jflex.block_mask.mask import BlockMask
-from jflex.block_mask.mask_fit import mismatch
 from jflex.config import Config
+from jflex.mods.dependence import uses_index
+from jflex.types import ArrayOrShape
 from pallas_kernels.spec import Blocks
 
 LAYOUTS = ("BTNH", "BNTH")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def describe_array(x: Any) -> str:
+def describe_array(x: ArrayOrShape) -> str:
     """Writes an array as messages show it: ``bfloat16[2,1024,16,64]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def check_arrays(query: Any, key: Any, value: Any, layout: str) -> None:
+def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, layout: str) -> None:
     """Raises unless query, key and value fit together.
 
     Raises:
@@ -94,7 +96,7 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
         fail("Head sizes must be at least 1.")
 
 
-def check_scale(scale: Any, D: int) -> float:
+def check_scale(scale: object, D: int) -> float:
     """Returns the scale as a float; ``D ** -0.5`` for None.
 
     Raises:
@@ -113,7 +115,7 @@ def check_scale(scale: Any, D: int) -> float:
     return float(scale)
 
 
-def check_block_mask(block_mask: Any, mask_mod: Any, B: int, Hq: int, T: int, S: int) -> None:
+def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
     """Raises unless `block_mask` fits the call.
 
     Raises:
@@ -130,9 +132,58 @@ def check_block_mask(block_mask: Any, mask_mod: Any, B: int, Hq: int, T: int, S:
             "`block_mask` and `mask_mod` cannot both be given: a BlockMask holds its own mask_mod. Combine them: "
             "create_block_mask(and_masks(f, g), ...)."
         )
-    sentence = mismatch(block_mask, B, Hq, T, S)
+    sentence = block_mask_mismatch(block_mask, B, Hq, T, S)
     if sentence is not None:
         raise ValueError(sentence)
+
+
+def block_mask_mismatch(block_mask: BlockMask, batch: int, heads: int, q_length: int, kv_length: int) -> str | None:
+    """Says in one sentence or two why a BlockMask does not fit a call, and what would.
+
+    Args:
+      block_mask: The mask.
+      batch: ``B`` of the call.
+      heads: Query heads ``Hq`` of the call.
+      q_length: Queries ``T`` of the call.
+      kv_length: Keys ``S`` of the call.
+
+    Returns:
+      The sentence, or None when the mask fits.
+
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, 2, None, 256, 256)
+    >>> block_mask_mismatch(block_mask, 2, 8, 256, 256) is None
+    True
+    >>> block_mask_mismatch(block_mask, 2, 8, 128, 256)  # doctest: +ELLIPSIS
+    '`block_mask` is for 256 queries and 256 keys, the call has 128 and 256. Crop it with ...'
+    """
+    if block_mask.kv_num_blocks.ndim != 3:
+        return (
+            f"`block_mask` has lists with {block_mask.kv_num_blocks.ndim - 3} leading axes more than a BlockMask has. "
+            "Map over them with `jax.vmap`."
+        )
+    mask_batch, mask_heads, mask_q, mask_kv = block_mask.shape
+    for name, argument, of_mask, of_call in (("batch", "B", mask_batch, batch), ("heads", "H", mask_heads, heads)):
+        if of_mask not in (1, of_call):
+            return (
+                f"`block_mask` has {name} {of_mask}, the query {of_call}. Make it with `create_block_mask(mask_mod, "
+                f"{argument}={of_call}, ...)`, or with `{argument}=None` for one mask that all share."
+            )
+        index = "b" if argument == "B" else "h"
+        if of_mask == 1 and of_call != 1 and block_mask.traced is not None and uses_index(block_mask.traced, index):
+            return (
+                f"`block_mask` has {name} 1, the query {of_call}, but its mask_mod {block_mask.traced.source} uses "
+                f"`{index}`. Make it with `create_block_mask(mask_mod, {argument}={of_call}, ...)`."
+            )
+    if (mask_q, mask_kv) == (q_length, kv_length):
+        return None
+    fault = f"`block_mask` is for {mask_q} queries and {mask_kv} keys, the call has {q_length} and {kv_length}."
+    if mask_q >= q_length and mask_kv >= kv_length:
+        return f"{fault} Crop it with `block_mask.with_lengths({q_length}, {kv_length})`."
+    return (
+        f"{fault} Make it with `create_block_mask(mask_mod, B, H, {q_length}, {kv_length})`, or extend it with "
+        f"`block_mask.with_lengths({q_length}, {kv_length})`."
+    )
 
 
 def check_config(config: Any, blocks: Blocks | None) -> Config:
@@ -159,31 +210,40 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
     return config
 
 
-def current_device(*arrays: Any) -> tuple[str, str]:
+def current_device(*arrays: object) -> tuple[str, str]:
     """Platform and kind of the device that will run the call.
 
-    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays,
-    then JAX's default.
+    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays
+    and of ShapeDtypeStructs with a sharding, then JAX's default.
     """
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
         platform = getattr(abstract, "platform", None) or "gpu"
         return _platform(platform), abstract.device_kind
-    for x in arrays:
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            device = next(iter(x.devices()))
+    for device in map(device_of, arrays):
+        if device is not None:
             return _platform(device.platform), device.device_kind
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
     device = device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
     return _platform(device.platform), device.device_kind
 
 
+def device_of(x: Any) -> Any:
+    """A device of an array, or of a shape with a sharding; None where there is none, and for tracers."""
+    if isinstance(x, jax.Array):
+        return None if isinstance(x, Tracer) else next(iter(x.devices()))
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return None
+    return next(iter(sharding.device_set))
+
+
 def _platform(name: str) -> str:
     return "gpu" if name in ("cuda", "rocm", "gpu") else name
 
 
-def current_precision(dtype: Any) -> str | None:
+def current_precision(dtype: DTypeLike) -> str | None:
     """Precision of float32 products: what ``jax.default_matmul_precision`` says, None for JAX's default."""
     if jnp.dtype(dtype) != jnp.float32:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,25 @@ from jflex.block_mask.lists import (
 )
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
+from jflex.types import AnyArray, ArrayOrShape
 from pallas_kernels.spec import AttentionSpec, Blocks
 
+LENGTHS_BLOCK = 128  # queries and keys of a block, in lists that lengths alone lead to
 
-def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") -> Any:
+
+# fmt: off
+@overload
+def check_kv_lengths(kv_lengths: None, B: int, S: int, name: str = "kv_lengths") -> None: ...
+@overload
+def check_kv_lengths(kv_lengths: AnyArray, B: int, S: int, name: str = "kv_lengths") -> jax.Array: ...
+@overload
+def check_kv_lengths(
+    kv_lengths: jax.ShapeDtypeStruct, B: int, S: int, name: str = "kv_lengths"
+) -> jax.ShapeDtypeStruct: ...
+# fmt: on
+def check_kv_lengths(
+    kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
+) -> jax.Array | jax.ShapeDtypeStruct | None:
     """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`; `name` is the argument's.
 
     Raises:
@@ -61,19 +76,19 @@ def check_kv_lengths(kv_lengths: Any, B: int, S: int, name: str = "kv_lengths") 
     return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
 
 
-def known_lengths(kv_lengths: Any) -> np.ndarray | None:
+def known_lengths(kv_lengths: object) -> np.ndarray | None:
     """The numbers, where this process knows them: not while tracing."""
     if isinstance(kv_lengths, jax.Array) and not isinstance(kv_lengths, Tracer) and kv_lengths.is_fully_addressable:
         return np.asarray(kv_lengths)
     return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
 
 
-def known_keys(kv_lengths: Any, S: int) -> int | None:
+def known_keys(kv_lengths: object, S: int) -> int | None:
     """Keys that a call sees of some batch entry: S without lengths, None where lengths are not known."""
     return S if kv_lengths is None else last_key(kv_lengths)
 
 
-def last_key(kv_lengths: Any) -> int | None:
+def last_key(kv_lengths: object) -> int | None:
     """The longest of known lengths, None of others."""
     known = known_lengths(kv_lengths)
     return None if known is None else int(known.max(initial=0))
@@ -96,7 +111,7 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
 
 
 def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
-    """The inputs of `with_lengths_as_mask`, but for keys and values: see `cleared`."""
+    """The inputs of `with_lengths_as_mask`, but for keys and values: see `inputs_without_lengths`."""
     lengths, lists = _lengths(inputs), inputs.lists
     size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
@@ -134,37 +149,38 @@ def bounded_kinds(kinds: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], bl
     return jnp.minimum(jnp.broadcast_to(kinds, shape), jnp.broadcast_to(most, shape))
 
 
-def cleared(spec: AttentionSpec, inputs: Inputs, lengths: Int32[Array, " B"]) -> tuple[AttentionSpec, Inputs]:
-    """Sets keys and values beyond the lengths to 0: NaN there would survive a weight of 0.
+def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
+    """A spec that gives the same, for a backend that knows nothing of lengths; `spec` itself where it has none.
 
-    What is shared by all of the batch is repeated: what one batch entry sees, another may not.
+    Args:
+      spec: The call.
+      size: As in `with_lengths_as_mask`.
     """
+    return dataclasses.replace(with_lengths_as_mask(spec, size), Bkv=spec.B) if spec.kv_lengths else spec
+
+
+def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
+    """The inputs of `spec_without_lengths`. Its gradients of key and value are those of `sum_shared_batch`.
+
+    Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. What is shared by all of
+    the batch is repeated: what one batch entry sees, another may not.
+    """
+    if not spec.kv_lengths:
+        return inputs
     axis = 1 if spec.layout == "BTNH" else 2
     shape = [spec.B, 1, 1, 1]
     shape[axis] = spec.S
-    inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
+    inside = jax.lax.broadcasted_iota(jnp.int32, shape, axis) < _lengths(inputs)[:, None, None, None]
 
     def clear(x: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(x, (spec.B, *x.shape[1:]))
         return jnp.where(jnp.broadcast_to(inside, x.shape), x, jnp.zeros_like(x))
 
-    return (
-        dataclasses.replace(spec, Bkv=spec.B),
-        inputs._replace(key=clear(inputs.key), value=clear(inputs.value)),
-    )
-
-
-def without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> tuple[AttentionSpec, Inputs]:
-    """A spec without lengths that gives the same, for a backend that knows nothing of them.
-
-    Its gradients of key and value are those of `sum_shared_batch`.
-    """
-    bounded = bounded_inputs(spec, inputs, size)
-    return cleared(with_lengths_as_mask(spec, size), bounded, _lengths(inputs))
+    return bounded_inputs(spec, inputs, size)._replace(key=clear(inputs.key), value=clear(inputs.value))
 
 
 def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:
-    """Gradients for `spec` from those that `without_lengths` leads to: of shared keys and values, the sum."""
+    """Gradients for `spec` from those of `spec_without_lengths`: of shared keys and values, the sum."""
     if spec.Bkv == spec.B:
         return gradients
 

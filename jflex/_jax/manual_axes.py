@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
+from jax.typing import ArrayLike
+
+T = TypeVar("T")
 
 
-def varying_axes(*arrays: Any) -> frozenset[str]:
+def varying_axes(*arrays: ArrayLike) -> frozenset[str]:
     """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of one."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
@@ -18,7 +21,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def match_manual_axes(tree: Any) -> Any:
+def match_manual_axes(tree: T) -> T:
     """Types all arrays of a pytree as varying over the same axes.
 
     So that the cotangents of shared ones are summed over the shards: that is the transpose of this typing.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jflex import backends
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
+from jflex._jax.primitive import Flat
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.plan import GradientRequest
@@ -34,17 +35,17 @@ class ForwardOp:
         """Of the flat inputs and outputs."""
         return partitioning.input_axes(self.spec, inputs), partitioning.saved_axes(self.spec, saved)
 
-    def partitioned(self, inputs: Inputs, saved: Saved, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def partitioned(self, inputs: Inputs, saved: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""
         tree = jax.tree.structure(inputs)
 
-        def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             shard = partitioning.shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split)
             return tuple(ForwardOp(self.backend, shard.spec)(shard.inputs))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, saved))
 
-    def out_specs(self, inputs: Inputs, saved: Saved, pspec: Any) -> list[Any]:
+    def out_specs(self, inputs: Inputs, saved: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
         return _out_specs(*self.axes(inputs, saved), jax.tree.leaves(saved), pspec)
 
@@ -73,13 +74,11 @@ class BackwardOp:
         ]
         return ins, partitioning.gradient_axes(self.spec, gradients)
 
-    def partitioned(
-        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def partitioned(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""
         tree = jax.tree.structure(arrays)
 
-        def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
             shard = partitioning.shard_of(self.spec, inputs, mesh, split)
             asked = [False] * len(shard.inputs.score_operands)
@@ -100,7 +99,9 @@ class BackwardOp:
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
 
-    def out_specs(self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, pspec: Any) -> list[Any]:
+    def out_specs(
+        self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients, pspec: PartitionSpec
+    ) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
         return _out_specs(*self.axes(arrays, gradients), jax.tree.leaves(gradients), pspec)
 
@@ -109,7 +110,9 @@ def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, names) if names else x
 
 
-def _out_specs(in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[Any], pspec: Any) -> list[Any]:
+def _out_specs(
+    in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[jax.ShapeDtypeStruct], pspec: PartitionSpec
+) -> list[PartitionSpec]:
     """Shardings of the outputs in a mesh with explicit axes, where types tell them."""
     names = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     split = Split(names(pspec[in_axes[0].batch]), names(pspec[in_axes[0].heads]))
@@ -135,18 +138,18 @@ class PagedOp:
         others = len(jax.tree.leaves(inputs)) - 3
         return [_ROWS, _PAGES, _PAGES, *[Axes()] * others], [_ROWS, _ROWS]
 
-    def partitioned(self, inputs: PagedInputs, outputs: Any, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""
         del outputs
         tree = jax.tree.structure(inputs)
 
-        def local(mesh: Any, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
+        def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
             return tuple(PagedOp(self.backend, spec)(own))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
 
-    def out_specs(self, inputs: PagedInputs, outputs: Any, pspec: Any) -> list[Any]:
+    def out_specs(self, inputs: PagedInputs, outputs: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
         names = () if pspec[1] is None else pspec[1] if isinstance(pspec[1], tuple) else (pspec[1],)
         split = Split((), names)
@@ -154,7 +157,7 @@ class PagedOp:
 
 
 def _paged_shard_of(
-    spec: AttentionSpec, inputs: PagedInputs, mesh: Any, names: tuple[str, ...]
+    spec: AttentionSpec, inputs: PagedInputs, mesh: jax.sharding.Mesh, names: tuple[str, ...]
 ) -> tuple[AttentionSpec, PagedInputs]:
     """The spec of some heads, inside of the program of one shard; mods still see the numbers of the whole."""
     pieces = math.prod(mesh.shape[name] for name in names)

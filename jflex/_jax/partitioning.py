@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jflex._jax.primitive import lower_separately
+from jflex._jax.primitive import Flat, lower_separately
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
 
@@ -89,14 +90,14 @@ class Split(NamedTuple):
 
     def pspec(self, axes: Axes, ndim: int) -> PartitionSpec:
         """The sharding of an array."""
-        names: list[Any] = [None] * ndim
+        names: list[tuple[str, ...] | None] = [None] * ndim
         for axis, split in ((axes.batch, self.batch), (axes.heads, self.heads)):
             if axis is not None and split:
                 names[axis] = split
         return PartitionSpec(*names)
 
 
-def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: Any, split: Split) -> Shard:
+def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
     """The local spec, inside of the program of one shard."""
     batch_pieces, head_pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
     first = [
@@ -123,30 +124,30 @@ def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: Any, split: Split) -> Sh
 
 
 def shifted(
-    mod: Mod | None, operands: tuple[jax.Array, ...], first: Sequence[Any], trace: Callable[..., Any]
+    mod: Mod | None,
+    operands: tuple[jax.Array, ...],
+    first: Sequence[jax.Array | None],
+    trace: Callable[..., tuple[TracedMod, tuple[jax.Array, ...]]],
 ) -> tuple[Mod | None, tuple[jax.Array, ...]]:
     """A mod that is called with local indices of batch and head."""
     if mod is None or all(x is None for x in first):
         return mod, operands
     whole = lambda local, start: local if start is None else local + start.astype(jnp.int32)
 
-    def shifted_score(score, b, h, q_idx, kv_idx):
-        return mod(operands, score, whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
+    def positions(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        return Positions(whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
 
-    def shifted_mask(b, h, q_idx, kv_idx):
-        return mod(operands, whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
-
-    traced, captured = trace(shifted_score if mod.kind == "score" else shifted_mask)
+    traced, captured = trace(ReindexedMod(functools.partial(mod, operands), positions))
     return dataclasses.replace(traced, source=mod.source), captured
 
 
 def partitioned(
     spec: AttentionSpec,
-    function: Callable[..., Any],
-    local: Callable[..., Any],
+    function: Flat,
+    local: Callable[..., tuple[jax.Array, ...]],
     in_axes: Sequence[Axes],
     out_axes: Sequence[Axes],
-) -> Callable[..., Any]:
+) -> Flat:
     """Lets XLA's partitioner run `local` on each shard.
 
     Args:
@@ -166,7 +167,7 @@ def partitioned(
 
         def without_mesh(
             *xs: jax.Array,
-        ) -> Any:  # a mesh with explicit axes would put shardings into the program of a shard
+        ) -> tuple[jax.Array, ...]:  # a mesh with explicit axes would put shardings into the program of a shard
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return lower_separately(functools.partial(local, mesh, split), *xs)
 
@@ -182,7 +183,7 @@ def partitioned(
     return call
 
 
-def _split(spec: AttentionSpec, mesh: Any, sharding: Any, axes: Axes) -> Split:
+def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding | None, axes: Axes) -> Split:
     """How the query is sharded, as far as batch and key heads divide evenly."""
     pspec = getattr(sharding, "spec", ())
     names = []
@@ -199,7 +200,7 @@ def _shardy_rule(
     out_axes: Sequence[Axes],
     in_ranks: Sequence[int],
     out_ranks: Sequence[int],
-) -> Any:
+) -> tuple[str, dict[str, int | tuple[str, ...]]]:
     """In Shardy's notation: batch and key heads are shared factors, all other axes must be whole."""
     others: list[str] = []
     grouped = "(g r)" if spec.group > 1 else "g"

@@ -11,14 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
-from jflex.mods.fingerprint import open_jaxpr
+from jflex.mods.fingerprint import aval_of, open_jaxpr
 
 ONLY_REVERSE = (
     "The fused kernels of jflex have first derivatives in reverse mode only (`jax.grad`, `jax.vjp`); for forward mode "
@@ -26,23 +29,28 @@ ONLY_REVERSE = (
 )
 
 
-class Op(Protocol):
+X = TypeVar("X", contravariant=True)  # pytrees of arrays
+Y = TypeVar("Y")
+Flat: TypeAlias = Callable[..., tuple[jax.Array, ...]]
+
+
+class Op(Protocol[X, Y]):
     """A pass of a backend: hashable, equal when it computes the same."""
 
-    def __call__(self, arrays: Any, /) -> Any:
+    def __call__(self, arrays: X, /) -> Y:
         """Computes the pass on a pytree of arrays."""
         ...
 
-    def partitioned(self, arrays: Any, outputs: Any, whole: Callable[..., Any], /) -> Callable[..., Any]:
+    def partitioned(self, arrays: X, outputs: Y, whole: Flat, /) -> Flat:
         """`whole`, a function of flat arrays, as one that XLA can split over the devices of a mesh."""
         ...
 
-    def out_specs(self, arrays: Any, outputs: Any, spec: Any, /) -> list[Any]:
+    def out_specs(self, arrays: X, outputs: Y, pspec: PartitionSpec, /) -> list[PartitionSpec]:
         """Shardings of the flat outputs, from that of the first input."""
         ...
 
 
-def call_as_primitive(function: Op, arrays: Any) -> Any:
+def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
     """Computes ``function(arrays)``.
 
     Args:
@@ -76,14 +84,20 @@ class _Traced:
       out_specs: Shardings of the flat outputs, from that of the first input.
     """
 
-    jaxpr: Any
-    plain: Any
-    tree: Any
-    out_specs: Callable[[Any], list[Any]]
+    jaxpr: ClosedJaxpr
+    plain: ClosedJaxpr
+    tree: object
+    out_specs: Callable[[PartitionSpec], list[PartitionSpec]]
 
 
 @functools.lru_cache(maxsize=1024)
-def _trace(function: Op, tree: Any, avals: Sequence[Any], x64: bool, several_devices: bool) -> _Traced:
+def _trace(
+    function: Op,
+    tree: object,
+    avals: Sequence[tuple[tuple[int, ...], np.dtype, bool]],
+    x64: bool,
+    several_devices: bool,
+) -> _Traced:
     del x64  # what it traces to depends on it
     call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
     inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
@@ -98,21 +112,23 @@ def _trace(function: Op, tree: Any, avals: Sequence[Any], x64: bool, several_dev
 
 
 @functools.lru_cache(maxsize=1024)
-def _batched(jaxpr: Any, in_axes: Sequence[int | None], shapes: Sequence[Any], x64: bool) -> Any:
+def _batched(
+    jaxpr: ClosedJaxpr, in_axes: Sequence[int | None], shapes: Sequence[tuple[tuple[int, ...], np.dtype]], x64: bool
+) -> ClosedJaxpr:
     """The jaxpr over batches; one of 32 bits stays one, as loops that kernels are batched by must."""
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     with no_mesh(), jax.enable_x64(x64 and _computes_in_64_bits(open_jaxpr(jaxpr).jaxpr)):
         return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes))(*inputs)
 
 
-def _computes_in_64_bits(jaxpr: Any) -> bool:
+def _computes_in_64_bits(jaxpr: Jaxpr) -> bool:
     wide = lambda v: getattr(getattr(v.aval, "dtype", None), "itemsize", 0) > 4
     if any(wide(v) for v in (*jaxpr.constvars, *jaxpr.invars)):
         return True
     return any(any(map(wide, eqn.outvars)) or any(map(_computes_in_64_bits, _inner(eqn))) for eqn in jaxpr.eqns)
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds."""
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
@@ -122,11 +138,11 @@ def _inner(eqn: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(jaxpr: Any, traced: _Traced | None) -> Callable[..., Any]:
+def _compiled(jaxpr: ClosedJaxpr, traced: _Traced | None) -> Callable[..., list[jax.Array]]:
     return jax.jit(lambda *xs: _opaque_p.bind(*xs, jaxpr=jaxpr, traced=traced))
 
 
-def no_mesh() -> Any:
+def no_mesh() -> AbstractContextManager[object]:
     """A context without a mesh, but with the abstract device of the one at hand, for which a program may be lowered."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
@@ -142,7 +158,7 @@ _opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
 
 @_opaque_p.def_abstract_eval
 def _abstract(*avals, jaxpr, traced):
-    outs, first = [v.aval for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
+    outs, first = [aval_of(v) for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
     specs = [(None,) * len(x.shape) for x in outs]
     if traced is not None and any(name is not None for name in first.sharding.spec):
         specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded

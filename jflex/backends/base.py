@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import numpy as np
 
 from jflex.block_mask.lists import BlockLists
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -90,6 +91,20 @@ class SavedCotangents(NamedTuple):
     lse: jax.Array | None
 
 
+class Splits(NamedTuple):
+    """How split-KV divides a paged call, for each key head: tiles of queries, and the splits of their keys."""
+
+    tiles: int
+    splits: int
+
+
+class GradientsBy(NamedTuple):
+    """Which backend computes gradients, and why that one."""
+
+    backend: str
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a backend runs a call.
@@ -97,10 +112,15 @@ class Plan:
     Attributes:
       describe: Says which kernels and tiles, for `jflex.explain`.
       kernels: What the backend keeps for itself: the plans of its kernels.
+      gradients: Which other backend computes all requested gradients, or None.
+      count_splits: The splits of a paged call, from where the queries of each request begin [R + 1] and the keys of
+        each [R]; None where the keys of a request are not split.
     """
 
     describe: Callable[[], str]
     kernels: Any = None
+    gradients: GradientsBy | None = None
+    count_splits: Callable[[np.ndarray, np.ndarray], Splits] | None = None
 
 
 class Backend(abc.ABC):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jflex._call.kv_lengths import without_lengths
+from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla.containment import all_finite, cleared
@@ -37,8 +37,7 @@ class Reference(Backend):
         """Follows the definition line by line."""
         if isinstance(inputs, PagedInputs):
             return paged_reference.attend(spec, inputs)
-        if spec.kv_lengths:
-            spec, inputs = without_lengths(spec, inputs, None)
+        spec, inputs = spec_without_lengths(spec, None), inputs_without_lengths(spec, inputs, None)
         exact = jnp.dtype(spec.exact)
         by_heads = lambda x: (x if spec.layout == "BNTH" else x.swapaxes(1, 2)).astype(exact)
         query, key, value = (by_heads(x) for x in (inputs.query, inputs.key, inputs.value))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int8
 
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, BlockMatrix, block_count
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
 from jflex.mods.compose import MaskMod, and_masks, not_mask, or_masks
-
-if TYPE_CHECKING:
-    from jflex.block_mask.mask import BlockMask
+from jflex.mods.reindex import Positions, ReindexedMod
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class ListedMask(SizedMod):
     mask_mod: MaskMod | None
     block_size: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         batch, heads = self.listed.shape[:2]
         row, column = q_idx // self.block_size[0], kv_idx // self.block_size[1]
@@ -37,26 +37,6 @@ class ListedMask(SizedMod):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SharedMask(SizedMod):
-    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
-
-    mask_mod: MaskMod
-    shares_batch: bool
-    shares_heads: bool
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """Evaluates the mask at one place."""
-        zero = jnp.int32(0)
-        return self.mask_mod(zero if self.shares_batch else b, zero if self.shares_heads else h, q_idx, kv_idx)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        kept = requirements_of(self.mask_mod)
-        kept = without(kept, "b") if self.shares_batch else kept
-        return without(kept, "h") if self.shares_heads else kept
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class ExtendedMask(SizedMod):
     """One mask inside of some lengths, another outside."""
 
@@ -64,7 +44,7 @@ class ExtendedMask(SizedMod):
     outside: MaskMod
     seq_lengths: tuple[int, int]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
         """Evaluates the mask at one place."""
         is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
         return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))
@@ -74,37 +54,27 @@ class ExtendedMask(SizedMod):
         return requirements_of(self.outside)
 
 
-class Composed(NamedTuple):
-    """What a composition makes: kinds (whose tails are to be demoted), the mask_mod, and its name."""
-
-    kinds: Int8[Array, "B H R C"]
-    mask_mod: MaskMod | None
-    source: str
-    lists_follow_mod: bool
-
-
 def solid_kinds(kinds: Int8[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
     """Every listed block full: what the lists of a mask without a mask_mod mean."""
     return jnp.where(kinds >= PARTIAL, jnp.int8(FULL), jnp.int8(EMPTY))
 
 
-def element_mod(block_mask: BlockMask) -> MaskMod:
+def element_mod(mask: BlockMatrix) -> MaskMod:
     """A mask_mod that alone tells what is visible inside of the lengths."""
-    if block_mask.mask_mod is not None and block_mask.lists_follow_mod:
-        return block_mask.mask_mod
-    return ListedMask(block_mask.kinds() > 0, block_mask.mask_mod, block_mask.block_size)
+    if mask.mask_mod is not None and mask.lists_follow_mod:
+        return mask.mask_mod
+    return ListedMask(mask.kinds > 0, mask.mask_mod, mask.block_size)
 
 
-def invert(block_mask: BlockMask) -> Composed:
+def invert(mask: BlockMatrix) -> BlockMatrix:
     """Visible becomes hidden: full and empty blocks change places, partial ones stay."""
-    kinds = jnp.int8(FULL) - _meant_kinds(block_mask)
-    if block_mask.traced is None:
-        return Composed(kinds, None, "", False)
-    source = f"~{block_mask.traced.source}"
-    return Composed(kinds, not_mask(element_mod(block_mask)), source, block_mask.lists_follow_mod)
+    kinds = jnp.int8(FULL) - _meant_kinds(mask)
+    if mask.mask_mod is None:
+        return mask._replace(kinds=kinds)
+    return mask._replace(kinds=kinds, mask_mod=not_mask(element_mod(mask)), source=f"~{mask.source}")
 
 
-def intersect(first: BlockMask, second: BlockMask) -> Composed:
+def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     """Visible where both are.
 
     A block is full only where both are, and empty where either is; a partial one may turn out to show nothing.
@@ -113,51 +83,63 @@ def intersect(first: BlockMask, second: BlockMask) -> Composed:
     kinds = jnp.minimum(*(_spread_kinds(mask, shape) for mask in (first, second)))
     # The lists already hide what either list hides, so a mask without a mask_mod has nothing to add to the elements.
     mods = [_shared(mask, mask.mask_mod, shape) for mask in (first, second) if mask.mask_mod is not None]
-    follows = first.lists_follow_mod and second.lists_follow_mod
-    return Composed(kinds, and_masks(*mods) if mods else None, _joined_source(first, second, "&"), follows)
+    return _joined(first, second, "&", kinds, and_masks(*mods) if mods else None)
 
 
-def unite(first: BlockMask, second: BlockMask) -> Composed:
+def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     """Visible where either is.
 
     A block is full where either is, and empty only where both are; two partial ones may turn out to show everything.
     """
     shape = _joined_shape(first, second, "|")
     kinds = jnp.maximum(*(_spread_kinds(mask, shape) for mask in (first, second)))
-    if first.traced is None and second.traced is None:
-        return Composed(kinds, None, "", False)
+    if first.mask_mod is None and second.mask_mod is None:
+        return _joined(first, second, "|", kinds, None)
     mods = [_shared(mask, element_mod(mask), shape) for mask in (first, second)]
+    return _joined(first, second, "|", kinds, or_masks(*mods))
+
+
+def crop(mask: BlockMatrix, seq_lengths: tuple[int, int]) -> BlockMatrix:
+    """The blocks that begin inside of shorter lengths."""
+    rows, columns = map(block_count, seq_lengths, mask.block_size)
+    return mask._replace(kinds=mask.kinds[:, :, :rows, :columns], seq_lengths=seq_lengths, lists_follow_mod=False)
+
+
+def _joined(
+    first: BlockMatrix, second: BlockMatrix, symbol: str, kinds: Int8[Array, "B H R C"], mask_mod: MaskMod | None
+) -> BlockMatrix:
     follows = first.lists_follow_mod and second.lists_follow_mod
-    return Composed(kinds, or_masks(*mods), _joined_source(first, second, "|"), follows)
+    names = ("listed blocks" if mask.mask_mod is None else mask.source for mask in (first, second))
+    source = f"({f' {symbol} '.join(map(str, names))})"
+    return first._replace(kinds=kinds, mask_mod=mask_mod, lists_follow_mod=follows, source=source)
 
 
-def crop_kinds(block_mask: BlockMask, seq_lengths: tuple[int, int]) -> Int8[Array, "B H R C"]:
-    """The kinds of the blocks that begin inside of shorter lengths."""
-    rows, columns = map(block_count, seq_lengths, block_mask.block_size)
-    return block_mask.kinds()[:, :, :rows, :columns]
+def _meant_kinds(mask: BlockMatrix) -> Int8[Array, "B H R C"]:
+    return solid_kinds(mask.kinds) if mask.mask_mod is None else mask.kinds
 
 
-def _meant_kinds(block_mask: BlockMask) -> Int8[Array, "B H R C"]:
-    return solid_kinds(block_mask.kinds()) if block_mask.traced is None else block_mask.kinds()
-
-
-def _spread_kinds(block_mask: BlockMask, shape: tuple[int, int]) -> Int8[Array, "B H R C"]:
-    kinds = _meant_kinds(block_mask)
+def _spread_kinds(mask: BlockMatrix, shape: tuple[int, int]) -> Int8[Array, "B H R C"]:
+    kinds = _meant_kinds(mask)
     return jnp.broadcast_to(kinds, (*shape, *kinds.shape[2:]))
 
 
-def _shared(block_mask: BlockMask, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
-    own = block_mask.kv_num_blocks.shape
+def _shared(mask: BlockMatrix, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
+    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
+    own = mask.kinds.shape
     shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
-    return SharedMask(mask_mod, shares_batch, shares_heads) if shares_batch or shares_heads else mask_mod
+    if not (shares_batch or shares_heads):
+        return mask_mod
+
+    def first(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        zero = jnp.int32(0)
+        return Positions(zero if shares_batch else b, zero if shares_heads else h, q_idx, kv_idx)
+
+    kept = requirements_of(mask_mod)
+    kept = without(kept, "b") if shares_batch else kept
+    return ReindexedMod(mask_mod, first, without(kept, "h") if shares_heads else kept)
 
 
-def _joined_source(first: BlockMask, second: BlockMask, symbol: str) -> str:
-    sources = ("listed blocks" if mask.traced is None else mask.traced.source for mask in (first, second))
-    return f"({f' {symbol} '.join(sources)})"
-
-
-def _joined_shape(first: BlockMask, second: BlockMask, symbol: str) -> tuple[int, int]:
+def _joined_shape(first: BlockMatrix, second: BlockMatrix, symbol: str) -> tuple[int, int]:
     """Batch and heads of a join; ValueError where two masks cannot be joined."""
     if first.seq_lengths != second.seq_lengths:
         raise ValueError(
@@ -171,7 +153,7 @@ def _joined_shape(first: BlockMask, second: BlockMask, symbol: str) -> tuple[int
         )
     sizes = []
     for axis, name in enumerate(("batch", "heads")):
-        one, other = first.kv_num_blocks.shape[axis], second.kv_num_blocks.shape[axis]
+        one, other = first.kinds.shape[axis], second.kinds.shape[axis]
         if one != other and 1 not in (one, other):
             raise ValueError(
                 f"`{symbol}` joins BlockMasks whose {name} are equal or 1. Got {one} and {other}. "

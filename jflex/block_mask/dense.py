@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Int32
@@ -12,11 +10,8 @@ from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mask_shape
-from jflex.mods.compose import MaskMod, noop_mask
 from jflex.mods.trace import TracedMod, trace_mask_mod
-
-if TYPE_CHECKING:
-    from jflex.block_mask.mask import BlockMask
+from jflex.mods.types import MaskMod
 
 
 def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> Bool[Array, "B H Q KV"]:
@@ -46,15 +41,6 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
     return dense_elements(traced, operands, everywhere, shape[2:], shape[2:])
 
 
-def block_mask_elements(
-    block_mask: BlockMask, q_idx: Int32[Array, " Q"], kv_idx: Int32[Array, " KV"]
-) -> Bool[Array, "B H Q KV"]:
-    """What a BlockMask shows of these keys to these queries, whose numbers lie inside of its lengths."""
-    traced = block_mask.traced or trace_mask_mod(noop_mask)[0]
-    kinds, block_size = block_mask.kinds(), block_mask.block_size
-    return _elements(traced, block_mask.mask_operands, kinds, (q_idx, kv_idx), block_mask.seq_lengths, block_size)
-
-
 def dense_elements(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
@@ -64,11 +50,11 @@ def dense_elements(
 ) -> Bool[Array, "B H Q KV"]:
     """The dense mask: a full block is visible, a partial one where the mod says so."""
     indices = (jnp.arange(seq_lengths[0], dtype=jnp.int32), jnp.arange(seq_lengths[1], dtype=jnp.int32))
-    return _elements(traced, operands, kinds, indices, seq_lengths, block_size)
+    return elements_at(traced, operands, kinds, indices, seq_lengths, block_size)
 
 
 @jax.jit(static_argnames=("traced", "seq_lengths", "block_size"))
-def _elements(
+def elements_at(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
     kinds: Int8[Array, "B H R C"],
@@ -76,6 +62,7 @@ def _elements(
     seq_lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Bool[Array, "B H Q KV"]:
+    """Likewise for some queries and keys, whose numbers lie inside of the lengths."""
     q_idx, kv_idx = indices
     batch, heads = kinds.shape[:2]
     if 0 in (batch, heads, q_idx.size, kv_idx.size):

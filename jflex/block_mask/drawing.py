@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,21 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex.block_mask.dense import block_mask_elements
-from jflex.block_mask.lists import FULL, PARTIAL
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, kinds_from_lists
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from jflex.block_mask.mask import BlockMask
 
 _CHARACTERS = {0: "  ", PARTIAL: "░░", FULL: "██"}
 _COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
 
 
-def is_concrete(block_mask: BlockMask) -> bool:
+def is_concrete(lists: BlockLists) -> bool:
     """Whether the values of the lists are known: not under ``jit``, nor while JAX moves the pytree about."""
-    return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in block_mask.lists)
+    return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in lists)
 
 
 def sparsity(kinds: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
@@ -45,16 +43,21 @@ def _clipped_sizes(length: int, block: int) -> np.ndarray:
     return np.minimum(starts + block, length) - starts
 
 
-def draw(block_mask: BlockMask, grid_size: int | tuple[int, int] | None = (20, 20), limit: int = 4) -> str:
+def draw(
+    lists: BlockLists,
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    grid_size: int | tuple[int, int] | None,
+    limit: int,
+) -> str:
     """Draws the blocks as text; see `BlockMask.to_string`."""
-    if not is_concrete(block_mask):
-        return f"BlockMask(shape={_known_shape(block_mask)}, block_size={block_mask.block_size})"
-    shape = block_mask.shape
-    head = f"BlockMask(shape={shape}, block_size={block_mask.block_size}"
-    if len(shape) != 4:
+    leading = getattr(lists.kv_num_blocks, "shape", None)
+    shape = seq_lengths if leading is None else (*leading[:-1], *seq_lengths)
+    head = f"BlockMask(shape={shape}, block_size={block_size}"
+    if not is_concrete(lists) or len(shape) != 4:
         return f"{head})"
-    kinds = np.asarray(block_mask.kinds())
-    lines = [f"{head}, sparsity={sparsity(kinds, block_mask.seq_lengths, block_mask.block_size):.2f}%)"]
+    kinds = np.asarray(kinds_from_lists(lists))
+    lines = [f"{head}, sparsity={sparsity(kinds, seq_lengths, block_size):.2f}%)"]
     grid = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     pictures = [(b, h) for b in range(shape[0]) for h in range(shape[1])]
     for b, h in pictures[:limit]:
@@ -63,11 +66,6 @@ def draw(block_mask: BlockMask, grid_size: int | tuple[int, int] | None = (20, 2
     if len(pictures) > limit:
         lines.append(f"... and {len(pictures) - limit} more")
     return "\n".join(lines)
-
-
-def _known_shape(block_mask: BlockMask) -> Any:
-    leading = getattr(block_mask.kv_num_blocks, "shape", None)
-    return block_mask.seq_lengths if leading is None else (*leading[:-1], *block_mask.seq_lengths)
 
 
 def _coarser(kinds: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
@@ -81,8 +79,22 @@ def _coarser(kinds: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
     return kinds
 
 
-def to_figure(block_mask: BlockMask, batch: int, head: int, zoom: tuple[slice, slice] | None) -> Figure:
-    """Draws blocks and elements; see `BlockMask.to_image`."""
+def to_figure(
+    lists: BlockLists,
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    zoom: tuple[slice, slice] | None,
+    elements: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Figure:
+    """Draws blocks and elements of one batch entry and head; see `BlockMask.to_image`.
+
+    Args:
+      lists: Of the one.
+      seq_lengths: Of the mask.
+      block_size: Likewise.
+      zoom: Which elements; None for blocks alone.
+      elements: Which are visible, [1, 1, Q, KV], by the numbers of queries and of keys.
+    """
     try:
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
@@ -90,33 +102,31 @@ def to_figure(block_mask: BlockMask, batch: int, head: int, zoom: tuple[slice, s
     except ImportError:
         remedy = "Install it with `pip install 'jflex[demo]'`."
         raise ImportError(f"`BlockMask.to_image` needs matplotlib. {remedy}") from None
-    if not is_concrete(block_mask):
+    if not is_concrete(lists):
         raise TypeError("`BlockMask.to_image` needs the values of the lists, traced here. Call it outside `jit`.")
-    chosen = block_mask[batch, head]  # also checks the numbers
-    q_length, kv_length = chosen.seq_lengths
+    kinds, (q_length, kv_length) = np.asarray(kinds_from_lists(lists)), seq_lengths
     figure = Figure(figsize=(6.0 if zoom is None else 11.0, 5.5), layout="constrained")
     axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)[0]
-    sides = [np.append(np.arange(0, n, size), n) for n, size in zip(chosen.seq_lengths, chosen.block_size, strict=True)]
+    sides = [np.append(np.arange(0, n, size), n) for n, size in zip(seq_lengths, block_size, strict=True)]
     if q_length and kv_length:
         colours = ListedColormap(list(_COLOURS.values()))
-        axes[0].pcolormesh(sides[1], sides[0], np.asarray(chosen.kinds())[0, 0], cmap=colours, vmin=0, vmax=2)
-    percent = sparsity(np.asarray(chosen.kinds()), chosen.seq_lengths, chosen.block_size)
-    axes[0].set_title(f"blocks of {chosen.block_size[0]} x {chosen.block_size[1]}, {percent:.1f}% skipped")
+        axes[0].pcolormesh(sides[1], sides[0], kinds[0, 0], cmap=colours, vmin=0, vmax=2)
+    percent = sparsity(kinds, seq_lengths, block_size)
+    axes[0].set_title(f"blocks of {block_size[0]} x {block_size[1]}, {percent:.1f}% skipped")
     axes[0].set_xlim(0, kv_length or 1)
     axes[0].set_ylim(q_length or 1, 0)
     patches = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in _COLOURS.items()]
     axes[0].legend(handles=patches, loc="upper right")
     if zoom is not None:
-        _draw_elements(axes[1], chosen, zoom)
+        queries, keys = (range(length)[part] for length, part in zip(seq_lengths, zoom, strict=True))
+        indices = (jnp.asarray(np.asarray(part, np.int32)) for part in (queries, keys))
+        _draw_elements(axes[1], np.asarray(elements(*indices))[0, 0], queries, keys)
     for axis in axes:
         axis.set(xlabel="key", ylabel="query", aspect="equal" if q_length == kv_length else "auto")
     return figure
 
 
-def _draw_elements(axis: Any, block_mask: BlockMask, zoom: tuple[slice, slice]) -> None:
-    queries, keys = (range(length)[part] for length, part in zip(block_mask.seq_lengths, zoom, strict=True))
-    indices = (jnp.asarray(np.asarray(part, np.int32)) for part in (queries, keys))
-    visible = np.asarray(block_mask_elements(block_mask, *indices))[0, 0]
+def _draw_elements(axis: Any, visible: np.ndarray, queries: range, keys: range) -> None:
     if visible.size:
         extent = (keys[0] - 0.5, keys[-1] + 0.5, queries[-1] + 0.5, queries[0] - 0.5)
         axis.imshow(visible, cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest", extent=extent)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int8
 
 from jflex.block_mask.lists import block_count, join_kinds, listed_blocks
+from jflex.types import AnyArray
 
 _NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 def kinds_from_given(
-    given: tuple[Any, Any, Any, Any], block_size: tuple[int, int], seq_lengths: tuple[int, int] | None
+    given: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
+    block_size: tuple[int, int],
+    seq_lengths: tuple[int, int] | None,
 ) -> tuple[Int8[Array, "B H R C"], tuple[int, int]]:
     """Checks the four arguments of `BlockMask.from_kv_blocks`.
 
@@ -30,7 +33,7 @@ def kinds_from_given(
         present, absent = (_NAMES[2], _NAMES[3]) if given[3] is None else (_NAMES[3], _NAMES[2])
         raise ValueError(f"`{present}` is given without `{absent}`: give both, or neither if no block is full.")
     pairs = [_checked_pair(given[0], given[1], _NAMES[:2])]
-    if given[2] is not None:
+    if given[2] is not None and given[3] is not None:
         pairs.append(_checked_pair(given[2], given[3], _NAMES[2:]))
         if pairs[1][0].shape != pairs[0][0].shape:
             raise ValueError(
@@ -62,11 +65,10 @@ def kinds_from_given(
     return join_kinds(partial, full), seq_lengths
 
 
-def _checked_pair(counts: Any, numbers: Any, names: tuple[str, ...]) -> tuple[Any, Any]:
-    arrays = []
-    for array, name, axes in zip((counts, numbers), names, ("[B, H, R]", "[B, H, R, W]"), strict=True):
-        if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
-            array = np.asarray(array)
+def _checked_pair(counts: ArrayLike, numbers: ArrayLike, names: tuple[str, ...]) -> tuple[AnyArray, AnyArray]:
+    arrays: list[AnyArray] = []
+    for given, name, axes in zip((counts, numbers), names, ("[B, H, R]", "[B, H, R, W]"), strict=True):
+        array = given if isinstance(given, jax.Array | np.ndarray) else np.asarray(given)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
         rank = axes.count(",") + 1
@@ -81,7 +83,7 @@ def _checked_pair(counts: Any, numbers: Any, names: tuple[str, ...]) -> tuple[An
     return arrays[0], arrays[1]
 
 
-def _check_values(counts: Any, numbers: Any, columns: int, names: tuple[str, ...]) -> None:
+def _check_values(counts: AnyArray, numbers: AnyArray, columns: int, names: tuple[str, ...]) -> None:
     if isinstance(counts, Tracer) or isinstance(numbers, Tracer):
         return
     counts, numbers = np.asarray(counts), np.asarray(numbers)

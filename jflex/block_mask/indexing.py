@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int8, Int32
 
-from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, without
+from jflex.block_mask.lists import BlockMatrix
+from jflex.mods.array_sizes import requirements_of, without
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod
 
+AxisIndex: TypeAlias = SupportsIndex | slice | jax.Array | np.ndarray | list[int]
 _AXES = ("batch", "heads", "query blocks")
 
 
@@ -37,39 +40,38 @@ class Selection:
     known: tuple[int, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SelectedMask(SizedMod):
-    """The mask_mod of an indexed BlockMask: sends the new indices to the old ones."""
+def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMatrix:
+    """What ``block_mask[index]`` says; its errors are those of `BlockMask.__getitem__`."""
+    batch, heads, rows = mask.kinds.shape[:3]
+    selections = _selections(index, (batch, heads, rows))
+    q_length = _selected_length(selections[2], mask.seq_lengths[0], mask.block_size[0])
+    return mask._replace(
+        kinds=_selected_kinds(mask.kinds, selections),
+        mask_mod=None if mask.mask_mod is None else _selected_mask(mask.mask_mod, selections, mask.block_size[0]),
+        seq_lengths=(q_length, mask.seq_lengths[1]),
+    )
 
-    mask_mod: MaskMod
-    selections: tuple[Selection, Selection, Selection]
-    q_block_size: int
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        """Evaluates the mask at one place."""
-        of_batch, of_head, of_query = self.selections
+def _selected_mask(
+    mask_mod: MaskMod, selections: tuple[Selection, Selection, Selection], q_block_size: int
+) -> ReindexedMod:
+    """The mask_mod that sends the new indices to the old ones."""
+    of_batch, of_head, of_query = selections
+
+    def old(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
         old_b, old_h = _look_up(of_batch, b), _look_up(of_head, h)
-        if of_query.blocks is None:
-            return self.mask_mod(old_b, old_h, q_idx, kv_idx)
-        if of_query.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
-            return self.mask_mod(old_b, old_h, q_idx + of_query.start * self.q_block_size, kv_idx)
-        if not of_query.size:
-            return jnp.asarray(False)
-        block, within = q_idx // self.q_block_size, q_idx % self.q_block_size
-        old_q = of_query.blocks[block] * self.q_block_size + within
-        return (block < of_query.size) & self.mask_mod(old_b, old_h, old_q, kv_idx)
+        old_q, exists = _look_up_query(of_query, q_idx, q_block_size)
+        return Positions(old_b, old_h, old_q, kv_idx, exists)
 
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        of_batch, of_head, of_query = self.selections
-        kept = requirements_of(self.mask_mod)
-        kept = kept if of_batch.blocks is None else without(kept, "b")
-        kept = kept if of_head.blocks is None else without(kept, "h")
-        # What neighbouring blocks require beyond this depends on where they begin, which is data.
-        return kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
+    kept = requirements_of(mask_mod)
+    kept = kept if of_batch.blocks is None else without(kept, "b")
+    kept = kept if of_head.blocks is None else without(kept, "h")
+    # What neighbouring blocks require beyond this depends on where they begin, which is data.
+    required = kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
+    return ReindexedMod(mask_mod, old, required)
 
 
-def _look_up(selection: Selection, index: Any) -> Any:
+def _look_up(selection: Selection, index: jax.Array) -> jax.Array:
     if selection.blocks is None:
         return index
     if selection.size == 1:
@@ -77,7 +79,21 @@ def _look_up(selection: Selection, index: Any) -> Any:
     return selection.blocks[index] if selection.size else index
 
 
-def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selection, Selection]:
+def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[Any, Any]:
+    """The old number of a query, and whether it was selected; None where all are."""
+    if selection.blocks is None:
+        return q_idx, None
+    if selection.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
+        return q_idx + selection.start * block_size, None
+    if not selection.size:
+        return q_idx, jnp.asarray(False)
+    block, within = q_idx // block_size, q_idx % block_size
+    return selection.blocks[block] * block_size + within, block < selection.size
+
+
+def _selections(
+    index: AxisIndex | tuple[AxisIndex, ...], sizes: tuple[int, int, int]
+) -> tuple[Selection, Selection, Selection]:
     """Reads the index of ``block_mask[index]`` for axes of these sizes.
 
     Raises:
@@ -95,7 +111,7 @@ def select(index: Any, sizes: tuple[int, int, int]) -> tuple[Selection, Selectio
     return first, second, third
 
 
-def _select_axis(index: Any, size: int, axis: str) -> Selection:
+def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
     if isinstance(index, slice):
         chosen = range(size)[index]
         if chosen == range(size):
@@ -110,7 +126,7 @@ def _select_axis(index: Any, size: int, axis: str) -> Selection:
     return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
 
 
-def _integers(index: Any, axis: str) -> np.ndarray:
+def _integers(index: SupportsIndex | jax.Array | np.ndarray | list[int], axis: str) -> np.ndarray:
     fault = f"a BlockMask is indexed on its {axis} with an integer, a slice or an array of integers with one axis; got "
     if isinstance(index, (bool, np.bool_)) or index is None or index is Ellipsis:
         raise TypeError(f"{fault}{index!r}.")
@@ -144,7 +160,7 @@ def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
     return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
 
 
-def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
+def _selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
     """Takes the selected batches, heads and rows of a matrix of kinds."""
     for axis, selection in enumerate(selections):
         if selection.blocks is not None:
@@ -155,7 +171,7 @@ def selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, .
 _take = jax.jit(jnp.take, static_argnames="axis")
 
 
-def selected_length(selection: Selection, length: int, block: int) -> int:
+def _selected_length(selection: Selection, length: int, block: int) -> int:
     """How many queries the selected blocks hold.
 
     Raises:

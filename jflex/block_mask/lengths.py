@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import SupportsIndex
 
 
-def checked_size(size: Any, name: str) -> int:
+def checked_size(size: SupportsIndex, name: str) -> int:
     """A size as a Python int.
 
     Raises:
@@ -27,7 +27,9 @@ def checked_size(size: Any, name: str) -> int:
     return number
 
 
-def checked_shape(batch: Any, heads: Any, q_length: Any, kv_length: Any) -> tuple[int, int, int, int]:
+def checked_shape(
+    batch: SupportsIndex | None, heads: SupportsIndex | None, q_length: SupportsIndex, kv_length: SupportsIndex
+) -> tuple[int, int, int, int]:
     """``(B, H, Q_LEN, KV_LEN)`` as Python ints, with 1 for a batch or heads of None.
 
     Raises:
@@ -45,7 +47,7 @@ def checked_shape(batch: Any, heads: Any, q_length: Any, kv_length: Any) -> tupl
     )
 
 
-def checked_block_size(block_size: Any) -> tuple[int, int]:
+def checked_block_size(block_size: SupportsIndex | tuple[SupportsIndex, ...] | list[SupportsIndex]) -> tuple[int, int]:
     """Block sizes of queries and keys.
 
     Raises:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
+from jflex.mods.types import MaskMod
+
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
@@ -34,6 +36,26 @@ class BlockLists(NamedTuple):
     q_indices: Int32[Array, "B H C R"]
     full_q_num_blocks: Int32[Array, "B H C"]
     full_q_indices: Int32[Array, "B H C R"]
+
+
+class BlockMatrix(NamedTuple):
+    """What a BlockMask says, with a matrix of kinds in place of lists: what joins, crops and selects is written in it.
+
+    Attributes:
+      kinds: The kind of every block.
+      mask_mod: What tells which elements of a partial block are visible; None: all.
+      seq_lengths: ``(Q_LEN, KV_LEN)``.
+      block_size: Of queries and of keys.
+      lists_follow_mod: Whether the mask_mod alone tells what is visible.
+      source: What messages call the mask_mod; None: its own name.
+    """
+
+    kinds: Int8[Array, "B H R C"]
+    mask_mod: MaskMod | None
+    seq_lengths: tuple[int, int]
+    block_size: tuple[int, int]
+    lists_follow_mod: bool
+    source: str | None = None
 
 
 def block_count(length: int, block: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,17 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from jflex.block_mask import algebra, drawing
-from jflex.block_mask.dense import block_mask_elements
+from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import kinds_from_given
-from jflex.block_mask.indexing import SelectedMask, select, selected_kinds, selected_length
+from jflex.block_mask.indexing import AxisIndex, select
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
-from jflex.block_mask.lists import BlockLists, demote_tails, kinds_from_lists, lists_from_kinds
-from jflex.block_mask.mask_fit import uses_index
+from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, kinds_from_lists, lists_from_kinds
 from jflex.block_mask.states import block_kinds
 from jflex.mods.array_sizes import check_mask_shape
-from jflex.mods.compose import BoundMask, MaskMod
+from jflex.mods.compose import BoundMask, noop_mask
+from jflex.mods.dependence import uses_index
 from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.types import MaskMod
 
 BlockSize = int | tuple[int, int]
 
@@ -132,7 +132,7 @@ class BlockMask:
         check_mask_shape(mask_mod, (*kinds.shape[:2], *seq_lengths), "a BlockMask")
         if mask_mod is None:
             kinds = algebra.solid_kinds(kinds)
-        return _assemble(kinds, mask_mod, (seq_lengths, block_size), lists_follow_mod=False)
+        return _assemble(BlockMatrix(kinds, mask_mod, seq_lengths, block_size, lists_follow_mod=False))
 
     @property
     def lists(self) -> BlockLists:
@@ -168,7 +168,7 @@ class BlockMask:
     def to_elements(self) -> Bool[Array, "B H Q_LEN KV_LEN"]:
         """The mask of elements, dense: for references, pictures and tests of small masks."""
         q_idx, kv_idx = (jnp.arange(length, dtype=jnp.int32) for length in self.seq_lengths)
-        return block_mask_elements(self, q_idx, kv_idx)
+        return self._elements(q_idx, kv_idx)
 
     def sparsity(self) -> float:
         """How much of the mask lies in skipped blocks, in per cent of its elements; 0.0 for a mask without elements.
@@ -179,14 +179,14 @@ class BlockMask:
         >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512).sparsity()
         37.5
         """
-        if not drawing.is_concrete(self):
+        if not drawing.is_concrete(self.lists):
             raise TypeError(
                 "`BlockMask.sparsity()` is a Python number and needs the values of the lists, which are not known here "
                 "(under `jit` or `vmap`). Call it outside, or compute with `block_mask.to_dense()`."
             )
         return drawing.sparsity(np.asarray(self.kinds()), self.seq_lengths, self.block_size)
 
-    def __getitem__(self, index: Any) -> BlockMask:
+    def __getitem__(self, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMask:
         """Selects batches, heads and query blocks; ``block_mask[b, h, q_block]``.
 
         Args:
@@ -205,12 +205,7 @@ class BlockMask:
         >>> create_block_mask(lambda b, h, q, kv: q >= kv, 2, 4, 512, 512)[1, :2, -1].shape
         (1, 2, 128, 512)
         """
-        batch, heads, rows = self.kv_num_blocks.shape
-        selections = select(index, (batch, heads, rows))
-        q_length = selected_length(selections[2], self.seq_lengths[0], self.block_size[0])
-        mask_mod = None if self.mask_mod is None else SelectedMask(self.mask_mod, selections, self.block_size[0])
-        kinds = selected_kinds(self.kinds(), selections)
-        return self._like(kinds, mask_mod, (q_length, self.seq_lengths[1]), lists_follow_mod=self.lists_follow_mod)
+        return _assemble(select(self._matrix(), index))
 
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMask:
         """The same mask, cropped or extended to other lengths; query 0 and key 0 stay where they are.
@@ -236,31 +231,34 @@ class BlockMask:
         if self.mask_mod is not None and self.lists_follow_mod:
             return self._remade(self.mask_mod, seq_lengths)
         if seq_lengths[0] <= self.seq_lengths[0] and seq_lengths[1] <= self.seq_lengths[1]:
-            kinds = algebra.crop_kinds(self, seq_lengths)
-            return self._like(kinds, self.mask_mod, seq_lengths, lists_follow_mod=False)
+            return _assemble(algebra.crop(self._matrix(), seq_lengths))
         if self.mask_mod is None:
             raise ValueError(
                 f"`BlockMask.with_lengths` cannot extend this mask from {self.seq_lengths} to {seq_lengths}: it has no "
                 "mask_mod, so nothing tells what is visible there. Make the longer one with `create_block_mask` or "
                 "`BlockMask.from_kv_blocks`."
             )
-        inside = algebra.element_mod(self)
+        inside = algebra.element_mod(self._matrix())
         return self._remade(algebra.ExtendedMask(inside, self.mask_mod, self.seq_lengths), seq_lengths)
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """Visible where both masks are; lengths and block sizes must be equal, batch and heads equal or 1."""
-        return self._composed(algebra.intersect(self, other)) if isinstance(other, BlockMask) else NotImplemented
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return _assemble(algebra.intersect(self._matrix(), other._matrix()))
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Visible where either mask is; lengths and block sizes must be equal, batch and heads equal or 1."""
-        return self._composed(algebra.unite(self, other)) if isinstance(other, BlockMask) else NotImplemented
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return _assemble(algebra.unite(self._matrix(), other._matrix()))
 
     def __invert__(self) -> BlockMask:
         """Visible where the mask is not."""
-        return self._composed(algebra.invert(self))
+        return _assemble(algebra.invert(self._matrix()))
 
     def __str__(self) -> str:
-        return drawing.draw(self)
+        return self.to_string()
 
     __repr__ = __str__
 
@@ -275,9 +273,9 @@ class BlockMask:
         Returns:
           The picture, under a line with shape, block size and sparsity. While the lists are traced, that line alone.
         """
-        return drawing.draw(self, grid_size, limit)
+        return drawing.draw(self.lists, self.seq_lengths, self.block_size, grid_size, limit)
 
-    def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> Any:
+    def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> drawing.Figure:
         """Draws the blocks, and the elements of a part, with matplotlib.
 
         Args:
@@ -293,30 +291,29 @@ class BlockMask:
           IndexError: There is no such batch or head.
           TypeError: The lists are traced.
         """
-        return drawing.to_figure(self, batch, head, zoom)
+        chosen = self[batch, head]  # also checks the numbers
+        return drawing.to_figure(chosen.lists, chosen.seq_lengths, chosen.block_size, zoom, chosen._elements)
 
-    def _like(
-        self,
-        kinds: Int8[Array, "B H R C"],
-        mask_mod: MaskMod | None,
-        seq_lengths: tuple[int, int],
-        *,
-        lists_follow_mod: bool,
-    ) -> BlockMask:
-        """A mask of the same block size, named after the same function of the user."""
-        sizes, source = (seq_lengths, self.block_size), None if self.traced is None else self.traced.source
-        return _assemble(kinds, mask_mod, sizes, lists_follow_mod=lists_follow_mod, source=source)
+    def _elements(self, q_idx: Int32[Array, " Q"], kv_idx: Int32[Array, " KV"]) -> Bool[Array, "B H Q KV"]:
+        """What these queries see of these keys, whose numbers lie inside of the lengths."""
+        traced, indices = self.traced or trace_mask_mod(noop_mask)[0], (q_idx, kv_idx)
+        return elements_at(traced, self.mask_operands, self.kinds(), indices, self.seq_lengths, self.block_size)
+
+    def _matrix(self) -> BlockMatrix:
+        source = None if self.traced is None else self.traced.source
+        return BlockMatrix(
+            self.kinds(), self.mask_mod, self.seq_lengths, self.block_size, self.lists_follow_mod, source
+        )
 
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
-        """Evaluates a mask_mod anew, for other lengths."""
+        """Evaluates a mask_mod anew, for other lengths; it is named after the same function of the user."""
         shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
         check_mask_shape(mask_mod, shape, "a BlockMask")
         kinds = block_kinds(*trace_mask_mod(mask_mod), shape, self.block_size)
-        return self._like(kinds, mask_mod, seq_lengths, lists_follow_mod=True)
-
-    def _composed(self, composed: algebra.Composed) -> BlockMask:
-        kinds, mask_mod, source, follows = composed
-        return _assemble(kinds, mask_mod, (self.seq_lengths, self.block_size), lists_follow_mod=follows, source=source)
+        source = None if self.traced is None else self.traced.source
+        return _assemble(
+            BlockMatrix(kinds, mask_mod, seq_lengths, self.block_size, lists_follow_mod=True, source=source)
+        )
 
 
 def create_block_mask(
@@ -378,21 +375,13 @@ def create_block_mask(
     )  # fmt: skip
 
 
-def _assemble(
-    kinds: Int8[Array, "B H R C"],
-    mask_mod: MaskMod | None,
-    sizes: tuple[tuple[int, int], tuple[int, int]],
-    *,
-    lists_follow_mod: bool,
-    source: str | None = None,
-) -> BlockMask:
-    """Makes a BlockMask of given blocks; `source` names the mask_mod in messages, `sizes` are lengths and blocks."""
-    traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
-    if traced is not None and source is not None:
-        traced = dataclasses.replace(traced, source=source)
-    lists = lists_from_kinds(demote_tails(kinds, *sizes))._asdict()
-    seq_lengths, block_size = sizes
+def _assemble(mask: BlockMatrix) -> BlockMask:
+    """Makes a BlockMask of a matrix of kinds, whose tails may be full."""
+    traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
+    if traced is not None and mask.source is not None:
+        traced = dataclasses.replace(traced, source=mask.source)
+    lists = lists_from_kinds(demote_tails(mask.kinds, mask.seq_lengths, mask.block_size))._asdict()
     return BlockMask(
-        **lists, mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
-        lists_follow_mod=lists_follow_mod,
+        **lists, mask_operands=operands, traced=traced, seq_lengths=mask.seq_lengths, block_size=mask.block_size,
+        lists_follow_mod=mask.lists_follow_mod,
     )  # fmt: skip

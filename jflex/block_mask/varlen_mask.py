@@ -7,7 +7,6 @@ blocks can see each other; a mask_mod is evaluated in those, and nowhere else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,13 @@ from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_kinds
 from jflex.block_mask.mask import BlockMask, BlockSize
-from jflex.block_mask.mask_fit import uses_index
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.dependence import uses_index
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.types import AnyArray
 
 DEFAULT_BLOCK = 128
 _ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
@@ -44,13 +45,13 @@ class VarlenBlockMask(BlockMask):
       cu_seqlens_k: Those of the keys.
     """
 
-    cu_seqlens_q: Int32[Array, " R+1"]
-    cu_seqlens_k: Int32[Array, " R+1"]
+    cu_seqlens_q: Int32[Array, " R_and_1"]
+    cu_seqlens_k: Int32[Array, " R_and_1"]
 
 
 def varlen_block_mask(
-    cu_seqlens_q: Int32[Array, " R+1"],
-    cu_seqlens_k: Int32[Array, " R+1"],
+    cu_seqlens_q: Int32[AnyArray, " R_and_1"],
+    cu_seqlens_k: Int32[AnyArray, " R_and_1"],
     num_queries: int,
     num_keys: int,
     *,
@@ -97,7 +98,9 @@ def varlen_block_mask(
     check_packed_sizes(mask_mod, q_ends, kv_ends, H, "packed sequences")
     tokens = PackedTokens.of(q_ends, kv_ends, lengths)
     mask_mod = mask_mod if tokens.sequences else None
-    traced, operands = trace_mask_mod(_SameSequence(tokens) if mask_mod is None else _PackedMask(mask_mod, tokens))
+    traced, operands = trace_mask_mod(
+        tokens.same_sequence if mask_mod is None else ReindexedMod(mask_mod, tokens.positions_in_sequence)
+    )
     heads = 1 if H is None else checked_size(H, "H")
     if H is None and uses_index(traced, "h"):
         raise ValueError(
@@ -134,13 +137,21 @@ class PackedTokens(NamedTuple):
         sequences = q_ends.size - 1
         return cls(*_places(q_ends, lengths[0], sequences), *_places(kv_ends, lengths[1], -1), sequences)
 
-    def see_each_other(self, q: Any, kv: Any) -> Bool[Array, ""]:
-        """Whether a query and a key are of one sequence."""
-        return self.q_sequence[q] == self.kv_sequence[kv]
+    def same_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+        """The mask_mod of the boundaries: visible where query and key are of one sequence."""
+        del b, h
+        return self.q_sequence[q_idx] == self.kv_sequence[kv_idx]
 
-    def places(self, h: Any, q: Any, kv: Any) -> tuple[Any, ...]:
-        """What a mod of the user sees."""
-        return jnp.minimum(self.q_sequence[q], self.sequences - 1), h, self.q_position[q], self.kv_position[kv]
+    def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        """What a score_mod of the user sees; the mask hides other sequences."""
+        del b
+        sequence = jnp.minimum(self.q_sequence[q_idx], self.sequences - 1)
+        return Positions(sequence, h, self.q_position[q_idx], self.kv_position[kv_idx])
+
+    def positions_in_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        """What a mask_mod of the user sees, and whether query and key are of one sequence."""
+        exists = self.same_sequence(b, h, q_idx, kv_idx)
+        return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)
 
 
 def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
@@ -153,43 +164,15 @@ def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " 
     return jnp.where(inside, sequence, padding), jnp.where(inside, token - ends[:-1][sequence], 0)
 
 
-def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R+1"]) -> Int32[Array, " N"]:
+def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> Int32[Array, " N"]:
     """How many sequences end before or at a token: its own number, R for padding. Empty ones have no token."""
     return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
-class _SameSequence:
-    """Visible where query and key are of one sequence."""
-
-    def __init__(self, tokens: PackedTokens) -> None:
-        self.tokens = tokens
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
-        del b, h
-        return self.tokens.see_each_other(q_idx, kv_idx)
-
-
-class PackedMod:
-    """A mod of the user, made to take numbers of packed tokens. Messages name the user's function."""
-
-    def __init__(self, mod: Callable[..., Any], tokens: PackedTokens) -> None:
-        self.mod, self.tokens = mod, tokens
-        self.__wrapped__ = mod
-
-
-class _PackedMask(PackedMod):
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        del b
-        visible = self.mod(*self.tokens.places(h, q_idx, kv_idx))
-        if getattr(visible, "dtype", type(visible)) not in (bool, jnp.bool_) or jnp.shape(visible):
-            return visible  # which tracing refuses, in the name of the user's function
-        return self.tokens.see_each_other(q_idx, kv_idx) & visible
-
-
 @jax.jit(static_argnames=("lengths", "block_size"))
 def _boundary_kinds(
-    q_ends: Int32[Array, " R+1"],
-    kv_ends: Int32[Array, " R+1"],
+    q_ends: Int32[Array, " R_and_1"],
+    kv_ends: Int32[Array, " R_and_1"],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "R C"]:
@@ -258,7 +241,7 @@ def _evaluated_kinds(
     return found.reshape(heads, *kinds.shape)
 
 
-def check_callable(mod: Any, name: str, signature: str) -> None:
+def check_callable(mod: object, name: str, signature: str) -> None:
     """Raises TypeError for a mod that is neither None nor a function."""
     if mod is None or callable(mod):
         return
@@ -275,7 +258,7 @@ def check_packed_sizes(
     check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
 
 
-def checked_boundaries(q_ends: Any, kv_ends: Any, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """The boundaries of queries and of keys, as arrays of JAX.
 
     Raises:

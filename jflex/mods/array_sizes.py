@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 Axis = Literal["b", "h", "q_idx", "kv_idx"]
 
@@ -69,13 +71,13 @@ class SizedMod:
 class ReadyMod(SizedMod):
     """A ready mod: a function, and what it requires."""
 
-    mod: Callable[..., Any]
+    mod: Callable[..., ArrayLike]
     required: tuple[Requirement, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: jax.Array) -> ArrayLike:
         """Evaluates the mod at one place."""
         return self.mod(*args)
 
@@ -92,7 +94,7 @@ def for_positions(size: int, rule: str, remedy: str) -> tuple[Requirement, Requi
     )
 
 
-def requirements_of(*mods: Any) -> tuple[Requirement, ...]:
+def requirements_of(*mods: object) -> tuple[Requirement, ...]:
     """What mods require together; nothing for functions of users.
 
     >>> requirements_of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
@@ -101,7 +103,7 @@ def requirements_of(*mods: Any) -> tuple[Requirement, ...]:
     return tuple(needed for mod in mods if isinstance(mod, SizedMod) for needed in mod.requirements())
 
 
-def program_requirements(mod: Any) -> tuple[Requirement, ...]:
+def program_requirements(mod: object) -> tuple[Requirement, ...]:
     """Those that a traced mod keeps, which JAX may replace by an equal one of other values."""
     return tuple(needed for needed in requirements_of(mod) if needed.in_program)
 
@@ -131,7 +133,7 @@ def last_plus_one(positions: np.ndarray | None) -> int | None:
 
 
 def check_mod_sizes(
-    mod: Any,
+    mod: object,
     *,
     batch: int | None = None,
     heads: int | None = None,
@@ -164,7 +166,7 @@ def check_mod_sizes(
     check_requirements(requirements_of(mod), CallSizes(batch, heads, queries, keys, caller))
 
 
-def check_mask_shape(mask_mod: Any, shape: tuple[int, ...], caller: str) -> None:
+def check_mask_shape(mask_mod: object, shape: tuple[int, ...], caller: str) -> None:
     """`check_mod_sizes` for a mask of the shape ``(B, H, Q_LEN, KV_LEN)``."""
     batch, heads, queries, keys = shape
     check_mod_sizes(mask_mod, batch=batch, heads=heads, queries=queries, keys=keys, caller=caller)

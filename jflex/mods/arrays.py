@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-_KINDS: dict[str, tuple[Any, str]] = {
+_KINDS: dict[str, tuple[DTypeLike, str]] = {
     "integers": (jnp.integer, "Cast with `.astype(jnp.int32)`."),
     "booleans": (jnp.bool_, "Compare, as in `x > 0`, or cast with `.astype(bool)`."),
     "floating-point": (jnp.floating, "Cast with `.astype(jnp.float32)`."),
@@ -17,7 +18,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 
 def checked_array(
-    x: Any, argument: str, kind: Literal["integers", "booleans", "floating-point"], axes: str | None = None
+    x: ArrayLike, argument: str, kind: Literal["integers", "booleans", "floating-point"], axes: str | None = None
 ) -> jax.Array:
     """An argument of a ready mod as an array.
 
@@ -44,7 +45,7 @@ def checked_array(
     return array
 
 
-def known_count(x: Any) -> int | None:
+def known_count(x: object) -> int | None:
     """A count that is part of the program, as an int; None for an array, whose value may change.
 
     >>> known_count(np.int64(3)), known_count(jnp.int32(3))

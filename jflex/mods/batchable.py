@@ -20,14 +20,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.typing import ArrayLike, DTypeLike
 
-from jflex.mods.fingerprint import Open, open_jaxpr, sub_jaxpr
+from jflex.mods.fingerprint import Open, aval_of, open_jaxpr, sub_jaxpr
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "remat"})
 VIEWS = frozenset({"dynamic_slice", "gather", "squeeze", "reshape", "slice", "transpose", "rev"})
@@ -44,13 +45,13 @@ _MULTIPLIES = frozenset({"mul", "dot_general", "square", "integer_pow", "div"})
 _KEEPS = VIEWS | {"broadcast_in_dim", "convert_element_type", "neg", "copy", "concatenate", "pad"}
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: core.JaxprEqn, values: Sequence[ArrayLike]) -> list[jax.Array]:
     """Applies the primitive of an equation to values."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def batchable(jaxpr: Any) -> Any:
+def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Rewrites a program for `jax.vmap`.
 
     Args:
@@ -63,11 +64,11 @@ def batchable(jaxpr: Any) -> Any:
     if not _needs_rewriting(opened.jaxpr):
         return jaxpr
     avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype, weak_type=getattr(v.aval, "weak_type", False))
         for v in opened.jaxpr.invars
     ]
 
-    def rewritten(*args: jax.Array) -> list[Any]:
+    def rewritten(*args: jax.Array) -> list[ArrayLike]:
         return [_used(x) for x in _run(opened, [_Value(x) for x in args])]
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -111,7 +112,7 @@ def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> 
 class _Product(NamedTuple):
     """Numbers and arrays of one shape: an array is all of them multiplied."""
 
-    scales: tuple[Any, ...]
+    scales: tuple[ArrayLike, ...]
     factors: tuple[_Value, ...]
 
 
@@ -128,15 +129,15 @@ class _Value:
       gates: Of what came into branches: for each of them, whether it is taken.
     """
 
-    x: Any
+    x: ArrayLike
     depends: frozenset[int] = frozenset()
     product: _Product | None = None
     multiplied: bool = False
     spread: bool = False
-    gates: tuple[Any, ...] = ()
+    gates: tuple[ArrayLike, ...] = ()
 
 
-def _used(value: _Value) -> Any:
+def _used(value: _Value) -> ArrayLike:
     """A value behind its gates.
 
     In a branch that is not taken its cotangent is 0, also where a derivative is infinite, as it is under `lax.cond`:
@@ -149,7 +150,7 @@ def _used(value: _Value) -> Any:
     return x
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
@@ -163,7 +164,7 @@ def _run(opened: Open, args: Sequence[_Value]) -> list[_Value]:
     return [read(v) for v in opened.jaxpr.outvars]
 
 
-def _equation(eqn: Any, ins: list[_Value]) -> Sequence[_Value]:
+def _equation(eqn: core.JaxprEqn, ins: list[_Value]) -> Sequence[_Value]:
     name = eqn.primitive.name
     depends = frozenset().union(*(x.depends for x in ins))
     inner = sub_jaxpr(eqn) if name in CALLS else None
@@ -184,7 +185,7 @@ def _equation(eqn: Any, ins: list[_Value]) -> Sequence[_Value]:
     return [_Value(outs[0], depends, _product(eqn, ins), multiplied, spread)]
 
 
-def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Value]:
+def _selected(eqn: core.JaxprEqn, ins: list[_Value], depends: frozenset[int]) -> list[_Value]:
     """Evaluates all branches; the index selects among their results."""
     index, branches = _used(ins[0]), []
     for number, branch in enumerate(eqn.params["branches"]):
@@ -192,7 +193,7 @@ def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Val
         branches.append([_used(x) for x in _run(open_jaxpr(branch), entering)])
     results = []
     for var, *outs in zip(eqn.outvars, *branches, strict=True):
-        outs = [jnp.asarray(x, var.aval.dtype) for x in outs]
+        outs = [jnp.asarray(x, aval_of(var).dtype) for x in outs]
         chosen = outs[-1]
         for number in reversed(range(len(outs) - 1)):
             chosen = lax.select_n(index == number, chosen, outs[number])
@@ -200,9 +201,9 @@ def _selected(eqn: Any, ins: list[_Value], depends: frozenset[int]) -> list[_Val
     return results
 
 
-def _product(eqn: Any, ins: Sequence[_Value]) -> _Product | None:
+def _product(eqn: core.JaxprEqn, ins: Sequence[_Value]) -> _Product | None:
     """The result of an equation as a product of numbers and arrays, where it is one."""
-    name, aval, first = eqn.primitive.name, eqn.outvars[0].aval, ins[0] if ins else None
+    name, aval, first = eqn.primitive.name, aval_of(eqn.outvars[0]), ins[0] if ins else None
     if first is None or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
     if name == "broadcast_in_dim" and jnp.ndim(first.x) == 0:
@@ -226,13 +227,13 @@ def _parts(value: _Value, shape: tuple[int, ...]) -> _Product | None:
     return _Product((), (value,)) if jnp.shape(value.x) == shape else None
 
 
-def _sum(eqn: Any, value: _Value) -> jax.Array:
+def _sum(eqn: core.JaxprEqn, value: _Value) -> jax.Array:
     """A sum; of products, a contraction."""
-    axes, dtype, product = eqn.params["axes"], eqn.outvars[0].aval.dtype, value.product
+    axes, dtype, product = eqn.params["axes"], aval_of(eqn.outvars[0]).dtype, value.product
     known = product is not None and product.factors and not any(x.spread for x in product.factors)
     if product is None or not known or not axes or dtype.itemsize < 4:
-        return bind(eqn, [guarded(value.x) if value.multiplied else value.x])[0]
-    *others, last = [x.x.astype(dtype) for x in product.factors]
+        return bind(eqn, [guarded(jnp.asarray(value.x)) if value.multiplied else value.x])[0]
+    *others, last = [jnp.asarray(x.x).astype(dtype) for x in product.factors]
     if not others:
         out = jnp.sum(guarded(last) if product.factors[0].multiplied else last, axes)
     else:
@@ -250,12 +251,12 @@ def guarded(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
-def multiplied(xs: Sequence[Any], dtype: Any) -> jax.Array:
+def multiplied(xs: Sequence[ArrayLike], dtype: DTypeLike) -> jax.Array:
     """The product of numbers and arrays."""
     return functools.reduce(jnp.multiply, [jnp.asarray(x, dtype) for x in xs])
 
 
-def _with_bodies(eqn: Any) -> Any:
+def _with_bodies(eqn: core.JaxprEqn) -> core.JaxprEqn:
     """The equation with the bodies of loops and of custom derivatives rewritten."""
     if eqn.primitive.name not in _BODIES:
         return eqn
@@ -263,8 +264,8 @@ def _with_bodies(eqn: Any) -> Any:
     return eqn.replace(params=params)
 
 
-def _needs_rewriting(jaxpr: Any) -> bool:
-    def inner(eqn: Any) -> list[Any]:
+def _needs_rewriting(jaxpr: core.Jaxpr) -> bool:
+    def inner(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
         keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", *_BODIES.get(eqn.primitive.name, ()))
         return [
             open_jaxpr(eqn.params[key]).jaxpr

@@ -6,11 +6,11 @@ What they return keeps its parts in a field, so that the structure of a mask can
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
 
 from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of
 from jflex.mods.trace import TracedMod
@@ -23,7 +23,7 @@ class AndMasks(SizedMod):
 
     parts: tuple[MaskMod, ...]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one place."""
         visible = jnp.asarray(True)
         for part in self.parts:
@@ -41,7 +41,7 @@ class OrMasks(SizedMod):
 
     parts: tuple[MaskMod, ...]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one place."""
         visible = jnp.asarray(False)
         for part in self.parts:
@@ -59,7 +59,7 @@ class NotMask(SizedMod):
 
     part: MaskMod
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one place."""
         return ~jnp.asarray(self.part(b, h, q_idx, kv_idx))
 
@@ -75,7 +75,7 @@ class BoundMask(SizedMod):
     traced: TracedMod
     operands: tuple[jax.Array, ...]
 
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
+    def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
         """Evaluates the mask at one place."""
         indices = (jnp.asarray(index, jnp.int32) for index in (b, h, q_idx, kv_idx))
         return self.traced(self.operands, *indices)
@@ -142,7 +142,9 @@ def not_mask(mask_mod: MaskMod) -> NotMask:
     return NotMask(*_callables("not_mask", (mask_mod,)))
 
 
-def noop_mask(b: Int32[Array, ""], h: Int32[Array, ""], q_idx: Int32[Array, ""], kv_idx: Int32[Array, ""]) -> Any:
+def noop_mask(
+    b: Int[ArrayLike, ""], h: Int[ArrayLike, ""], q_idx: Int[ArrayLike, ""], kv_idx: Int[ArrayLike, ""]
+) -> Bool[Array, ""]:
     """Hides nothing: every query sees every key.
 
     >>> bool(noop_mask(0, 0, 3, 7))
@@ -152,7 +154,7 @@ def noop_mask(b: Int32[Array, ""], h: Int32[Array, ""], q_idx: Int32[Array, ""],
     return jnp.asarray(True)
 
 
-def _callables(caller: str, mask_mods: tuple[Any, ...]) -> tuple[MaskMod, ...]:
+def _callables(caller: str, mask_mods: tuple[MaskMod, ...]) -> tuple[MaskMod, ...]:
     for position, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             hint = " Combine BlockMasks with `&`, `|`, `~`." if hasattr(mask_mod, "kv_num_blocks") else ""

@@ -6,12 +6,14 @@ The text of ``str(jaxpr)`` will not do: it holds addresses of functions and name
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core
+from jax.typing import ArrayLike
 
 _NAMES = frozenset(
     {
@@ -32,16 +34,21 @@ _NAMES = frozenset(
 class Open(NamedTuple):
     """A jaxpr and its constants, whichever of JAX's types held them."""
 
-    jaxpr: Any
-    consts: Sequence[Any]
+    jaxpr: core.Jaxpr
+    consts: Sequence[ArrayLike]
 
 
-def open_jaxpr(x: Any) -> Open:
+def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> Open:
     """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
-    return Open(getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ())))
+    return Open(getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ())))  # pyright: ignore[reportArgumentType]  (by version)
 
 
-def sub_jaxpr(eqn: Any) -> Open | None:
+def aval_of(v: core.Var | core.Literal) -> ShapedArray:
+    """What a jaxpr says of a value."""
+    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
+
+
+def sub_jaxpr(eqn: core.JaxprEqn) -> Open | None:
     """The body of a call-like equation."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
@@ -49,7 +56,7 @@ def sub_jaxpr(eqn: Any) -> Open | None:
     return None
 
 
-def fingerprint(jaxpr: Any, *, differentiable: bool) -> str:
+def fingerprint(jaxpr: core.ClosedJaxpr, *, differentiable: bool) -> str:
     """Describes a program by its structure.
 
     Args:
@@ -63,8 +70,8 @@ def fingerprint(jaxpr: Any, *, differentiable: bool) -> str:
     return text
 
 
-def _describe_derivative(jaxpr: Any) -> str:
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in open_jaxpr(jaxpr).jaxpr.invars]
+def _describe_derivative(jaxpr: core.ClosedJaxpr) -> str:
+    avals = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in open_jaxpr(jaxpr).jaxpr.invars]
     floats = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating)]
 
     def derivative(*args):
@@ -82,16 +89,15 @@ def _describe_derivative(jaxpr: Any) -> str:
 
 
 def _describe_jaxpr(opened: Open) -> str:
-    names: dict[Any, str] = {}
+    names: dict[core.Var, str] = {}
     jaxpr = opened.jaxpr
 
-    def read(v: Any) -> str:
+    def read(v: core.Var | core.Literal) -> str:
         if isinstance(v, core.Literal):
-            dtype = v.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]  # JAX declares an aval without one
-            return f"{np.asarray(v.val).tolist()!r}:{dtype}"
+            return f"{np.asarray(v.val).tolist()!r}:{aval_of(v).dtype}"
         return names[v]
 
-    def write(v: Any) -> str:
+    def write(v: core.Var) -> str:
         names[v] = f"v{len(names)}"
         return f"{names[v]}:{v.aval.str_short()}{'~' if getattr(v.aval, 'weak_type', False) else ''}"
 

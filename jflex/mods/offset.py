@@ -5,7 +5,6 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,56 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Int, Int32
 
 from jflex._call.kv_lengths import known_lengths
-from jflex.mods.array_sizes import Requirement, SizedMod, requirements_of, shifted
-from jflex.mods.compose import AndMasks, MaskMod, NotMask, OrMasks
+from jflex.mods.array_sizes import Requirement, requirements_of, shifted
+from jflex.mods.compose import AndMasks, NotMask, OrMasks
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import describe
 
 Offset = Int32[Array, ""] | Int32[Array, " B"]
 _INT32 = np.iinfo(np.int32)
 _RULE = "`mod` must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod (b, h, q_idx, kv_idx)"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OffsetMask(SizedMod):
-    """A mask_mod for queries that begin at `offset`. Made by `with_offset`."""
-
-    mod: MaskMod
-    offset: Offset
-    known: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        _name_after(self, self.mod)
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
-        return self.mod(b, h, _position(self.offset, b, q_idx), kv_idx)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return _requirements(self)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class OffsetScore(SizedMod):
-    """A score_mod for queries that begin at `offset`. Made by `with_offset`."""
-
-    mod: Callable[..., Any]
-    offset: Offset
-    known: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        _name_after(self, self.mod)
-
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
-        """Changes one score."""
-        return self.mod(score, b, h, _position(self.offset, b, q_idx), kv_idx)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return _requirements(self)
 
 
 def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayLike, " B"]) -> Callable[..., Any]:
@@ -99,41 +59,35 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
     >>> jflex.create_mask(causal, 2, None, 1, 5)[:, 0, 0].astype(int).tolist()
     [[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
     """
-    kind = _kind(mod)
-    positions, known = _checked_offset(offset)
-    return OffsetScore(mod, positions, known) if kind == "score" else _offset_mask(mod, positions, known)
+    _check_mod(mod)
+    return _continued(mod, *_checked_offset(offset))
 
 
-def _offset_mask(mask_mod: MaskMod, offset: Offset, known: np.ndarray | None) -> MaskMod:
-    if isinstance(mask_mod, AndMasks | OrMasks):
-        return type(mask_mod)(tuple(_offset_mask(part, offset, known) for part in mask_mod.parts))
-    if isinstance(mask_mod, NotMask):
-        return NotMask(_offset_mask(mask_mod.part, offset, known))
-    return OffsetMask(mask_mod, offset, known)
+def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> Callable[..., Any]:
+    if isinstance(mod, AndMasks | OrMasks):
+        return type(mod)(tuple(_continued(part, offset, known) for part in mod.parts))
+    if isinstance(mod, NotMask):
+        return NotMask(_continued(mod.part, offset, known))
+
+    def positions(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        return Positions(b, h, q_idx + (offset[b] if offset.ndim else offset), kv_idx)
+
+    return ReindexedMod(mod, positions, _requirements(mod, offset, known))
 
 
-def _requirements(mod: OffsetMask | OffsetScore) -> tuple[Requirement, ...]:
-    kept = requirements_of(mod.mod)
+def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:
+    kept = requirements_of(mod)
     if any(needed.axis == "q_idx" for needed in kept):  # else nothing waits for the value of an offset
-        known = known_lengths(mod.offset) if mod.known is None else mod.known
+        known = known_lengths(offset) if known is None else known
         kept = shifted(kept, "q_idx", None if known is None else int(known.max()))
-    if not mod.offset.ndim:
+    if not offset.ndim:
         return kept
     rule = "`offset` of `with_offset` must be one position, or hold one for each batch entry"
-    return (Requirement("b", mod.offset.shape[0], rule, "Pass offsets [{}]."), *kept)
+    return (Requirement("b", offset.shape[0], rule, "Pass offsets [{}]."), *kept)
 
 
-def _position(offset: Offset, b: Any, q_idx: Any) -> Any:
-    return q_idx + (offset[b] if offset.ndim else offset)
-
-
-def _name_after(wrapper: OffsetMask | OffsetScore, mod: Callable[..., Any]) -> None:
-    """Lets messages name the user's function, and the signature be its signature."""
-    object.__setattr__(wrapper, "__wrapped__", mod)
-
-
-def _kind(mod: Any) -> str:
-    """``"score"`` or ``"mask"``, by the arguments that a mod takes."""
+def _check_mod(mod: Any) -> None:
+    """Raises TypeError unless the arguments that a mod takes tell its role."""
     if not callable(mod):
         hint = ""
         if hasattr(mod, "kv_num_blocks"):
@@ -143,15 +97,14 @@ def _kind(mod: Any) -> str:
         signature = inspect.signature(mod)
     except ValueError:  # some builtins have none
         raise TypeError(f"{_RULE}. {describe(mod)} does not tell its arguments: wrap it in a `lambda`.") from None
-    fitting = [kind for kind, arguments in (("score", 5), ("mask", 4)) if _binds(signature, arguments)]
+    fitting = [arguments for arguments in (5, 4) if _binds(signature, arguments)]
     if len(fitting) == 1:
-        return fitting[0]
+        return
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = sum(p.kind in positional and p.default is p.empty for p in signature.parameters.values())
     if not fitting or required not in (4, 5):
         remedy = " Both would fit: name the arguments, in a `lambda`." if fitting else ""
         raise TypeError(f"{_RULE}. {describe(mod)} takes {signature}.{remedy}")
-    return "score" if required == 5 else "mask"
 
 
 def _binds(signature: inspect.Signature, arguments: int) -> bool:
@@ -162,7 +115,7 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
     return True
 
 
-def _checked_offset(offset: Any) -> tuple[Offset, np.ndarray | None]:
+def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
     """The offset as an array of JAX, and its value where no tracing hides it."""
     rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):

@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from jflex._jax.manual_axes import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import Requirement, program_requirements
@@ -50,7 +51,7 @@ class TracedMod:
     kind: Kind
     fingerprint: str
     operands: tuple[tuple[tuple[int, ...], str], ...]
-    jaxpr: Any = dataclasses.field(compare=False, repr=False)
+    jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
     source: str = dataclasses.field(compare=False)
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -67,16 +68,16 @@ class TracedMod:
         args, program = (*scalars, *operands), batchable_program(self)
         if not varying_axes(*args):
             return core.jaxpr_as_fun(program)(*args)[0]
-        return _evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0]
+        return jnp.asarray(_evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0])
 
 
 @functools.lru_cache(maxsize=256)
-def batchable_program(traced: TracedMod) -> Any:
+def batchable_program(traced: TracedMod) -> core.ClosedJaxpr:
     """The program of a mod as plain JAX evaluates it under `jax.vmap`; see `jflex.mods.batchable`."""
     return batchable(traced.jaxpr)
 
 
-def trace_score_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+def trace_score_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces ``mod(score, b, h, q_idx, kv_idx) -> score``.
 
     Returns:
@@ -89,7 +90,7 @@ def trace_score_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array
     return _trace(mod, "score")
 
 
-def trace_mask_mod(mod: Callable[..., Any]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     """Traces ``mod(b, h, q_idx, kv_idx) -> bool``.
 
     Returns:
@@ -116,7 +117,7 @@ def describe(mod: Any) -> str:
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
 
 
-def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+def _trace(mod: Callable[..., ArrayLike], kind: Kind) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     source = describe(mod)
     _check_signature(mod, kind, source)
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if kind == "score" else []
@@ -142,7 +143,7 @@ def _trace(mod: Callable[..., Any], kind: Kind) -> tuple[TracedMod, tuple[jax.Ar
     return TracedMod(kind, key, signature, residual, source, program_requirements(mod)), operands
 
 
-def _check_signature(mod: Any, kind: Kind, source: str) -> None:
+def _check_signature(mod: object, kind: Kind, source: str) -> None:
     rule = (
         f"`{kind}_mod` must be a function ({', '.join(_ARGUMENTS[kind])}) -> {'score' if kind == 'score' else 'bool'}"
     )
@@ -219,25 +220,28 @@ def _explained(kind: Kind, source: str):
 class _Known:
     """A value that no argument of the mod enters; `captured` if an array or tracer of the user's does."""
 
-    value: Any
+    value: Any  # a constant of a jaxpr
     captured: bool
 
 
-def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+_Value: TypeAlias = int | _Known  # an int names what an equation that stays computes
+
+
+def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
     """Computes what the constants of a jaxpr alone decide; returns the rest as a function, and its operands."""
-    steps: list[tuple[Any, list[Any], list[int]]] = []  # (equation, inputs: id or _Known, output ids)
+    steps: list[tuple[core.JaxprEqn, list[_Value], list[int]]] = []  # (equation, inputs: id or _Known, output ids)
     count = iter(range(1 << 30))
 
-    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
+    def run(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike], args: Sequence[_Value]) -> list[_Value]:
+        env: dict[core.Var, _Value] = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
             if eqn.primitive.name in _TYPE_CASTS:
                 outs = ins
-            elif all(isinstance(x, _Known) for x in ins) and not eqn.effects:
-                outs = _compute(eqn, ins)
+            elif len(known := [x for x in ins if isinstance(x, _Known)]) == len(ins) and not eqn.effects:
+                outs = _compute(eqn, known)
             elif inner is not None and (
                 inner.consts
                 or any(isinstance(x, _Known) and x.captured for x in ins)
@@ -250,7 +254,7 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
 
-    jaxpr, consts = getattr(traced, "jaxpr", traced), traced.consts
+    jaxpr, consts = open_jaxpr(traced)
     arguments = [next(count) for _ in jaxpr.invars]
     [result] = run(jaxpr, consts, arguments)
 
@@ -261,7 +265,7 @@ def _hoist(traced: Any) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]
     def replay(*args: jax.Array) -> jax.Array:
         env = dict(zip(arguments, args, strict=False))
 
-        def read(x: Any) -> Any:
+        def read(x: _Value) -> jax.Array:
             if not isinstance(x, _Known):
                 return env[x]
             return args[slots[id(x.value)]] if id(x.value) in slots else x.value
@@ -277,7 +281,7 @@ def _is_literal(x: _Known) -> bool:
     return not x.captured and np.ndim(x.value) == 0
 
 
-def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
+def _compute(eqn: core.JaxprEqn, ins: Sequence[_Known]) -> list[_Known]:
     values = [x.value for x in ins]
     concrete = not any(isinstance(x, Tracer) for x in values)
     with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
@@ -288,7 +292,7 @@ def _compute(eqn: Any, ins: Sequence[_Known]) -> list[_Known]:
     return [_Known(x, captured) for x in outs]
 
 
-def _evaluate_varying(opened: Open, args: Sequence[jax.Array]) -> list[jax.Array]:
+def _evaluate_varying(opened: Open, args: Sequence[ArrayLike]) -> list[ArrayLike]:
     """Evaluates a jaxpr inside of a `jax.shard_map`, where what a primitive takes must vary over the same axes.
 
     The jaxpr was traced without a mesh, so its literals and the bodies of its calls know of none.

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
-from jflex.paged.run import How, Pages, attend
+from jflex.paged.run import How, PagedCall, Pages, attend
+from jflex.paged.run import prepare as prepare_pages
+from jflex.types import AnyArray
 
 
 # What is returned, by `return_lse`.
 # fmt: off
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[False] = False,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
-    q: Array, cache: PagedCache, batch: PagedBatch, *,
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, layer: int | Array | None = None, return_lse: Literal[True],
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def paged_attention(
-    q: Float[Array, "N Hq D"],
+    q: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
     batch: PagedBatch,
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     scale: float | None = None,
-    layer: int | Int32[Array, ""] | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
     config: Config | None = None,
@@ -102,17 +103,30 @@ def paged_attention(
     >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
     (4, 8, 64)
     """
+    call = prepare(q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, scale=scale, layer=layer, config=config)
+    state = attend(call, implementation)
+    return (state.out, state.lse) if return_lse else state.out
+
+
+def prepare(
+    q: Any,
+    cache: PagedCache,
+    batch: PagedBatch,
+    *,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    scale: float | None,
+    layer: int | Int32[AnyArray, ""] | None,
+    config: Config | None,
+) -> PagedCall:
+    """Checks every argument of `paged_attention`; of q and of keys and values only the shapes are read."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
-    layer = checked_layer(cache, layer)
+    pages = pages_of(cache, batch, checked_layer(cache, layer))
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    score_mod = _PositionedScore(score_mod, batch) if callable(score_mod) else score_mod
-    mask_mod = _PositionedMask(mask_mod, batch) if callable(mask_mod) else mask_mod
-    state = attend(
-        "paged_attention", q, pages_of(cache, batch, layer), How(score_mod, mask_mod, scale, implementation, config)
-    )
-    return (state.out, state.lse) if return_lse else state.out
+    how = How(_of_packed(score_mod, batch), _of_packed(mask_mod, batch), scale, config)
+    return prepare_pages("paged_attention", q, pages, how)
 
 
 def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
@@ -126,45 +140,27 @@ def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: in
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
-    """The pages of a layer, where they lie: the layers are one row of pages."""
-    rows = lambda x: x.reshape(-1, *x.shape[-3:])
+    """The pages of a layer, where they lie."""
     first = jnp.zeros((1,), jnp.int32)
     if layer is not None:
         assert cache.layers is not None  # `checked_layer` has made sure
         first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
-    facts = (jnp.asarray(x) for x in (batch.qo_indptr, batch.kv_lengths, batch.page_table))
-    return Pages(rows(cache.k), rows(cache.v), cache.num_pages, first, *facts)
+    return Pages(cache.k, cache.v, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Positioned:
-    """A mod of positions, made to take the numbers of packed queries."""
+def _of_packed(mod: Any, batch: PagedBatch) -> Any:
+    """A mod that is called with the numbers of packed queries: the last query of a request stands at its last key."""
 
-    mod: Callable[..., Any]
-    batch: PagedBatch
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__wrapped__", self.mod)  # so that messages name the user's function
-
-    def position(self, b: Any, n: Any) -> Any:
-        """Where a packed query stands in its request: the last of them at the last key."""
-        lengths, indptr = jnp.asarray(self.batch.kv_lengths), jnp.asarray(self.batch.qo_indptr)
+    def positions(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
+        lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
         if not lengths.size:  # no requests: there is nothing to read, but a mod is traced all the same
-            return n
-        return n + (lengths[b] - indptr[b + 1])
+            return Positions(b, h, n, kv_idx)
+        return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
+
+    return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses what is no function
 
 
-class _PositionedScore(_Positioned):
-    def __call__(self, score: Any, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
-        return self.mod(score, b, h, self.position(b, n), kv_idx)
-
-
-class _PositionedMask(_Positioned):
-    def __call__(self, b: Any, h: Any, n: Any, kv_idx: Any) -> Any:
-        return self.mod(b, h, self.position(b, n), kv_idx)
-
-
-def check_queries(q: Any, cache: Any) -> None:
+def check_queries(q: AnyArray, cache: object) -> None:
     """Raises unless packed queries fit a cache.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jflex.block_mask.lengths import checked_size
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known
 from jflex.paged.sizes import checked_page_size
+from jflex.types import AnyArray
 
 _FIELDS = ("qo_indptr", "kv_lengths", "page_table")
 
@@ -46,9 +47,9 @@ class PagedBatch:
     [0, 1, 2, 4, -1]
     """
 
-    qo_indptr: Int32[Array, " R_and_1"]
-    kv_lengths: Int32[Array, " R"]
-    page_table: Int32[Array, "R max_pages"]
+    qo_indptr: Int32[AnyArray, " R_and_1"]
+    kv_lengths: Int32[AnyArray, " R"]
+    page_table: Int32[AnyArray, "R max_pages"]
 
     @property
     def requests(self) -> int:
@@ -123,7 +124,7 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
 
 
 def slots_of(
-    page_table: Int32[Array, "*R max_pages"], positions: Int32[Array, "*R N"], page_size: int
+    page_table: Int32[AnyArray, "*R max_pages"], positions: Int32[AnyArray, "*R N"], page_size: int
 ) -> Int32[Array, "*R N"]:
     """The slots of tokens: ``page_table[p // page_size] * page_size + p % page_size`` for a position ``p``.
 
@@ -222,7 +223,7 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
             checkify.check(~jnp.any(rule.fault), rule.message, **values)
 
 
-def _rules(fields: Sequence[Any], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
+def _rules(fields: Sequence[AnyArray | None], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
     """The rules on values, in numpy or in JAX; those on a field that is None are left out."""
     qo_indptr, kv_lengths, page_table = fields
     if qo_indptr is not None:
@@ -233,13 +234,13 @@ def _rules(fields: Sequence[Any], max_pages: int, cache: PagedCache, num_tokens:
             yield table_rule(kv_lengths, page_table, cache.num_pages, cache.page_size)
 
 
-def _check_shapes(batch: Any, cache: Any, num_tokens: Any) -> int:
+def _check_shapes(batch: object, cache: object, num_tokens: SupportsIndex) -> int:
     check_cache(cache)
     check_fields(batch)
     return checked_size(num_tokens, "num_tokens")
 
 
-def check_fields(batch: Any) -> None:
+def check_fields(batch: object) -> None:
     """Raises unless the fields of a batch are int32 arrays whose shapes fit.
 
     >>> check_fields(PagedBatch(jnp.arange(3), jnp.arange(2), jnp.ones((2, 1), jnp.int32)))

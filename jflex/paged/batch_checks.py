@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from jflex.types import AnyArray
 
 _MAX_INT32 = 2**31 - 1
 
@@ -14,9 +16,9 @@ _MAX_INT32 = 2**31 - 1
 class Rule(NamedTuple):
     """Where a rule is broken, the message for one such place, and the values that it names, alike in shape."""
 
-    fault: Any
+    fault: AnyArray
     message: str
-    values: dict[str, Any]
+    values: dict[str, AnyArray]
 
 
 def check_rules(rules: Iterable[Rule]) -> None:
@@ -35,7 +37,7 @@ def check_rules(rules: Iterable[Rule]) -> None:
             raise ValueError(rule.message.format(**values))
 
 
-def indptr_rules(qo_indptr: Any, num_tokens: int) -> Iterator[Rule]:
+def indptr_rules(qo_indptr: AnyArray, num_tokens: int) -> Iterator[Rule]:
     """The rules on where queries begin, an array of numpy or of JAX.
 
     >>> [rule.fault.tolist() for rule in indptr_rules(np.array([0, 3, 1]), num_tokens=8)]
@@ -62,7 +64,7 @@ def indptr_rules(qo_indptr: Any, num_tokens: int) -> Iterator[Rule]:
     )
 
 
-def length_rules(kv_lengths: Any, max_pages: int, num_pages: int, page_size: int) -> Iterator[Rule]:
+def length_rules(kv_lengths: AnyArray, max_pages: int, num_pages: int, page_size: int) -> Iterator[Rule]:
     """The rules on lengths, for a table of `max_pages` columns and a cache of pages.
 
     >>> [rule.fault.tolist() for rule in length_rules(np.array([48, 49]), max_pages=3, num_pages=8, page_size=16)]
@@ -90,7 +92,7 @@ def length_rules(kv_lengths: Any, max_pages: int, num_pages: int, page_size: int
     )
 
 
-def table_rule(kv_lengths: Any, page_table: Any, num_pages: int, page_size: int) -> Rule:
+def table_rule(kv_lengths: AnyArray, page_table: AnyArray, num_pages: int, page_size: int) -> Rule:
     """The rule on the entries that requests of these lengths use.
 
     >>> table_rule(np.array([17]), np.array([[3, 8, 9]]), num_pages=8, page_size=16).fault.tolist()
@@ -116,5 +118,5 @@ def table_rule(kv_lengths: Any, page_table: Any, num_pages: int, page_size: int)
     )
 
 
-def _iota_like(x: Any) -> Any:
+def _iota_like(x: AnyArray) -> AnyArray:
     return (np if isinstance(x, np.ndarray) else jnp).arange(x.shape[0], dtype=np.int32)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import DTYPES, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.sizes import checked_pages, checked_positive
+from jflex.types import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +54,7 @@ class PagedCache:
         head_dim: int,
         *,
         v_head_dim: int | None = None,
-        dtype: Any,
+        dtype: DTypeLike,
         layers: int | None = None,
     ) -> PagedCache:
         """A cache of zeros.
@@ -110,11 +111,11 @@ class PagedCache:
 
 def write(
     cache: PagedCache,
-    k: Float[Array, "N Hkv D"],
-    v: Float[Array, "N Hkv Dv"],
-    slots: Int32[Array, " N"],
+    k: Float[AnyArray, "N Hkv D"],
+    v: Float[AnyArray, "N Hkv Dv"],
+    slots: Int32[AnyArray, " N"],
     *,
-    layer: int | Int32[Array, ""] | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
 ) -> PagedCache:
     """Puts keys and values of tokens into their slots; all other slots keep what they hold.
 
@@ -147,14 +148,14 @@ def write(
     _check_tokens(cache, k, v, slots)
     _check_slots_differ(slots, cache.num_pages, cache.page_size)
     slots = jnp.asarray(slots)
-    index: tuple[Any, ...] = (slots // cache.page_size, slots % cache.page_size)
+    index: tuple[jax.Array, ...] = (slots // cache.page_size, slots % cache.page_size)
     checked = checked_layer(cache, layer)
     if checked is not None:
         index = (checked, *index)
     return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
 
 
-def copy_pages(cache: PagedCache, src: Int32[Array, " M"], dst: Int32[Array, " M"]) -> PagedCache:
+def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> PagedCache:
     """Copies whole pages, of all layers: what follows a `PagePool.fork` that gave another page.
 
     All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
@@ -190,7 +191,7 @@ def copy_pages(cache: PagedCache, src: Int32[Array, " M"], dst: Int32[Array, " M
     return jax.tree.map(lambda pages: _copied(pages, src, dst), cache)
 
 
-def checked_layer(cache: PagedCache, layer: Any) -> Int32[Array, ""] | None:
+def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
     """The number of a layer as a scalar int32; None for a cache without layers.
 
     Raises:
@@ -221,7 +222,7 @@ def checked_layer(cache: PagedCache, layer: Any) -> Int32[Array, ""] | None:
     return jnp.int32(number)
 
 
-def check_cache(cache: Any) -> None:
+def check_cache(cache: object) -> None:
     """Raises unless `cache` is a PagedCache whose keys and values fit together.
 
     Raises:
@@ -249,7 +250,7 @@ def check_cache(cache: Any) -> None:
     checked_pages(cache.num_pages, cache.page_size)
 
 
-def check_int32(name: str, x: Any, of: str) -> None:
+def check_int32(name: str, x: object, of: str) -> None:
     """Raises TypeError unless an argument is an array of int32.
 
     >>> check_int32("slots", jnp.arange(3), "slots")
@@ -264,7 +265,7 @@ def check_int32(name: str, x: Any, of: str) -> None:
         )
 
 
-def is_known(x: Any) -> bool:
+def is_known(x: AnyArray) -> bool:
     """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of.
 
     >>> is_known(jnp.arange(3))
@@ -273,7 +274,7 @@ def is_known(x: Any) -> bool:
     return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
 
 
-def _check_tokens(cache: PagedCache, k: Any, v: Any, slots: Any) -> None:
+def _check_tokens(cache: PagedCache, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
     for name, x, pages in (("k", k, cache.k), ("v", v, cache.v)):
         if not isinstance(x, jax.Array | np.ndarray):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
@@ -296,7 +297,7 @@ def _check_tokens(cache: PagedCache, k: Any, v: Any, slots: Any) -> None:
         )
 
 
-def _check_slots_differ(slots: Any, num_pages: int, page_size: int) -> None:
+def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int) -> None:
     """Where values are known: a slot that is given twice would hold either token."""
     if not is_known(slots):
         return
@@ -309,7 +310,7 @@ def _check_slots_differ(slots: Any, num_pages: int, page_size: int) -> None:
         )
 
 
-def _check_copies(src: Any, dst: Any, num_pages: int) -> None:
+def _check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
     if not (is_known(src) and is_known(dst)):
         return
     src, dst = np.asarray(src), np.asarray(dst)

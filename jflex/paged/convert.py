@@ -16,72 +16,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int8, Int32
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int8, Int32
 
 from jflex._call.kv_lengths import last_key
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_kinds
 from jflex.block_mask.mask import BlockMask
-from jflex.block_mask.mask_fit import uses_index
-from jflex.mods.array_sizes import Requirement, SizedMod, check_mod_sizes, requirements_of, without
+from jflex.mods.array_sizes import check_mod_sizes, requirements_of, without
 from jflex.mods.compose import noop_mask
+from jflex.mods.dependence import uses_index
+from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.cache import PagedCache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
 from jflex.paged.sizes import checked_pages
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SlotMask(SizedMod):
-    """A mask_mod whose ``kv_idx`` is a slot. Made by `convert_mask_mod`."""
-
-    mod: MaskMod
-    slots: SlotMap
-
-    def __post_init__(self) -> None:
-        _name_after(self, self.mod)
-
-    def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
-        position, holds = self.slots.locate(b, kv_idx)
-        return holds & self.mod(b, h, q_idx, position)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return without(requirements_of(self.mod), "kv_idx")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SlotScore(SizedMod):
-    """A score_mod whose ``kv_idx`` is a slot. Made by `convert_score_mod`."""
-
-    mod: Callable[..., Any]
-    slots: SlotMap
-
-    def __post_init__(self) -> None:
-        _name_after(self, self.mod)
-
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Float[Array, ""]:
-        """Changes one score."""
-        position, holds = self.slots.locate(b, kv_idx)
-        return jnp.where(holds, self.mod(score, b, h, q_idx, position), -jnp.inf)
-
-    def requirements(self) -> tuple[Requirement, ...]:
-        """See `SizedMod`."""
-        return without(requirements_of(self.mod), "kv_idx")
+from jflex.types import AnyArray
 
 
 def convert_block_mask(
     block_mask: BlockMask,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
-    kv_lengths: Int32[Array, " B"] | None = None,
+    kv_lengths: Int32[AnyArray, " B"] | None = None,
 ) -> BlockMask:
     """The BlockMask over all slots of a paged cache that shows each request the keys which `block_mask` shows it.
 
@@ -136,7 +98,7 @@ def convert_block_mask(
     _check_block_mask(block_mask, page_table.shape, page_size)
     lengths = jnp.minimum(slots.lengths, block_mask.seq_lengths[1])
     slots = dataclasses.replace(slots, lengths=lengths)
-    mask_mod = SlotMask(noop_mask if block_mask.mask_mod is None else block_mask.mask_mod, slots)
+    mask_mod = _of_slots(noop_mask if block_mask.mask_mod is None else block_mask.mask_mod, slots)
     traced, operands = trace_mask_mod(mask_mod)
     if block_mask.traced is not None:
         traced = dataclasses.replace(traced, source=block_mask.traced.source)
@@ -154,12 +116,12 @@ def convert_block_mask(
 
 def convert_mask_mod(
     mask_mod: MaskMod,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
     kv_lengths: Int32[Array, " B"] | None = None,
-) -> SlotMask:
+) -> MaskMod:
     """The mask_mod over all slots of a paged cache that shows each request the keys which `mask_mod` shows it.
 
     It is for `flex_attention` without a BlockMask, of any page size, and for `create_block_mask` over slots. A slot
@@ -191,17 +153,17 @@ def convert_mask_mod(
     _check_mod("mask_mod", mask_mod, "(b, h, q_idx, kv_idx) -> bool")
     slots = slot_map(page_table, kv_lengths, num_pages, page_size)
     _check_sizes(mask_mod, page_table, kv_lengths)
-    return SlotMask(mask_mod, slots)
+    return _of_slots(mask_mod, slots)
 
 
 def convert_score_mod(
     score_mod: ScoreMod,
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[AnyArray, "B max_pages"],
     *,
     page_size: int,
     num_pages: int,
     kv_lengths: Int32[Array, " B"] | None = None,
-) -> SlotScore:
+) -> ScoreMod:
     """The score_mod over all slots of a paged cache that does to each request's keys what `score_mod` does.
 
     Use it together with a converted BlockMask or mask_mod: it turns the scores of slots that the request does not have
@@ -232,11 +194,11 @@ def convert_score_mod(
     _check_mod("score_mod", score_mod, "(score, b, h, q_idx, kv_idx) -> score")
     slots = slot_map(page_table, kv_lengths, num_pages, page_size)
     _check_sizes(score_mod, page_table, kv_lengths)
-    return SlotScore(score_mod, slots)
+    return _of_slots(score_mod, slots)
 
 
 def clear_unused(
-    cache: PagedCache, page_table: Int32[Array, "B max_pages"], kv_lengths: Int32[Array, " B"] | None = None
+    cache: PagedCache, page_table: Int32[AnyArray, "B max_pages"], kv_lengths: Int32[AnyArray, " B"] | None = None
 ) -> PagedCache:
     """The cache with zeros in every slot that holds no token of these requests, so that NaN there cannot spread.
 
@@ -268,6 +230,10 @@ def clear_unused(
     return jax.tree.map(cleared, cache)
 
 
+def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:
+    return ReindexedMod(mod, slots.positions, without(requirements_of(mod), "kv_idx"))
+
+
 def _kinds_within(kinds: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int) -> Int8[Array, "B H R C"]:
     """Without the blocks beyond a length; a full one that reaches past it becomes partial, to hide what is beyond."""
     starts = jnp.arange(kinds.shape[-1], dtype=jnp.int32) * page_size
@@ -284,7 +250,7 @@ def _page_kinds(kinds: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B
     return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(kinds, block)
 
 
-def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: int) -> None:
+def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_size: int) -> None:
     if not isinstance(block_mask, BlockMask):
         hint = " A mask_mod is converted by `convert_mask_mod`." if callable(block_mask) else ""
         raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
@@ -313,18 +279,13 @@ def _check_block_mask(block_mask: Any, table_shape: tuple[int, ...], page_size: 
         )
 
 
-def _check_sizes(mod: Callable[..., Any], page_table: Any, kv_lengths: Any) -> None:
+def _check_sizes(mod: Callable[..., ArrayLike], page_table: AnyArray, kv_lengths: AnyArray | None) -> None:
     """Compares what the call over slots no longer can: batch entries are rows of the table, and positions are known."""
     keys = None if kv_lengths is None else last_key(kv_lengths)
     check_mod_sizes(mod, batch=page_table.shape[0], keys=keys, caller="a page table")
 
 
-def _check_mod(name: str, mod: Any, signature: str) -> None:
+def _check_mod(name: str, mod: object, signature: str) -> None:
     if not callable(mod):
         hint = " A BlockMask is converted by `convert_block_mask`." if isinstance(mod, BlockMask) else ""
         raise TypeError(f"`{name}` must be a function {signature}. Got {type(mod).__name__}.{hint}")
-
-
-def _name_after(wrapper: SlotMask | SlotScore, mod: Callable[..., Any]) -> None:
-    """Lets messages name the user's function, and the signature be its signature."""
-    object.__setattr__(wrapper, "__wrapped__", mod)

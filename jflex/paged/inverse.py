@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from jflex._call.checks import describe_array
+from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
 from jflex.paged.cache import check_int32, is_known
 from jflex.paged.sizes import checked_pages
+from jflex.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,16 +31,18 @@ class SlotMap:
     lengths: Int32[Array, " B"]
     page_size: int
 
-    def locate(self, b: Any, slot: Any) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
-        """The position that a slot holds for a request, and whether it holds any; if not, the position is 0."""
+    def positions(self, b: Any, h: Any, q_idx: Any, slot: Any) -> Positions:
+        """The position of the key that a slot holds for a request, and whether it holds any; if not, it is 0."""
         row = b if self.starts.shape[0] > 1 else 0
         start = self.starts[row, slot // self.page_size]
         position = start + slot % self.page_size
         holds = (start >= 0) & (position < self.lengths[row])
-        return jnp.where(holds, position, 0), holds
+        return Positions(b, h, q_idx, jnp.where(holds, position, 0), exists=holds)
 
 
-def slot_map(page_table: Any, kv_lengths: Any, num_pages: Any, page_size: Any) -> SlotMap:
+def slot_map(
+    page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: SupportsIndex, page_size: SupportsIndex
+) -> SlotMap:
     """Inverts a page table; memory is B times P.
 
     Args:
@@ -65,7 +69,7 @@ def slot_map(page_table: Any, kv_lengths: Any, num_pages: Any, page_size: Any) -
     return _inverted(page_table, kv_lengths, num_pages, page_size)
 
 
-def _inverted(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) -> SlotMap:
+def _inverted(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int, page_size: int) -> SlotMap:
     table = jnp.asarray(page_table)
     requests, max_pages = table.shape
     starts = jnp.arange(max_pages, dtype=jnp.int32)[None] * page_size
@@ -83,7 +87,7 @@ def _inverted(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) 
     return SlotMap(jnp.where(inverse == nowhere, -1, inverse), lengths, page_size)
 
 
-def _check_table(page_table: Any, kv_lengths: Any, num_pages: int, page_size: int) -> None:
+def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int, page_size: int) -> None:
     check_int32("page_table", page_table, "pages")
     if page_table.ndim != 2:
         raise ValueError(

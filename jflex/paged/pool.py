@@ -9,9 +9,10 @@ After the block manager of vLLM (Kwon et al., 2023, https://arxiv.org/abs/2309.0
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 from jaxtyping import Int32
 
 from jflex.block_mask.lengths import checked_size
@@ -250,7 +251,7 @@ class PagePool:
             table[number, : len(row)] = row
         return table
 
-    def check_table(self, page_table: Any, kv_lengths: Any = None) -> None:
+    def check_table(self, page_table: ArrayLike, kv_lengths: ArrayLike | None = None) -> None:
         """Raises unless every page that a table uses has owners.
 
         Args:
@@ -371,7 +372,7 @@ class PagePool:
         return "is free. Do not use a page after its release."
 
 
-def _integers(name: str, values: Any) -> np.ndarray:
+def _integers(name: str, values: npt.ArrayLike) -> np.ndarray:
     array = np.asarray(values)
     if not array.size:
         array = array.astype(np.int64)

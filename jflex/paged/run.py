@@ -26,25 +26,25 @@ from pallas_kernels.spec import AttentionSpec, Paging
 
 
 class Pages(NamedTuple):
-    """Keys and values, and which of them each group of queries has.
+    """Keys and values, and which of them each group of queries has; numpy arrays too.
 
     Attributes:
-      key: [pages of all layers, page_size, Hkv, D].
-      value: [pages of all layers, page_size, Hkv, Dv].
+      key: [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] of L layers; or its shape.
+      value: The same with Dv.
       num_pages: Pages that the table may name.
-      first_page: int32 [1], the first page of the layer.
+      first_page: int32 [1], the first page of the layer; the pages of the layers are one row.
       indptr: int32 [R + 1], where the queries of each group begin.
       lengths: int32 [R], keys of each.
       table: int32 [R, max_pages].
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: Any
+    value: Any
     num_pages: int
     first_page: jax.Array
-    indptr: jax.Array
-    lengths: jax.Array
-    table: jax.Array
+    indptr: Any
+    lengths: Any
+    table: Any
 
 
 class How(NamedTuple):
@@ -54,7 +54,6 @@ class How(NamedTuple):
       score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
       mask_mod: ``(r, h, n, j)``.
       scale: As in `flex_attention`.
-      implementation: Likewise.
       config: Likewise.
       exact_out: Whether the output keeps the precision of sums, to be merged; else it has the dtype of the query.
     """
@@ -62,38 +61,59 @@ class How(NamedTuple):
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
     scale: float | None
-    implementation: Implementation
     config: Config | None
     exact_out: bool = False
 
 
-def attend(caller: str, query: jax.Array, pages: Pages, how: How) -> AttentionState:
-    """Attention of each packed query over the keys of its group, out [N, Hq, Dv] and lse [N, Hq].
+class PagedCall(NamedTuple):
+    """A checked call, or a level of one.
 
-    Args:
+    Attributes:
       caller: Name of the public function, for messages.
-      query: [N, Hq, D], in the dtype of the pages.
+      spec: What is static in it.
+      query: [N, Hq, D], in the dtype of the pages; or its shape.
       pages: The keys and values.
-      how: How.
+      score_operands: The arrays that the score mod captures.
+      mask_operands: The arrays that the mask captures.
     """
-    spec, inputs = _prepare(query, pages, how)
-    name = select_forward(how.implementation, spec, caller)
+
+    caller: str
+    spec: AttentionSpec
+    query: Any
+    pages: Pages
+    score_operands: tuple[jax.Array, ...]
+    mask_operands: tuple[jax.Array, ...]
+
+    def inputs(self) -> PagedInputs:
+        """The arrays."""
+        pages = self.pages
+        key, value = (x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value))
+        indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
+        captured = self.score_operands, self.mask_operands
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *captured)
+
+
+def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
+    """Attention of each packed query over the keys of its group, out [N, Hq, Dv] and lse [N, Hq]."""
+    caller, spec = call.caller, call.spec
+    name = select_forward(implementation, spec, caller)
     if spec.is_empty:
         lse = jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32)
         return AttentionState(jnp.zeros(spec.out_shape(), spec.out_dtype), lse)
-    backend = backends.get(name)
-    if not backend.differentiable:
-        guard = lambda x: _without_gradient(x, caller, name) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    inputs, reason = call.inputs(), no_derivative(caller, name)
+    if reason is not None:
+        guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
         return AttentionState(*call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs)))
-    return AttentionState(*backend.forward(spec, match_manual_axes(inputs)))
+    return AttentionState(*backends.get(name).forward(spec, match_manual_axes(inputs)))
 
 
-def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[AttentionSpec, PagedInputs]:
+def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
+    """Traces the mods and checks what is left to check; nothing is computed, and query and pages may be shapes."""
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
-    page_size, Hkv, D = pages.key.shape[1:]
+    page_size, Hkv, D = pages.key.shape[-3:]
     platform, device_kind = current_device(query, pages.key, pages.value)
     spec = AttentionSpec(
         B=R,
@@ -102,7 +122,7 @@ def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[AttentionSpec, P
         Hq=query.shape[1],
         Hkv=Hkv,
         D=D,
-        Dv=pages.value.shape[3],
+        Dv=pages.value.shape[-1],
         paging=Paging(page_size, pages.num_pages),
         Bkv=R,
         dtype=str(query.dtype),
@@ -115,11 +135,20 @@ def _prepare(query: jax.Array, pages: Pages, how: How) -> tuple[AttentionSpec, P
         precision=current_precision(query.dtype),
         config=check_config(how.config, None),
     )
-    arrays = (pages.key, pages.value, pages.indptr, pages.lengths, pages.table, pages.first_page)
-    return spec, PagedInputs(query, *arrays, score_operands, mask_operands)
+    return PagedCall(caller, spec, query, pages, score_operands, mask_operands)
 
 
-def _without_gradient(x: jax.Array, caller: str, name: str) -> jax.Array:
+def no_derivative(caller: str, name: str) -> str | None:
+    """Why there is no derivative on a backend, or None if there is one."""
+    if backends.get(name).differentiable:
+        return None
+    return (
+        f"`{caller}` has no derivative on {name!r}: it is made for inference. implementation='reference' has one, "
+        "dense and slow; `flex_attention_varlen` and `flex_attention` train."
+    )
+
+
+def _without_gradient(x: jax.Array, reason: str) -> jax.Array:
     """The array itself; raises where a derivative of it is asked for."""
 
     @jax.custom_jvp
@@ -128,9 +157,6 @@ def _without_gradient(x: jax.Array, caller: str, name: str) -> jax.Array:
 
     @identity.defjvp
     def _refuse(primals: Any, tangents: Any) -> Any:
-        raise UnsupportedError(
-            f"`{caller}` has no derivative on {name!r}: it is made for inference. implementation='reference' has one, "
-            "dense and slow; `flex_attention_varlen` and `flex_attention` train."
-        )
+        raise UnsupportedError(reason)
 
     return identity(x)

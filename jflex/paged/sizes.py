@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import SupportsIndex
 
 from jflex.block_mask.lengths import checked_size
 
@@ -10,7 +10,7 @@ MAX_PAGE_SIZE = 256
 _SLOT_LIMIT = 2**31
 
 
-def checked_pages(num_pages: Any, page_size: Any) -> tuple[int, int]:
+def checked_pages(num_pages: SupportsIndex, page_size: SupportsIndex) -> tuple[int, int]:
     """Number and size of pages as Python ints.
 
     Raises:
@@ -29,7 +29,7 @@ def checked_pages(num_pages: Any, page_size: Any) -> tuple[int, int]:
     return num_pages, page_size
 
 
-def checked_page_size(page_size: Any) -> int:
+def checked_page_size(page_size: SupportsIndex) -> int:
     """Tokens in a page as a Python int.
 
     Raises:
@@ -45,7 +45,7 @@ def checked_page_size(page_size: Any) -> int:
     return page_size
 
 
-def checked_positive(size: Any, name: str) -> int:
+def checked_positive(size: SupportsIndex, name: str) -> int:
     """A size of at least 1 as a Python int.
 
     Raises:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -12,9 +10,10 @@ from jaxtyping import Array, Float, Float32
 
 from jflex.mods.array_sizes import ReadyMod, Requirement
 from jflex.mods.arrays import checked_array
+from jflex.mods.types import ScoreMod
 
 
-def alibi(slopes: Float[ArrayLike, " Hq"]) -> Callable[..., Any]:
+def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
     """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: keys before the query lose, in proportion to their distance.
 
     Join it with a causal mask: keys after the query gain.

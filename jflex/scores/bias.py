@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from jflex.mods.array_sizes import Axis, ReadyMod, Requirement
 from jflex.mods.arrays import checked_array
+from jflex.mods.types import ScoreMod
 
 
-def bias(values: Float[ArrayLike, "B H T S"]) -> Callable[..., Any]:
+def bias(values: Float[ArrayLike, "B H T S"]) -> ScoreMod:
     """Adds ``values[b, h, q_idx, kv_idx]`` to the scores.
 
     Args:

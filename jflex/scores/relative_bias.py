@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from jflex.mods.array_sizes import ReadyMod, Requirement
 from jflex.mods.arrays import checked_array
+from jflex.mods.types import ScoreMod
 
 
-def relative_bias(table: Float[ArrayLike, "Hq N"]) -> Callable[..., Any]:
+def relative_bias(table: Float[ArrayLike, "Hq N"]) -> ScoreMod:
     """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
 
     Args:

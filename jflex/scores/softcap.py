@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from jflex.mods.types import ScoreMod
 
-def softcap(cap: float | Float[ArrayLike, ""]) -> Callable[..., Any]:
+
+def softcap(cap: float | Float[ArrayLike, ""]) -> ScoreMod:
     """Sends a score to ``cap * tanh(score / cap)``.
 
     Args:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -12,9 +10,10 @@ from jaxtyping import Float
 
 from jflex.mods.array_sizes import ReadyMod, Requirement
 from jflex.mods.arrays import checked_array
+from jflex.mods.types import ScoreMod
 
 
-def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> Callable[..., Any]:
+def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
     """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: near distances have own buckets, far ones share them.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from pallas_kernels.mosaic_gpu.tile import evaluation
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Index, Ref, S
 
 MAX_HEAD_SIZE = 192  # up to which shared memory may hold bias tiles too
 MAX_BYTES_PER_SCORE = 4  # of bias tiles in shared memory
@@ -43,7 +44,7 @@ class BiasLoad(NamedTuple):
         """The array as [leading, queries, keys], for TMA."""
         return operands[self.load.value].reshape(self.shape)
 
-    def leading(self, prepared: Evaluation, sizes: tuple[int, ...]) -> Any:
+    def leading(self, prepared: Evaluation, sizes: tuple[int, ...]) -> jax.Array:
         """The index along the flattened leading axis, from the uniform values of the mod and the sizes of the axes."""
         offset = jnp.int32(0)
         for index, size in zip(self.load.inputs[:-2], sizes[:-2], strict=True):
@@ -78,15 +79,15 @@ def _is_tiled(shape: tuple[int, ...], itemsize: int) -> bool:
     return shape[-2] % 8 == 0 and shape[-1] * itemsize % _SWIZZLE == 0
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, stages: int, *, transposed: bool = False) -> tuple[Any, ...]:
+def declare(spec: AttentionSpec, tiles: Tiles, stages: int, *, transposed: bool = False) -> tuple[Ref, ...]:
     """Shared memory for the bias tiles, [stages, queries, keys] each."""
     shape = (stages, tiles.block_q, tiles.block_kv)
     return tuple(smem.tiled(shape, bias.load.dtype) for bias in bias_loads(spec, transposed=transposed))
 
 
 def with_bias_ring(
-    make: Callable[[Ring | None], Any], spec: AttentionSpec, tiles: Tiles, *, transposed: bool = False
-) -> Any:
+    make: Callable[[Ring | None], S], spec: AttentionSpec, tiles: Tiles, *, transposed: bool = False
+) -> S:
     """The scratch of a kernel: ``make(ring)`` with a bias ring of as many stages as fit, else ``make(None)``."""
     for stages in range(tiles.num_stages, 0, -1):
         declared = declare(spec, tiles, stages, transposed=transposed)
@@ -111,11 +112,11 @@ class BiasTiles(NamedTuple):
 
     spec: AttentionSpec
     tiles: Tiles
-    operands: Sequence[Any]
+    operands: Sequence[Ref]
     loads: Sequence[BiasLoad]
-    refs: Sequence[Any]
+    refs: Sequence[Ref]
 
-    def of_head(self, b: Any, h: Any) -> Callable[[Any, Any], list[Any]]:
+    def of_head(self, b: jax.Array, h: jax.Array) -> Callable[[Index, Index], list[Ref]]:
         """Returns ``(q_first, k_first) -> TMA sources``; TMA fills with zeros past the end."""
         if not self.loads:
             return lambda q_first, k_first: []

@@ -17,8 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
+from pallas_kernels.types import Ref, RegisterLayout
 
-def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> jax.Array:
+
+def of_elements(function: Callable[..., mgpu.FragmentedArray], layout: RegisterLayout, *args: jax.Array) -> jax.Array:
     """Applies a function of Mosaic GPU's register arrays, all of one shape and layout."""
     shape = args[0].shape
 
@@ -29,15 +31,15 @@ def of_elements(function: Callable[..., Any], layout: Any, *args: jax.Array) -> 
     def apply(_, *registers):
         return function(*registers)
 
-    return apply(*args)
+    return apply(*args)  # pyright: ignore[reportReturnType]  (what it decorates returns registers)
 
 
-def exp2(layout: Any, x: jax.Array) -> jax.Array:
+def exp2(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """The SFU's exponential, ``ex2.approx`` (relative error 2 ** -22); results below 2 ** -126 are 0."""
     return of_elements(lambda r: r.exp2(approx=True), layout, x)
 
 
-def mask_scores(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
+def mask_scores(layout: RegisterLayout, s: jax.Array, visible: Sequence[jax.Array]) -> jax.Array:
     """`s` where all of these are true, -inf elsewhere.
 
     LLVM turns ``select(a & b, s, -inf)`` into two selects, which compete for the pipe of the comparisons: documents
@@ -47,11 +49,12 @@ def mask_scores(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.
     text = "{ .reg .pred shown; mov.pred shown, $2; " + both + "selp.f32 $0, $1, 0fff800000, shown; }"
     constraints = ",".join(["=f,f", *["b"] * len(visible)])
 
-    def run(tile: Any, *shown: Any) -> Any:
+    def run(tile: mgpu.FragmentedArray, *shown: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         new, element = np.empty_like(tile.registers), ir.F32Type.get()
         for at, register in np.ndenumerate(tile.registers):
             kind = ir.VectorType(register.type)
-            parts = lambda i, at=at: [vector.extract(x.registers[at], [], [i]) for x in (tile, *shown)]
+            at_each = [x.registers[at] for x in (tile, *shown)]
+            parts = lambda i, of=at_each: [vector.extract(x, [], [i]) for x in of]
             values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
             new[at] = vector.from_elements(kind, values)
         return _like(tile, new)
@@ -59,22 +62,22 @@ def mask_scores(layout: Any, s: jax.Array, visible: Sequence[jax.Array]) -> jax.
     return of_elements(run, layout, s, *visible)
 
 
-def weights(layout: Any, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
+def weights(layout: RegisterLayout, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
     """``2 ** (log2_scale * s - row_max_log2)``: one FMA and one ``ex2.approx`` for each element."""
     return of_elements(lambda r, c: r._pointwise(math.fma, log2_scale, -c).exp2(approx=True), layout, s, row_max_log2)
 
 
-def tanh(layout: Any, x: jax.Array) -> jax.Array:
+def tanh(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """The SFU's tanh, ``tanh.approx`` (relative error 2 ** -11)."""
     return of_elements(lambda r: r.tanh(approx=True), layout, x)
 
 
-def from_library(name: str, layout: Any, x: jax.Array, *others: jax.Array) -> jax.Array:
+def from_library(name: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
     """A function of MLIR's ``math`` dialect, which lowers to one of CUDA's device library (libdevice)."""
     return of_elements(lambda r, *rest: r._pointwise(getattr(math, name), *rest), layout, x, *others)
 
 
-def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Array:
+def load_elements(ref: Ref, index: jax.Array, layout: RegisterLayout, dtype: np.dtype) -> jax.Array:
     """Gathers elements of a one-dimensional array in global memory; every index must be in range."""
 
     @plg.inline_mgpu(
@@ -89,7 +92,7 @@ def load_elements(ref: Any, index: jax.Array, layout: Any, dtype: Any) -> jax.Ar
     return load(ref, index)  # pyright: ignore[reportCallIssue]  (what it decorates takes a context first)
 
 
-def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array:
+def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.Array:
     """Gathers from a one-dimensional array in global memory, where neighbouring columns of a tile are `step` apart.
 
     Each thread computes only the address of its first element of a row; the others are at constant offsets.
@@ -106,7 +109,7 @@ def load_strided(ref: Any, index: jax.Array, dtype: Any, step: int) -> jax.Array
         element, byte = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), ir.IntegerType.get_signless(8)
         base, bytes_of_element = mgpu.utils.memref_ptr(source), arith.constant(wide, size)
 
-        def at(address: Any, columns: int) -> Any:
+        def at(address: ir.Value, columns: int) -> ir.Value:
             text = f"ld.global.nc.{'u8' if size == 1 else f'b{bits}'} $0, [$1+{columns * step * size}];"
             x: Any = llvm.inline_asm(word, [address], text, f"={constraint},l")
             return llvm.bitcast(element, arith.trunci(byte, x) if size == 1 else x)
@@ -142,7 +145,7 @@ def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
 TILE_COLUMNS = 8  # of the pattern that repeats in the layout of wgmma accumulators; a thread holds two of a row
 
 
-def continue_columns(layout: Any, x: jax.Array, columns: int, sign: int) -> jax.Array:
+def continue_columns(layout: RegisterLayout, x: jax.Array, columns: int, sign: int) -> jax.Array:
     """Extends rows of consecutive numbers, of which the first `TILE_COLUMNS` are given, in steps of `sign`."""
 
     @plg.inline_mgpu(
@@ -155,7 +158,7 @@ def continue_columns(layout: Any, x: jax.Array, columns: int, sign: int) -> jax.
     return run(x)  # pyright: ignore[reportCallIssue]
 
 
-def sum_columns(layout: Any, x: jax.Array) -> jax.Array:
+def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """Row sums over every `TILE_COLUMNS`-th column: each thread sums its own registers of a row.
 
     The sums start in the middle: ptxas schedules each addition as early as it can, where it would wait for the
@@ -177,7 +180,7 @@ def sum_columns(layout: Any, x: jax.Array) -> jax.Array:
     return run(x)  # pyright: ignore[reportCallIssue]
 
 
-def after_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+def after_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """``bar.sync``, and `x` as a value that depends on it.
 
     ptxas moves arithmetic across barriers, and sees through copies. So the value is selected by the upper half of the
@@ -187,7 +190,7 @@ def after_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) -
     return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", barrier, layout, x)
 
 
-def before_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) -> jax.Array:
+def before_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """``bar.arrive``, ordered after `x`, which must not be negative: a negative element would name another barrier."""
     return _tied(
         "setp.ne.u32 never, 0, 0;",
@@ -199,7 +202,9 @@ def before_barrier(barrier: jax.Array, threads: int, layout: Any, x: jax.Array) 
     )
 
 
-def _tied(before: str, each: str, barrier: jax.Array, layout: Any, x: jax.Array, *, after: str = "") -> jax.Array:
+def _tied(
+    before: str, each: str, barrier: jax.Array, layout: RegisterLayout, x: jax.Array, *, after: str = ""
+) -> jax.Array:
     """Inline PTX over all registers of an array: `each` computes ``$to`` from ``$of``."""
 
     @plg.inline_mgpu(
@@ -228,11 +233,11 @@ def _tied(before: str, each: str, barrier: jax.Array, layout: Any, x: jax.Array,
     return run(barrier, x)  # pyright: ignore[reportCallIssue]
 
 
-def _like(array: Any, registers: Any) -> Any:
+def _like(array: mgpu.FragmentedArray, registers: np.ndarray) -> mgpu.FragmentedArray:
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
 
 
-def atomic_increment(counter: Any, into: Any, at: jax.Array) -> None:
+def atomic_increment(counter: Ref, into: Ref, at: jax.Array) -> None:
     """One thread atomically adds 1 to a counter in global memory, and stores the old value in shared memory.
 
     The atomic is relaxed: MLIR's own, with system-wide ordering, flushes the L1 cache.

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.spec import Operands
+from pallas_kernels.types import Ref
 
 WARP_GROUP = "warp_group"
 _CTA = "block"
@@ -17,14 +18,14 @@ _CTA = "block"
 
 def launch(
     kernel: Callable[..., None],
-    inputs: Any,
+    inputs: object,
     outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: Any,
+    scratch: Any,  # JAX's type of a tree of declarations is private
     *,
     name: str,
     num_ctas: int,
     warp_groups: int,
-) -> Any:
+) -> list[jax.Array]:
     """Runs ``kernel(cta_id, inputs, outputs, scratch)`` in every warp group of every CTA.
 
     Args:
@@ -38,7 +39,7 @@ def launch(
     """
     flat, tree = jax.tree.flatten(inputs)
 
-    def body(*refs: Any, declared: Any) -> None:
+    def body(*refs: Ref, declared: object) -> None:
         ins, outs = jax.tree.unflatten(tree, refs[: len(flat)]), refs[len(flat) :]
         kernel(lax.axis_index(_CTA), ins, outs, declared)
 
@@ -57,7 +58,7 @@ def launch(
     )(*flat)
 
 
-def flatten_captured(arrays: Operands) -> Operands:
+def flatten_captured(arrays: Operands[jax.Array]) -> Operands[jax.Array]:
     """The operands, with captured arrays flattened to one dimension."""
     flat = lambda operands: tuple(x.reshape(-1) for x in operands)
     return arrays._replace(score_operands=flat(arrays.score_operands), mask_operands=flat(arrays.mask_operands))

@@ -6,10 +6,10 @@ TMA needs a multiple of 16 numbers in a row, and a multiple of 8 rows, which is 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.spec import AttentionSpec, Operands
@@ -17,7 +17,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 ROWS = 8
 
 
-def padded(spec: AttentionSpec, arrays: Operands) -> tuple[AttentionSpec, Operands]:
+def padded(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[AttentionSpec, Operands[jax.Array]]:
     """The spec with padded head sizes, and the arrays; lengths in the spec stay the true ones."""
     D, Dv = head_sizes(spec, arrays.query.dtype)
     wide = arrays._replace(
@@ -28,7 +28,7 @@ def padded(spec: AttentionSpec, arrays: Operands) -> tuple[AttentionSpec, Operan
     return dataclasses.replace(spec, D=D, Dv=Dv), wide
 
 
-def head_sizes(spec: AttentionSpec, dtype: Any) -> tuple[int, ...]:
+def head_sizes(spec: AttentionSpec, dtype: DTypeLike) -> tuple[int, ...]:
     """Head sizes of query and key, and of value, padded to a multiple of a swizzle."""
     return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (spec.D, spec.Dv))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import inline_ptx, smem
+from pallas_kernels.types import Index, Ref, RegisterLayout
 
 # Register budget of a thread, set by setmaxnreg: two consumer warp groups and one producer share 65536 registers.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -25,27 +28,27 @@ class Ring(NamedTuple):
       empty: An mbarrier for each stage: all consumers are done.
     """
 
-    tiles: tuple[Any, ...]
-    full: Any
-    empty: Any
+    tiles: tuple[Ref, ...]
+    full: Ref
+    empty: Ref
 
     @classmethod
-    def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: Any, readers: int) -> Ring:
+    def declare(cls, stages: int, rows: int, sizes: tuple[int, ...], dtype: DTypeLike, readers: int) -> Ring:
         """Declares a ring for rows of these sizes; `readers` consumer warp groups release each stage."""
         return cls.of(tuple(smem.tiled((stages, rows, size), dtype) for size in sizes), readers)
 
     @classmethod
-    def of(cls, tiles: tuple[Any, ...], readers: int) -> Ring:
+    def of(cls, tiles: tuple[Ref, ...], readers: int) -> Ring:
         """The same for tiles that are already declared."""
         stages = tiles[0].shape[0]
-        full = plg.Barrier(num_arrivals=len(tiles), num_barriers=stages)
-        return cls(tiles, full, plg.Barrier(num_arrivals=readers, num_barriers=stages))
+        full = smem.declared(plg.Barrier(num_arrivals=len(tiles), num_barriers=stages))
+        return cls(tiles, full, smem.declared(plg.Barrier(num_arrivals=readers, num_barriers=stages)))
 
-    def slot(self, i: Any) -> Any:
+    def slot(self, i: Index) -> jax.Array:
         """The slot of the ith tile in the ring."""
         return lax.rem(i, jnp.int32(self.tiles[0].shape[0]))
 
-    def fill(self, i: Any, *sources: Any) -> None:
+    def fill(self, i: Index, *sources: Ref | None) -> None:
         """Producer: waits until the slot of the ith tile is empty, and starts its TMA copies; None is not copied."""
         slot = self.slot(i)
         pl.when(i >= self.tiles[0].shape[0])(lambda: plg.barrier_wait(self.empty.at[slot]))
@@ -55,16 +58,16 @@ class Ring(NamedTuple):
             else:
                 plg.copy_gmem_to_smem(source, tiles.at[slot], self.full.at[slot])
 
-    def wait(self, i: Any) -> None:
+    def wait(self, i: Index) -> None:
         """Consumer: waits until the ith tile is there."""
         plg.barrier_wait(self.full.at[self.slot(i)])
 
-    def stage(self, i: Any) -> tuple[Any, ...]:
+    def stage(self, i: Index) -> tuple[Ref, ...]:
         """The arrays of the ith tile, which has been waited for."""
         slot = self.slot(i)
         return tuple(tiles.at[slot] for tiles in self.tiles)
 
-    def release(self, i: Any) -> None:
+    def release(self, i: Index) -> None:
         """Consumer: this warp group has read the ith tile."""
         plg.barrier_arrive(self.empty.at[self.slot(i)])
 
@@ -83,7 +86,7 @@ class PingPong(NamedTuple):
       group: Index of this warp group; None if there is but one, or no ping-pong.
     """
 
-    group: Any
+    group: jax.Array | None
 
     def acquire(self) -> None:
         """Waits until the other group releases the bottleneck."""
@@ -95,13 +98,13 @@ class PingPong(NamedTuple):
         if self.group is not None:
             inline_ptx.hardware_barrier("arrive", FIRST_FREE_BARRIER + 1 - self.group, 2 * WARP_GROUP_THREADS)
 
-    def acquire_before(self, layout: Any, x: Any) -> Any:
+    def acquire_before(self, layout: RegisterLayout, x: jax.Array) -> jax.Array:
         """As `acquire`, ordered before all arithmetic on what it returns, which is `x`."""
         if self.group is None:
             return x
         return inline_ptx.after_barrier(FIRST_FREE_BARRIER + self.group, 2 * WARP_GROUP_THREADS, layout, x)
 
-    def release_after(self, layout: Any, x: Any) -> Any:
+    def release_after(self, layout: RegisterLayout, x: jax.Array) -> jax.Array:
         """As `release`, ordered after the arithmetic that led to `x`, which must not be negative; returns `x`."""
         if self.group is None:
             return x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +234,7 @@ def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
     return None
 
 
-def _sizes(name: str, tiles: Any) -> str:
+def _sizes(name: str, tiles: Tiles) -> str:
     return (
         f"{name} {tiles.block_q} x {tiles.block_kv} ({tiles.num_warps} warps that compute, {tiles.num_stages} stages)"
     )

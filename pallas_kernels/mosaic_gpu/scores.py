@@ -12,12 +12,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, evaluation, indices_of
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE, TileSpace, evaluation, indices_of
 from pallas_kernels.program import intervals, patterns
+from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
-from pallas_kernels.program.ir import Axes
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
+from pallas_kernels.types import Index, Ref
 
 
 class Captured(NamedTuple):
@@ -53,7 +55,7 @@ class Scores(NamedTuple):
     transposed: bool
     score: Evaluation | None
     mask: Evaluation | None
-    fixed: Any
+    fixed: jax.Array
 
     @property
     def walk(self) -> Walk:
@@ -78,16 +80,16 @@ class Scores(NamedTuple):
 
 def prepare(
     spec: AttentionSpec,
-    arrays: Operands,
+    arrays: Operands[Ref],
     captured: Captured,
     tile: tuple[int, int],
-    b: Any,
-    h: Any,
+    b: jax.Array,
+    h: jax.Array,
     *,
-    q_first: Any = None,
-    k_first: Any = None,
+    q_first: jax.Array | None = None,
+    k_first: jax.Array | None = None,
     may_end: bool,
-    nodes: Any = None,
+    nodes: Sequence[Node] | None = None,
 ) -> Scores:
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
@@ -103,15 +105,21 @@ def prepare(
       may_end: Whether these queries or keys may reach past the end.
       nodes: Nodes of the score mod to prepare, if more than those of its program.
     """
-    transposed = k_first is not None
+    transposed, first = k_first is not None, q_first if k_first is None else k_first
+    assert first is not None  # one of them is given
     fixed = {"b": b, "h": h}
     if transposed:
-        fixed["k"] = indices_of(k_first, tile[1], spec.S, ROW, may_end=may_end)
+        fixed["k"] = indices_of(first, tile[1], spec.S, ROW, may_end=may_end)
     else:
-        fixed["q"] = indices_of(q_first, tile[0], spec.T, ROW, may_end=may_end)
+        fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end)
     kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
 
-    def evaluate_fixed(program: Any, refs: Any, shapes: Any, requested: Any) -> Evaluation | None:
+    def evaluate_fixed(
+        program: Program | None,
+        refs: Sequence[Ref],
+        shapes: Sequence[tuple[int, ...]],
+        requested: Sequence[Node] | None,
+    ) -> Evaluation | None:
         if program is None:
             return None
         passes_end = spec.walk_passes_end("q" if transposed else "k", tile[0] if transposed else tile[1])
@@ -121,7 +129,7 @@ def prepare(
 
     score = evaluate_fixed(spec.programs.score, arrays.score_operands, captured.score, nodes)
     mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, captured.mask, None)
-    return Scores(spec, tile, transposed, score, mask, k_first if transposed else q_first)
+    return Scores(spec, tile, transposed, score, mask, first)
 
 
 class Prefetched(NamedTuple):
@@ -139,16 +147,16 @@ class Prefetched(NamedTuple):
 NOT_PREFETCHED = Prefetched(None, None)
 
 
-def prefetch(scores: Scores, first: Any, is_partial: bool) -> Prefetched:
+def prefetch(scores: Scores, first: Index, is_partial: bool) -> Prefetched:
     """Prefetches the loads of mods along the loop axis, from `first` on, while the wgmma instructions run.
 
     Not where a mod also loads tile values: those need the registers.
     """
     spec, axis = scores.spec, scores.walk.axis
 
-    def prefetched(prepared: Evaluation | None, program: Any) -> Evaluation | None:
-        kinds = {load.kind for load in program.loads} if prepared is not None else set()
-        if axis not in kinds or Axes.TILE in kinds:
+    def prefetched(prepared: Evaluation | None, program: Program | None) -> Evaluation | None:
+        kinds = {load.kind for load in program.loads} if program is not None else set()
+        if prepared is None or program is None or axis not in kinds or Axes.TILE in kinds:
             return None
         loaded = _at(scores, prepared, program, first)
         loaded.prepare(program.loads, (axis,))
@@ -160,7 +168,7 @@ def prefetch(scores: Scores, first: Any, is_partial: bool) -> Prefetched:
     )
 
 
-def _at(scores: Scores, prepared: Any, program: Any, first: Any) -> Evaluation:
+def _at(scores: Scores, prepared: Evaluation, program: Program, first: Index) -> Evaluation:
     """The evaluation of a program at a tile."""
     index = {program.argument(scores.walk.axis): _walked(scores, first)}
     return prepared.child(
@@ -171,10 +179,10 @@ def _at(scores: Scores, prepared: Any, program: Any, first: Any) -> Evaluation:
 def modify(
     scores: Scores,
     raw: jax.Array,
-    first: Any,
+    first: Index,
     is_partial: bool,
     prefetched: Prefetched = NOT_PREFETCHED,
-    bias: Sequence[Any] = (),
+    bias: Sequence[Ref] = (),
     *,
     by_clause: bool = False,
 ) -> ScoreTile:
@@ -223,7 +231,7 @@ def _added(spec: AttentionSpec, score: Evaluation, raw: jax.Array, added: patter
     return raw + score.tile(added.term) * factor
 
 
-def _distances(scores: Scores, prepared: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+def _distances(scores: Scores, prepared: Evaluation, program: Program, first: Index) -> dict[Node, jax.Array]:
     """Distances between query and key: one addition for each element, of a constant to a row value."""
     walked, fixed = ("q", "k") if scores.transposed else ("k", "q")
     rows, columns = scores.tile[::-1] if scores.transposed else scores.tile
@@ -236,7 +244,7 @@ def _distances(scores: Scores, prepared: Evaluation, program: Any, first: Any) -
     return result
 
 
-def _runs(scores: Scores, prepared: Evaluation, program: Any, first: Any) -> dict[Any, jax.Array]:
+def _runs(scores: Scores, prepared: Evaluation, program: Program, first: Index) -> dict[Node, jax.Array]:
     """Contiguous loads along the loop axis: each thread loads its pairs at constant offsets from one address.
 
     H200, jax 0.11.2, bf16, S 16384, a mask of equal documents: 0.625 ms became 0.575.
@@ -244,12 +252,13 @@ def _runs(scores: Scores, prepared: Evaluation, program: Any, first: Any) -> dic
     walk = scores.walk
     if walk.passes_end:
         return {}
-    space: Any = prepared.space
+    space = prepared.space
+    assert isinstance(space, TileSpace)
     runs = patterns.runs(program, walk.axis, space.operand_shapes)
     return {run: space.load_run(run, [prepared(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
 
 
-def _walked(scores: Scores, first: Any, *, clamped: bool = True) -> jax.Array:
+def _walked(scores: Scores, first: Index, *, clamped: bool = True) -> jax.Array:
     _, count, length, passes_end = scores.walk
     return indices_of(first, count, length, COLUMN, may_end=clamped and passes_end)
 
@@ -266,11 +275,11 @@ class Mask(NamedTuple):
     """
 
     scores: Scores
-    first: Any
+    first: Index
     evaluation: Evaluation | None
 
     @classmethod
-    def at(cls, scores: Scores, first: Any, prefetched: Prefetched) -> Mask:
+    def at(cls, scores: Scores, first: Index, prefetched: Prefetched) -> Mask:
         """The mask at a tile, of which some loads may have been prefetched."""
         if scores.mask is None:
             return cls(scores, first, None)
@@ -299,7 +308,7 @@ class Mask(NamedTuple):
         result = self._conjuncts([*ordered, *others])
         return functools.reduce(jnp.logical_and, result) if result else None
 
-    def _conjuncts(self, clauses: list[Any]) -> list[jax.Array]:
+    def _conjuncts(self, clauses: list[Node]) -> list[jax.Array]:
         """The value of each of these clauses, and which indices along the loop axis are not padding."""
         walk, result = self.scores.walk, self._values(clauses)
         if walk.passes_end:
@@ -308,13 +317,13 @@ class Mask(NamedTuple):
             result.append(lax.broadcast_in_dim(exists, shape, (1,)))
         return result
 
-    def _values(self, clauses: list[Any]) -> list[jax.Array]:
+    def _values(self, clauses: list[Node]) -> list[jax.Array]:
         if self.evaluation is None:
             return []
         branch = self.evaluation.child({})  # values computed in a branch must not outlive it
         return [branch.tile(clause) for clause in clauses]
 
-    def _may_mask(self, clause: Any) -> jax.Array:
+    def _may_mask(self, clause: Node) -> jax.Array:
         """Whether a clause may mask any of the tile."""
         scores = self.scores
         assert scores.mask is not None  # whose clause it is

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Axis, Index, Ref
 
 LIMIT = 232448  # bytes that a CTA may have on Hopper: 227 KiB
 BARRIER_BYTES = 8  # bytes
@@ -39,15 +41,20 @@ def rows_padded(size: int, itemsize: int) -> int:
     return -(-size // step) * step
 
 
-def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None) -> Any:
+def tiled(shape: tuple[int, ...], dtype: DTypeLike, swizzle: int | None = None) -> Ref:
     """Declares rows in the layout that TMA writes and wgmma reads, with the given swizzle or the widest."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(shape[-1], itemsize)
     transforms = (plg.TilingTransform((8, swizzle // itemsize)), plg.SwizzleTransform(swizzle))
-    return plg.SMEM(shape, dtype, transforms=transforms)
+    return declared(plg.SMEM(shape, dtype, transforms=transforms))
 
 
-def bytes_of(declared: Iterable[Any]) -> int:
+def declared(x: pl.MemoryRef | plg.Barrier) -> Ref:
+    """A declaration of scratch, with the type of what a kernel gets in its place."""
+    return cast("Ref", x)
+
+
+def bytes_of(declared: Iterable[Ref]) -> int:
     """Bytes of declarations: arrays, aligned as Mosaic GPU aligns them, and barriers, which are packed.
 
     >>> bytes_of([tiled((2, 64, 128), jnp.bfloat16), plg.Barrier(num_barriers=3)])
@@ -63,7 +70,7 @@ def bytes_of(declared: Iterable[Any]) -> int:
     return total
 
 
-def rows_at(spec: AttentionSpec, b: Any, h: Any, first: Any, count: int) -> tuple[Any, ...]:
+def rows_at(spec: AttentionSpec, b: Index, h: Index, first: Index, count: int) -> tuple[Axis, ...]:
     """The index of rows of a head, in the layout of the spec."""
     rows = pl.ds(first, count)
     return (b, rows, h) if spec.layout == "BTNH" else (b, h, rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.ir import Axes, Node
+from pallas_kernels.types import Index, Ref, RegisterLayout
 
 TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
 ROW = TILE.reduce(1)  # one value for each row: what a sum over the columns of a tile leaves
@@ -39,7 +39,7 @@ class TileSpace(Space):
 
     def __init__(
         self,
-        refs: Sequence[Any],
+        refs: Sequence[Ref],
         shapes: Sequence[tuple[int, ...]],
         tile: tuple[int, int],
         *,
@@ -85,14 +85,14 @@ class TileSpace(Space):
             x = inline_ptx.load_elements(ref, at, self.layouts[node.kind], ref.dtype)
         return _boolean(x) if node.dtype == np.bool_ else x
 
-    def load_run(self, node: Node, indices: Sequence[jax.Array], first: jax.Array, count: int) -> jax.Array:
+    def load_run(self, node: Node, indices: Sequence[jax.Array], first: Index, count: int) -> jax.Array:
         """Loads contiguous elements, at the given indices and from `first` on, which is even."""
         source = self.refs[node.value].at[pl.ds(self._place(node, [*indices, first]), count)]
-        layout: Any = self.layouts[node.kind]
+        layout: RegisterLayout = self.layouts[node.kind]
         x = plg.load(source, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (jax < 0.11: an index)
         return _boolean(x) if node.dtype == np.bool_ else x
 
-    def _place(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
+    def _place(self, node: Node, indices: Sequence[Index]) -> jax.Array:
         """The offset of an element in the flattened array."""
         at = jnp.int32(0)
         for index, size in zip(indices, self.operand_shapes[node.value], strict=True):
@@ -115,16 +115,16 @@ def _boolean(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32) != 0
 
 
-def _without_parameters(function: Callable[..., jax.Array], *args: jax.Array, **_: Any) -> jax.Array:
+def _without_parameters(function: Callable[..., jax.Array], *args: jax.Array, **_: object) -> jax.Array:
     return function(*args)
 
 
 def evaluation(
     program: Program,
-    refs: Sequence[Any],
+    refs: Sequence[Ref],
     shapes: Sequence[tuple[int, ...]],
     tile: tuple[int, int],
-    indices: Mapping[str, Any],
+    indices: Mapping[str, jax.Array],
     *,
     transposed: bool,
     may_end: bool,
@@ -144,7 +144,7 @@ def evaluation(
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
-def indices_of(first: Any, count: int, length: int, layout: Any, *, may_end: bool) -> jax.Array:
+def indices_of(first: Index, count: int, length: int, layout: RegisterLayout, *, may_end: bool) -> jax.Array:
     """Indices of `count` queries or keys from `first` on, clamped to the last one, so that loads stay in range."""
     index = first + plg.broadcasted_iota(jnp.int32, (count,), 0, layout=layout)
     return jnp.minimum(index, length - 1) if may_end else index

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.types import Index, Location
 
 NUM_SMS = 132  # of an H100 or H200
 MAX_WAVES = 2  # waves of CTAs over the SMs that the tiles of concurrent heads fill
@@ -34,7 +36,7 @@ class Grid(NamedTuple):
         """How many heads are computed concurrently; the last group of heads may be smaller."""
         return max(1, min(self.batch * self.heads, MAX_WAVES * NUM_SMS // max(1, self.tiles)))
 
-    def unravel(self, tile_id: Any) -> tuple[Any, Any, Any]:
+    def unravel(self, tile_id: Index) -> Location:
         """Batch, head, and number in the head's order of tiles, of a tile id below the size."""
         concurrent_heads, tiles, heads = (jnp.int32(x) for x in (self.concurrent_heads, self.tiles, self.heads))
         group = lax.div(tile_id, concurrent_heads * tiles)

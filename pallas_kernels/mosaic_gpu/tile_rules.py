@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import bias_tiles, smem
@@ -15,7 +14,7 @@ from pallas_kernels.spec import AttentionSpec
 MAX_STAGES = 4
 
 
-def forward_tiles(spec: AttentionSpec, dtype: Any) -> Tiles:
+def forward_tiles(spec: AttentionSpec, dtype: DTypeLike) -> Tiles:
     """Tiles of the forward kernel: two consumer warp groups of 64 queries each, and as many stages as fit.
 
     A persistent kernel has priority: stages, then keys in a tile, are given up for it.
@@ -39,7 +38,7 @@ def forward_tiles(spec: AttentionSpec, dtype: Any) -> Tiles:
     return next(persistent, fitting[0])
 
 
-def suits(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> bool:
+def suits(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> bool:
     """Whether shared memory holds the tiles of the forward kernel, and all bias tiles that TMA can load."""
     declared = kernel.declare(spec, tiles, dtype)
     fits = smem.bytes_of(jax.tree.leaves(declared)) <= smem.LIMIT

@@ -10,17 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax.core import ShapedArray
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
+from pallas_kernels.types import Params
 
 MAX_STEPS = 64  # of an unrolled loop
 _CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
@@ -98,7 +102,7 @@ class Derivative:
         return reachable([self.program.output, self.d_score, *self.d_loads.values()])
 
 
-def trace_program(jaxpr: Any, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
+def trace_program(jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, ...], str]], sizes: Sizes) -> Program:
     """Builds the tile program of a mod.
 
     Args:
@@ -159,9 +163,13 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
 
-def open_jaxpr(x: Any) -> tuple[Any, tuple[Any, ...]]:
+def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
     """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
-    return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))
+    return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))  # pyright: ignore[reportReturnType]  (by version)
+
+
+def _aval(v: core.Var | core.Literal) -> ShapedArray:
+    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
 
 
 def _box(node: Node) -> Scalars:
@@ -176,7 +184,7 @@ def _stopped(graph: Graph, x: Scalars) -> Scalars:
 class _Call:
     """A call with a custom derivative rule, with its equation in the jaxpr."""
 
-    eqn: Any
+    eqn: core.JaxprEqn
     inputs: tuple[Scalars, ...]
 
 
@@ -186,26 +194,25 @@ class _Run:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
-    def jaxpr(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> Sequence[Value]:
+    def jaxpr(self, jaxpr: core.Jaxpr, consts: Sequence[npt.ArrayLike], args: Sequence[Value]) -> Sequence[Value]:
         """Values of the outputs."""
-        env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(self._literal, consts), strict=True))
+        env: dict[core.Var, Value] = dict(zip(jaxpr.constvars, map(self._literal, consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
-        def read(v: Any) -> Value:
+        def read(v: core.Var | core.Literal) -> Value:
             if isinstance(v, core.Literal):
-                dtype = v.aval.dtype  # pyright: ignore[reportAttributeAccessIssue]  # JAX declares an aval without one
-                return self._literal(v.val, dtype)
+                return self._literal(v.val, _aval(v).dtype)
             return env[v]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _literal(self, value: Any, dtype: Any = None) -> Scalars:
+    def _literal(self, value: npt.ArrayLike, dtype: DTypeLike | None = None) -> Scalars:
         value = np.asarray(value)
         return scalars(value.shape, lambda i: self.graph.literal(value[i], dtype or value.dtype))
 
-    def _equation(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+    def _equation(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
         if name in _IDENTITIES:
             return ins[: len(eqn.outvars)]
@@ -224,20 +231,20 @@ class _Run:
         if name == "split":
             return split(self.graph, ins[0], eqn.params["axis"], eqn.params["sizes"])
         if name in RULES:
-            outs = [RULES[name](self.graph, ins, eqn.params, tuple(eqn.outvars[0].aval.shape))]
+            outs = [RULES[name](self.graph, ins, eqn.params, tuple(_aval(eqn.outvars[0]).shape))]
             return self._differentiated_as(eqn, ins, outs) if name in _TIES else outs
         if name in ELEMENTWISE:
             return [self._elementwise(eqn, ins)]
         hint = " (a loop whose number of steps is not fixed)" if name == "while" else ""
         raise NotOnTile(f"primitive `{name}`{hint} has no meaning on a tile")
 
-    def _elementwise(self, eqn: Any, ins: list[Value]) -> Scalars:
+    def _elementwise(self, eqn: core.JaxprEqn, ins: list[Value]) -> Scalars:
         graph, primitive, params = self.graph, eqn.primitive, eqn.params
-        shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
+        shape, dtype = tuple(_aval(eqn.outvars[0]).shape), _aval(eqn.outvars[0]).dtype
         values = [np.broadcast_to(load(graph, x), shape) for x in ins]
         bind_params = primitive.get_bind_params(params)
         apply = lambda *xs: primitive.bind(*xs, **bind_params)
-        formula = substitute(primitive.name, params, [v.aval.dtype for v in eqn.invars])
+        formula = substitute(primitive.name, params, [_aval(v).dtype for v in eqn.invars])
 
         def at(i: tuple[int, ...]) -> list[Node]:
             return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
@@ -251,7 +258,9 @@ class _Run:
             return scalars(shape, lambda i: graph.apply(primitive.name, apply, at(i), dtype, key))
         return scalars(shape, lambda i: self._formula(eqn, formula, at(i), dtype))
 
-    def _formula(self, eqn: Any, formula: Callable[..., Any], ins: Sequence[Node], dtype: Any) -> Node:
+    def _formula(
+        self, eqn: core.JaxprEqn, formula: Callable[..., jax.Array], ins: Sequence[Node], dtype: np.dtype
+    ) -> Node:
         """Evaluates a primitive by a substitute formula, and differentiates the primitive itself."""
         graph = self.graph
         exact = [graph.cast(n, np.float32) for n in ins]
@@ -259,12 +268,12 @@ class _Run:
         [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
         return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
 
-    def _division(self, eqn: Any, ins: list[Value]) -> Sequence[Value] | None:
+    def _division(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value] | None:
         """``//`` and ``%`` of non-negative integers, which need no correction of the sign."""
         op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
         if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
             return None
-        dtype = eqn.outvars[0].aval.dtype
+        dtype = _aval(eqn.outvars[0]).dtype
         a, b = (self.graph.cast(element(self.graph, x), dtype) for x in ins)
         if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or dtype.kind not in "iu":
             return None
@@ -273,17 +282,17 @@ class _Run:
             return None  # a user's function of that name
         return [_box(self.graph.same_dtype(op, getattr(jax.lax, op), a, b))]
 
-    def _differentiated_as(self, eqn: Any, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
+    def _differentiated_as(self, eqn: core.JaxprEqn, ins: list[Value], outs: Sequence[Value]) -> Sequence[Value]:
         """Values that were computed as `outs`, with the derivative of the equation itself."""
         graph = self.graph
         outs = [load(graph, x) for x in outs]
-        if not any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+        if not any(jnp.issubdtype(_aval(v).dtype, jnp.floating) for v in eqn.outvars):
             return outs
         call = _Call(eqn, tuple(load(graph, x) for x in ins))
         index = iter(range(1 << 30))
         return [scalars(x.shape, lambda i, x=x: graph.call(x[i], call, next(index))) for x in outs]
 
-    def _cond(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+    def _cond(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value]:
         graph, (which, *operands) = self.graph, ins
         index = element(graph, which)
         branches = [
@@ -294,7 +303,7 @@ class _Run:
             for outs in zip(*branches, strict=True)
         ]
 
-    def _scan(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
+    def _scan(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value]:
         graph, params = self.graph, eqn.params
         length = params["length"]
         if length > MAX_STEPS:
@@ -308,7 +317,7 @@ class _Run:
             carry = outs[:num_carry]
             stacked.append([load(graph, x) for x in outs[num_carry:]])
         stacked = stacked[::-1] if params["reverse"] else stacked
-        empty = [np.empty((0, *v.aval.shape[1:]), object) for v in eqn.outvars[num_carry:]]
+        empty = [np.empty((0, *_aval(v).shape[1:]), object) for v in eqn.outvars[num_carry:]]
         return [*carry, *([np.stack(ys) for ys in zip(*stacked, strict=True)] if stacked else empty)]
 
     def _row(self, x: Value, step: int) -> Value:
@@ -319,7 +328,7 @@ class _Run:
         return window.select_dimensions(range(1, len(x.shape)))
 
 
-def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
+def scan_layout(params: Params) -> tuple[int, int]:
     """How many inputs of a `scan` are constants, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -327,18 +336,18 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
     return consts, carry
 
 
-def _body(eqn: Any) -> tuple[Any, tuple[Any, ...]]:
+def _body(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
             return open_jaxpr(eqn.params[key])
     raise NotOnTile(f"primitive `{eqn.primitive.name}` has no meaning on a tile")
 
 
-def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[Node, Any]) -> Any:
+def _evaluate_scalars(program: Program, arguments: Sequence[jax.Array], *loads: dict[Node, jax.Array]) -> jax.Array:
     """Evaluates a program on scalars as plain JAX, with its own derivative rules; for `jax.vjp`."""
-    env: dict[Node, Any] = {}
+    env: dict[Node, jax.Array] = {}
     values = dict(zip(program.arguments, arguments, strict=True)) | {n: x for group in loads for n, x in group.items()}
-    called: dict[_Call, list[Any]] = {}
+    called: dict[_Call, list[jax.Array]] = {}
     for node in _needed(program.output):
         if node in values:
             env[node] = values[node]
@@ -355,12 +364,12 @@ def _evaluate_scalars(program: Program, arguments: Sequence[Any], *loads: dict[N
     return env[program.output]
 
 
-def _as_used(user: Node, used: Node, x: Any) -> Any:
+def _as_used(user: Node, used: Node, x: jax.Array) -> jax.Array:
     """16-bit loads are passed as float32: a cast to float32 uses them as they are, all other users round them."""
     return x if user.op == "convert_element_type" or x.dtype == used.dtype else x.astype(used.dtype)
 
 
-def _bind_call(call: _Call, env: dict[Node, Any]) -> list[Any]:
+def _bind_call(call: _Call, env: dict[Node, jax.Array]) -> list[jax.Array]:
     values = []
     for nodes in call.inputs:
         flat = [env[n].astype(n.dtype) for n in nodes.ravel()]

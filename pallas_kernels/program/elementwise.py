@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_kernels.types import Params
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
@@ -126,7 +127,7 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.abs(x) < jnp.inf
 
 
-def substitute(primitive: str, params: dict, dtypes: Sequence[Any]) -> Callable[..., jax.Array] | None:
+def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Callable[..., jax.Array] | None:
     """A formula for a primitive of float32, made of common ones, or None if it needs none.
 
     Args:

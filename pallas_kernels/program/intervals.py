@@ -9,7 +9,7 @@ wraps) leaves a tile undecided (partial), which is always safe.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import RANGES, Axes, Bounds, Node, reachable
+from pallas_kernels.types import Index
 
 MAX_LOADED = 1 << 24  # assumed bound of loaded numbers; if one is larger, nothing is decided: so nothing wraps
 _INT32 = np.iinfo(np.int32)
@@ -42,8 +43,8 @@ class Visibility(NamedTuple):
 class Span(NamedTuple):
     """The first and last index of each tile along an axis, int32; the last may be padding."""
 
-    first: jax.Array
-    last: jax.Array
+    first: Index
+    last: Index
 
 
 def visibility(program: Program, evaluation: Evaluation, first: jax.Array, last: jax.Array) -> Visibility:
@@ -209,7 +210,7 @@ def _within(low: Interval, x: Interval, high: Interval) -> Ends:
     return tuple(jnp.minimum(jnp.maximum(x[end], low[end]), high[end]) for end in (0, 1))  # pyright: ignore
 
 
-_RULES: dict[str, Callable[..., Any]] = {
+_RULES: dict[str, Callable[..., Ends | None]] = {
     "add": lambda a, b: (a.low + b.low, a.high + b.high),
     "sub": lambda a, b: (a.low - b.high, a.high - b.low),
     "mul": _product,

@@ -12,9 +12,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
+from jax.typing import DTypeLike
 
 Bounds = tuple[int, int]
 
@@ -49,8 +52,8 @@ class Node:
     kind: str
     dtype: np.dtype
     inputs: tuple[Node, ...] = ()
-    apply: Callable[..., Any] | None = None
-    value: Any = None
+    apply: Callable[..., jax.Array] | None = None
+    value: Any = None  # by `op`
     bounds: Bounds | None = None
 
 
@@ -75,9 +78,9 @@ class Graph:
     """Builds nodes: equal ones once (hash-consing), with constant folding by bounds."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Node] = {}
+        self._made: dict[tuple[object, ...], Node] = {}
 
-    def literal(self, value: Any, dtype: Any) -> Node:
+    def literal(self, value: npt.ArrayLike, dtype: DTypeLike) -> Node:
         """A constant."""
         dtype = np.dtype(dtype)
         number = np.asarray(value, dtype)
@@ -87,11 +90,11 @@ class Graph:
             ("literal", str(dtype), number.tobytes()), "literal", Axes.UNIFORM, dtype, value=number, bounds=bounds
         )
 
-    def input(self, name: str, kind: str, dtype: Any, bounds: Bounds | None = None) -> Node:
+    def input(self, name: str, kind: str, dtype: DTypeLike, bounds: Bounds | None = None) -> Node:
         """An argument of the mod."""
         return self._make(("input", name), "input", kind, np.dtype(dtype), value=name, bounds=bounds)
 
-    def load(self, operand: int, dtype: Any, indices: Sequence[Node]) -> Node:
+    def load(self, operand: int, dtype: DTypeLike, indices: Sequence[Node]) -> Node:
         """One element of a captured array; the indices must be in range."""
         key = ("load", operand, *(i.number for i in indices))
         bounds = (0, 1) if np.dtype(dtype) == np.bool_ else None
@@ -99,7 +102,7 @@ class Graph:
             key, "load", join_axes(indices), np.dtype(dtype), tuple(indices), value=operand, bounds=bounds
         )
 
-    def call(self, inlined: Node, call: Any, output: int) -> Node:
+    def call(self, inlined: Node, call: object, output: int) -> Node:
         """A value with a custom derivative rule: evaluated as `inlined`, differentiated as `call`."""
         key = ("call", id(call), output)
         return self._make(
@@ -107,7 +110,12 @@ class Graph:
         )
 
     def apply(
-        self, op: str, function: Callable[..., Any], inputs: Sequence[Node], dtype: Any, params: Any = ()
+        self,
+        op: str,
+        function: Callable[..., jax.Array],
+        inputs: Sequence[Node],
+        dtype: DTypeLike,
+        params: tuple[object, ...] = (),
     ) -> Node:
         """A primitive, folded where bounds determine its value."""
         dtype = np.dtype(dtype)
@@ -124,7 +132,7 @@ class Graph:
         key = (op, str(dtype), repr(params), *(i.number for i in inputs))
         return self._make(key, op, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
 
-    def same_dtype(self, op: str, function: Callable[..., Any], *inputs: Node) -> Node:
+    def same_dtype(self, op: str, function: Callable[..., jax.Array], *inputs: Node) -> Node:
         """A primitive whose result has the dtype of its first input."""
         return self.apply(op, function, inputs, inputs[0].dtype)
 
@@ -136,7 +144,7 @@ class Graph:
         """One of two values, by a boolean."""
         return self.apply("select_n", lax.select_n, (predicate, if_false, if_true), if_true.dtype)
 
-    def cast(self, node: Node, dtype: Any) -> Node:
+    def cast(self, node: Node, dtype: DTypeLike) -> Node:
         """Another dtype."""
         dtype = np.dtype(dtype)
         if node.dtype == dtype:
@@ -155,7 +163,7 @@ class Graph:
         """The value, without derivative; integers and booleans are left as they are."""
         if not jnp.issubdtype(node.dtype, jnp.floating):
             return node
-        return self.same_dtype("stop_gradient", lax.stop_gradient, node)
+        return self.same_dtype("stop_gradient", lambda x: lax.stop_gradient(x), node)
 
     def clamp(self, node: Node, low: int, high: int) -> Node:
         """An index, forced into range unless it is proven to be there."""
@@ -166,14 +174,14 @@ class Graph:
 
     def _make(
         self,
-        key: Any,
+        key: tuple[object, ...],
         op: str,
         kind: str,
         dtype: np.dtype,
         inputs: tuple[Node, ...] = (),
-        apply: Any = None,
+        apply: Callable[..., jax.Array] | None = None,
         *,
-        value: Any = None,
+        value: object = None,
         bounds: Bounds | None = None,
     ) -> Node:
         if key not in self._made:
@@ -210,7 +218,12 @@ class Graph:
         return None
 
     def _widened(
-        self, op: str, function: Callable[..., Any], inputs: tuple[Node, ...], dtype: np.dtype, params: Any
+        self,
+        op: str,
+        function: Callable[..., jax.Array],
+        inputs: tuple[Node, ...],
+        dtype: np.dtype,
+        params: tuple[object, ...],
     ) -> Node:
         """A primitive of 16-bit floats, computed in float32 and rounded once, where JAX rounds.
 

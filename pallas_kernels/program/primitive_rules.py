@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_kernels.program.ir import Graph, Node
 from pallas_kernels.program.views import NotOnTile, Scalars, View, gather, scalars
+from pallas_kernels.types import Params
 
 Value = Scalars | View
 
 
-def squeeze(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def squeeze(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Drops dimensions of size 1."""
     [x] = ins
     if isinstance(x, View):
@@ -25,7 +26,7 @@ def squeeze(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
     return x.reshape(shape)
 
 
-def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def reshape(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Another shape; a view must be loaded unless only dimensions of size 1 are added or dropped."""
     x = ins[0]
     if isinstance(x, View):
@@ -37,7 +38,7 @@ def reshape(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
     return x.reshape(shape)
 
 
-def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Broadcasts along new dimensions."""
     x, dimensions = ins[0], params["broadcast_dimensions"]
     if isinstance(x, View):
@@ -48,13 +49,13 @@ def broadcast_in_dim(graph: Graph, ins: Sequence[Value], params: dict[str, Any],
     return np.broadcast_to(x.reshape(placed), shape)
 
 
-def transpose(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def transpose(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Reorders dimensions."""
     [x] = ins
     return x.select_dimensions(params["permutation"]) if isinstance(x, View) else x.transpose(params["permutation"])
 
 
-def slice_(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def slice_(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """A fixed window."""
     [x] = ins
     starts, steps = params["start_indices"], params["strides"] or (1,) * len(shape)
@@ -63,7 +64,7 @@ def slice_(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tu
     return x[tuple(slice(a, b, s) for a, b, s in zip(starts, params["limit_indices"], steps, strict=True))]
 
 
-def dynamic_slice(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def dynamic_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """A window at computed indices."""
     x, *starts = ins
     nodes = [element(graph, s) for s in starts]
@@ -77,7 +78,7 @@ def dynamic_slice(graph: Graph, ins: Sequence[Value], params: dict[str, Any], sh
     return x
 
 
-def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Replaces a window at computed indices."""
     x, update, *starts = ins
     x, update = load(graph, x), load(graph, update)
@@ -96,7 +97,7 @@ def dynamic_update_slice(graph: Graph, ins: Sequence[Value], params: dict[str, A
     return out
 
 
-def gather_(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def gather_(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Elements at computed indices of a captured array."""
     x, indices = ins
     if not isinstance(x, View):
@@ -104,27 +105,27 @@ def gather_(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
     return gather(graph, x, load(graph, indices), params)
 
 
-def concatenate(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def concatenate(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Joins along a dimension."""
     return np.concatenate([load(graph, x) for x in ins], axis=params["dimension"])
 
 
-def stack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def stack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Joins along a new dimension."""
     return np.stack([load(graph, x) for x in ins], axis=params["axis"])
 
 
-def iota(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Counts along a dimension."""
     return scalars(shape, lambda i: graph.literal(i[params["dimension"]], params["dtype"]))
 
 
-def rev(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def rev(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Reverses dimensions."""
     return np.flip(load(graph, ins[0]), params["dimensions"])
 
 
-def unstack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Element ``params["place"]`` along a dimension."""
     [x], axis, position = ins, params["axis"], params["place"]
     if isinstance(x, View):
@@ -135,7 +136,7 @@ def unstack(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: t
     return np.asarray(np.moveaxis(x, axis, 0)[position], object)
 
 
-def pad(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def pad(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Pads around and between; negative padding cuts."""
     x, value = load(graph, ins[0]), element(graph, ins[1])
     out = scalars(shape, lambda _: value)
@@ -153,14 +154,14 @@ def split(graph: Graph, x: Value, axis: int, sizes: Sequence[int]) -> list[Value
     return list(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
 
 
-def select_n(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def select_n(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Chooses by a boolean or by a number."""
     which, *cases = (load(graph, x) for x in ins)
     which = np.broadcast_to(which, shape)
     return scalars(shape, lambda i: choose(graph, which[i], [case[i] for case in cases]))
 
 
-def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def clamp(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Forces values between two others."""
     bounds_and_values = [np.broadcast_to(load(graph, v), shape) for v in ins]
 
@@ -171,7 +172,7 @@ def clamp(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tup
     return scalars(shape, at)
 
 
-def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """A small GEMM over the mod's own axes, unrolled into multiplies and adds."""
     a, b = (load(graph, x) for x in ins)
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
@@ -192,8 +193,8 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shap
     return scalars(shape, at)
 
 
-def _reduction(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
-    def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def _reduction(op: str, function: Callable[..., jax.Array]) -> Callable[..., Value]:
+    def rule(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
         x = load(graph, ins[0])
         axes = params["axes"]
         if x.size == 0:
@@ -209,8 +210,8 @@ def _reduction(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
     return rule
 
 
-def _cumulation(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
-    def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+def _cumulation(op: str, function: Callable[..., jax.Array]) -> Callable[..., Value]:
+    def rule(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
         x, axis = load(graph, ins[0]), params["axis"]
         x = np.flip(x, axis) if params["reverse"] else x
         x = np.moveaxis(x, axis, 0)
@@ -225,7 +226,7 @@ def _cumulation(op: str, function: Callable[..., Any]) -> Callable[..., Value]:
 
 
 def _position(better: str) -> Callable[..., Value]:
-    def rule(graph: Graph, ins: Sequence[Value], params: dict[str, Any], shape: tuple[int, ...]) -> Value:
+    def rule(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
         [axis], dtype = params["axes"], params["index_dtype"]
         x = np.moveaxis(load(graph, ins[0]), axis, -1)
 

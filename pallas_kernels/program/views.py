@@ -9,9 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.program.ir import Graph, Node
+from pallas_kernels.types import Params
 
 MAX_VALUES = 64  # values that one mod may hold at once: vectors of positions, stacks, sums over an own axis
 
@@ -53,11 +56,11 @@ class View:
     axes: tuple[tuple[int | None, int], ...]
     shape: tuple[int, ...]
     valid: Node | None = None
-    fill: Any = None
+    fill: npt.ArrayLike | None = None
     stopped: bool = False
 
     @classmethod
-    def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: Any) -> View:
+    def whole(cls, graph: Graph, operand: int, shape: Sequence[int], dtype: DTypeLike) -> View:
         """All of an operand."""
         zero = graph.literal(0, np.int32)
         return cls(
@@ -106,7 +109,7 @@ class View:
         loaded = graph.load(self.operand, self.dtype, at.index)
         if self.stopped:
             loaded = graph.stop_gradient(loaded)
-        if self.valid is None:
+        if self.valid is None or self.fill is None:
             return loaded
         return graph.select(self.valid, loaded, graph.literal(self.fill, self.dtype))
 
@@ -124,7 +127,7 @@ class View:
         return scalars(self.shape, lambda position: self.element(graph, position))
 
 
-def gather(graph: Graph, source: View, indices: Scalars, params: dict[str, Any]) -> View | Scalars:
+def gather(graph: Graph, source: View, indices: Scalars, params: Params) -> View | Scalars:
     """``lax.gather`` from an operand: a view if there is one start index, else the few gathered elements."""
     numbers = params["dimension_numbers"]
     sizes = params["slice_sizes"]
@@ -160,7 +163,7 @@ def gather(graph: Graph, source: View, indices: Scalars, params: dict[str, Any])
     return scalars(shape, lambda i: at(tuple(i[d] for d in outer)).element(graph, [i[d] for d in offsets]))
 
 
-def _fill(graph: Graph, window: View, valid: Node | None, fill: Any) -> View:
+def _fill(graph: Graph, window: View, valid: Node | None, fill: npt.ArrayLike | None) -> View:
     if valid is None or valid.bounds == (1, 1):
         return window
     if window.valid is not None:

@@ -6,7 +6,7 @@ See `containment` for what is repaired.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -17,6 +17,7 @@ from pallas_kernels.triton.containment import Attended, cleared
 from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
 from pallas_kernels.triton.scores import Scores
 from pallas_kernels.triton.tile import weights
+from pallas_kernels.types import Index, S
 
 
 class Tile(NamedTuple):
@@ -24,6 +25,12 @@ class Tile(NamedTuple):
 
     scores: ScoreTile
     values: Columns
+
+
+class Walk(Protocol):
+    """A mainloop: folds ``step(state, *key)`` over tiles of keys."""
+
+    def __call__(self, state: S, step: Callable[..., S], /) -> S: ...  # noqa: D102
 
 
 class Attention(NamedTuple):
@@ -39,7 +46,7 @@ class Attention(NamedTuple):
 
     prepared: Scores
     rows: int
-    walk: Callable[..., Any]
+    walk: Walk
     tile_at: Callable[..., Tile]
     may_be_empty: bool = True
 
@@ -49,7 +56,7 @@ class Attention(NamedTuple):
         Zeros and -inf for fully masked rows.
         """
 
-        def step(state: softmax.SoftmaxState, *key: Any) -> softmax.SoftmaxState:
+        def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
             return self._fold(state, *self.tile_at(*key))
 
         out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
@@ -58,7 +65,7 @@ class Attention(NamedTuple):
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
         """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""
 
-        def step(state: tuple[softmax.SoftmaxState, Attended], *key: Any) -> Any:
+        def step(state: tuple[softmax.SoftmaxState, Attended], *key: Index) -> tuple[softmax.SoftmaxState, Attended]:
             tile, values = self.tile_at(*key)
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 

@@ -10,7 +10,7 @@ from 96 registers a thread to 244, and had the forward kernel spill 1.6 KB (comp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.config import Tiles
 from pallas_kernels.marks import mark
 from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.types import Index, Location, Ref
 
 MAX_TILE = 64  # of a repair, in queries and keys
 MAX_PROGRAMS = 132  # of a repair of many tiles: one for each SM
@@ -89,7 +90,7 @@ class Marked(NamedTuple):
         """Size of the grid: programs that take the tiles in a grid-stride loop."""
         return min(MAX_PROGRAMS, self.tiles)
 
-    def repair(self, marks: Any, fix: Callable[[Any, Any, Any], None]) -> None:
+    def repair(self, marks: Ref, fix: Callable[[jax.Array, jax.Array, jax.Array], None]) -> None:
         """Runs ``fix(b, h, first row)`` for this program's tiles that hold a mark.
 
         The tiles of a program lie far apart, so that all programs share a sequence that is full of NaN.
@@ -101,12 +102,12 @@ class Marked(NamedTuple):
         program, programs, last = pl.program_id(0), pl.num_programs(0), marks.shape[2] - 1
         count = max(1, MARKS_AT_ONCE // self.tile)
 
-        def one(number: Any) -> None:
+        def one(number: jax.Array) -> None:
             b, h, first = self._index(number)
             row = jnp.minimum(first + lax.broadcasted_iota(jnp.int32, (self.tile,), 0), last)
             pl.when(any_nan(plgpu.load(marks.at[(b, h, row)])))(lambda: fix(b, h, first))
 
-        def run(chunk: Any, state: Any) -> Any:
+        def run(chunk: Index, state: jax.Array) -> jax.Array:
             start = program + chunk * count * programs
             number = start + lax.broadcasted_iota(jnp.int32, (count, self.tile), 0) * programs
             b, h, first = self._index(jnp.minimum(number, self.tiles - 1))
@@ -118,7 +119,7 @@ class Marked(NamedTuple):
 
         lax.fori_loop(0, pl.cdiv(pl.cdiv(self.tiles, self.programs), count), run, jnp.int32(0))
 
-    def _index(self, number: Any) -> tuple[Any, Any, Any]:
+    def _index(self, number: jax.Array) -> Location:
         per_head = pl.cdiv(self.length, self.tile)
         head, tile = lax.div(number, per_head), lax.rem(number, per_head)
         return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile

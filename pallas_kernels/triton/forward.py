@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +30,10 @@ from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import Marked, repair_tiles
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, store_rows, store_vector
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.types import Index, Ref
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     Args:
@@ -61,7 +61,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Ar
 
 
 def repair(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, result: Sequence[jax.Array]
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], result: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes the tiles that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
@@ -83,10 +83,10 @@ def repair(
 def _kernel(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    order: Any,  # [list batch, list heads, tiles of queries], or None
-    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
-    lse: Any,  # [B, Hq, T]
+    arrays: Operands[Ref],
+    order: Ref | None,  # [list batch, list heads, tiles of queries], or None
+    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Ref,  # [B, Hq, T]
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
@@ -100,14 +100,14 @@ def _repair_kernel(
     spec: AttentionSpec,
     tiles: Tiles,
     marked: Marked,
-    arrays: Operands,
-    before: Any,  # out and lse, as the forward kernel left them
-    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
-    lse: Any,  # [B, Hq, T], the same memory
+    arrays: Operands[Ref],
+    before: tuple[Ref, Ref],  # out and lse, as the forward kernel left them
+    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv], the same memory
+    lse: Ref,  # [B, Hq, T], the same memory
 ) -> None:
     rows_end = spec.T % tiles.block_q != 0
 
-    def fix(b: Any, h: Any, first: Any) -> None:
+    def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
         clean, row_lse, attended = _attention(spec, tiles, arrays, b, h, tile).repair()
         rows = load_queries(spec, before[0], b, h, first, tiles.block_q, may_end=rows_end)
@@ -118,14 +118,16 @@ def _repair_kernel(
     marked.repair(before[1], fix)
 
 
-def _attention(spec: AttentionSpec, tiles: Tiles, arrays: Operands, b: Any, h: Any, tile: Any) -> Attention:
+def _attention(
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], b: jax.Array, h: jax.Array, tile: jax.Array
+) -> Attention:
     """The attention of a tile of queries of a head."""
     rows_end, keys_end = spec.T % tiles.block_q != 0, spec.walk_passes_end("k", tiles.block_kv)
     first = tile * tiles.block_q
     q = load_queries(spec, arrays.query, b, h, first, tiles.block_q, may_end=rows_end)
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first)
 
-    def tile_at(key: Any, is_partial: bool) -> Tile:
+    def tile_at(key: Index, is_partial: bool) -> Tile:
         load = functools.partial(
             load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=is_partial and keys_end
         )

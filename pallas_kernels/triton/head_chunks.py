@@ -7,8 +7,6 @@ two would.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Index, Ref
 
 MIN_DOT_SIZE = 16  # M, N and K of an MMA
 
@@ -38,7 +37,7 @@ def _power_of_two(size: int) -> int:
 
 
 def load_rows(
-    spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, length: int, *, may_end: bool
+    spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, length: Index, *, may_end: bool
 ) -> Columns:
     """Loads rows of an array in the layout of the spec; zeros outside of it.
 
@@ -60,19 +59,21 @@ def load_rows(
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 
 
-def load_queries(spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+def load_queries(
+    spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, *, may_end: bool
+) -> Columns:
     """Rows of the query, or of an array like it, of a query head: [rows, D]."""
     return load_rows(spec, ref, b, h, first, rows, spec.T, may_end=may_end)
 
 
-def load_keys(spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, rows: int, *, may_end: bool) -> Columns:
+def load_keys(spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, *, may_end: bool) -> Columns:
     """Rows of key or value for a query head: of the key head that its group shares; their batch may be shared too."""
     b, h = (b if spec.Bkv > 1 else 0), lax.div(h, spec.group)
     return load_rows(spec, ref, b, h, first, rows, spec.S, may_end=may_end)
 
 
 def store_rows(
-    spec: AttentionSpec, ref: Any, b: Any, h: Any, first: Any, x: Columns, length: int, *, may_end: bool
+    spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, x: Columns, length: int, *, may_end: bool
 ) -> None:
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
@@ -81,8 +82,12 @@ def store_rows(
 
 
 def _index_and_mask(
-    spec: AttentionSpec, ref: Any, head: tuple[Any, Any], rows: tuple[Any, int, int, bool], chunk: tuple[int, int]
-) -> tuple[Any, Any]:
+    spec: AttentionSpec,
+    ref: Ref,
+    head: tuple[Index, Index],
+    rows: tuple[Index, int, Index, bool],
+    chunk: tuple[int, int],
+) -> tuple[tuple[jax.Array | slice | pl.Slice, ...], jax.Array | None]:
     """The index of a chunk of rows, and the mask of what is not padding, or None if nothing is."""
     (first, count, length, may_end), (start, width), size = rows, chunk, ref.shape[3]
     if not may_end and start + width <= size:
@@ -98,7 +103,7 @@ def _index_and_mask(
 
 
 def load_vector(
-    ref: Any, at: tuple[Any, ...], first: Any, rows: int, length: int, other: float, *, may_end: bool
+    ref: Ref, at: tuple[Index, ...], first: Index, rows: int, length: int, other: float, *, may_end: bool
 ) -> jax.Array:
     """Loads ``[rows]`` of the last axis of an array."""
     if not may_end:
@@ -107,7 +112,7 @@ def load_vector(
     return plgpu.load(ref.at[(*at, index)], mask=index < length, other=other)
 
 
-def store_vector(ref: Any, at: tuple[Any, ...], first: Any, x: jax.Array, length: int, *, may_end: bool) -> None:
+def store_vector(ref: Ref, at: tuple[Index, ...], first: Index, x: jax.Array, length: int, *, may_end: bool) -> None:
     """Stores what `load_vector` would load."""
     if not may_end:
         plgpu.store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)

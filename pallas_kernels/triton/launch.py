@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -17,15 +16,15 @@ from pallas_kernels.config import Tiles
 
 def launch(
     kernel: Callable[..., None],
-    inputs: Sequence[Any],
-    outputs: Any,
+    inputs: Sequence[object],
+    outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     name: str,
     grid: tuple[int, ...],
     tiles: Tiles,
     interpret: bool,
     aliases: dict[int, int] | None = None,
-) -> Any:
+) -> list[jax.Array]:
     """Runs ``kernel(*input refs, *output refs)`` on a grid.
 
     Args:
@@ -61,7 +60,7 @@ _quiet_p = Primitive("jflex_triton_call")
 _quiet_p.multiple_results = True
 
 
-def _without_warning(call: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+def _without_warning(call: Callable[..., list[jax.Array]], inputs: Sequence[object]) -> list[jax.Array]:
     flat, tree = jax.tree.flatten(tuple(inputs))
     jaxpr = jax.make_jaxpr(lambda *xs: call(*jax.tree.unflatten(tree, xs)))(*flat)
     return _quiet_p.bind(*flat, jaxpr=jaxpr)

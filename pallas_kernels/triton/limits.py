@@ -7,6 +7,7 @@ from pallas_kernels.spec import AttentionSpec
 MAX_DECODED = 16  # queries of a sequence that are decoded
 MAX_DECODED_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
 MAX_HEAD_SIZE = 256
+MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
 def limit_of_device(spec: AttentionSpec) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
@@ -13,12 +14,11 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.programs import derivative_of, with_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
-from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, decodes, limit_of_device
-from pallas_kernels.triton.paged.work import Work
+from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
+from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
-MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 _UNLIMITED = 1 << 30
 
 
@@ -65,13 +65,23 @@ class Plan:
     def describe(self) -> str:
         """Kernels, tiles and the source of tiles, for `jflex.explain`."""
         if self.paged:
-            return ", ".join(f"paged {_sizes(work.tiles)}" for work in self.paged)
+            few, *many = (f"paged {_sizes(work.tiles, work.source)}" for work in self.paged)
+            return f"{few} for up to {MAX_DECODED} queries of a request, {many[0]} for more" if many else few
         kernels = [("decode" if self.decodes else "forward", self.forward)]
         if self.backward is not None:
             kernels += [("dkv", self.backward.dkv), ("dq", self.backward.dq)]
-        return ", ".join(
-            f"{kernel} {_sizes(choice.tiles)[:-1]}, by {choice.source})" for kernel, choice in kernels if choice
-        )
+        return ", ".join(f"{kernel} {_sizes(choice.tiles, choice.source)}" for kernel, choice in kernels if choice)
+
+    def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
+        """Tiles of queries of a paged call, and the splits of their keys, for each key head.
+
+        Args:
+          indptr: Where the queries of each request begin.
+          lengths: Keys of each.
+        """
+        found = [requests_on_host(self.spec, work, indptr, lengths) for work in self.paged]
+        counts = [(of.tiles[: lengths.size], of.splits[: lengths.size]) for of in found]
+        return sum(int(n.sum()) for n, _ in counts), sum(int((n * splits).sum()) for n, splits in counts)
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,8 +121,10 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
     if isinstance(derivative, Refusal):
         return derivative
     dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
-    if isinstance(dkv, Refusal) or isinstance(dq, Refusal):
-        return dkv if isinstance(dkv, Refusal) else dq  # pyright: ignore[reportReturnType]
+    if isinstance(dkv, Refusal):
+        return dkv
+    if isinstance(dq, Refusal):
+        return dq
     return BackwardPlan(made, requested, derivative, dkv, dq)
 
 
@@ -206,31 +218,32 @@ def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
     With no more queries than requests, a request with many is possible only beside others with none: that is right too,
     and not worth a launch (2 us) in every step of decoding.
     """
+    work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
     rows = min(spec.group * queries, max(MAX_DECODED_ROWS, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
-        return (Work(_prefill_tiles(spec), 0, _UNLIMITED),)
+        return (work(_prefill_tiles(spec), 0, _UNLIMITED),)
     if max(spec.B, MAX_DECODED) >= spec.T:
-        return (Work(_paged_decode_tiles(spec, rows), 0, _UNLIMITED),)
+        return (work(_paged_decode_tiles(spec, rows), 0, _UNLIMITED),)
     return (
-        Work(_paged_decode_tiles(spec, rows), 0, MAX_DECODED),
-        Work(_prefill_tiles(spec), MAX_DECODED + 1, _UNLIMITED),
+        work(_paged_decode_tiles(spec, rows), 0, MAX_DECODED),
+        work(_prefill_tiles(spec), MAX_DECODED + 1, _UNLIMITED),
     )
 
 
-def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> Tiles:
+def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
     made = triton_rules.paged_decode_tiles(need_of(spec), rows, spec.max_pages, spec.S)
     return _fit_paged(spec, made, spec.config.decode, block_q=triton_rules.decode_rows(rows))
 
 
-def _prefill_tiles(spec: AttentionSpec) -> Tiles:
+def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
     made, given = triton_rules.paged_prefill_tiles(need_of(spec)), spec.config.forward
     block_q = max((made if given is None else given).block_q, triton_rules.decode_rows(spec.group))
     return _fit_paged(spec, made, given, block_q=block_q)
 
 
-def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q: int) -> Tiles:
+def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q: int) -> TileChoice:
     """The user's tiles or a rule's, with so many rows."""
     tiles = made if given is None else given
     if given is None:
@@ -238,8 +251,9 @@ def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q
         block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
     stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
-    return dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
+    fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
+    return TileChoice(fitting, "rule" if given is None else "config")
 
 
-def _sizes(tiles: Tiles) -> str:
-    return f"{tiles.block_q} x {tiles.block_kv} ({tiles.num_warps} warps, {tiles.num_stages} stages)"
+def _sizes(tiles: Tiles, source: str) -> str:
+    return f"{tiles.block_q} x {tiles.block_kv} ({tiles.num_warps} warps, {tiles.num_stages} stages, by {source})"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
+from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
+from pallas_kernels.types import Index, Ref
 
 
 class Scores(NamedTuple):
@@ -34,7 +37,7 @@ class Scores(NamedTuple):
     score: Evaluation | None
     mask: Evaluation | None
     walked: str
-    end: Any = None
+    end: Index | None = None
 
     @property
     def log2_scale(self) -> float:
@@ -47,16 +50,16 @@ class Scores(NamedTuple):
 
 def prepare(
     spec: AttentionSpec,
-    arrays: Operands,
+    arrays: Operands[Ref],
     tile: tuple[int, int],
-    b: Any,
-    h: Any,
+    b: jax.Array,
+    h: jax.Array,
     *,
-    q_first: Any = None,
-    k_first: Any = None,
-    q: Any = None,
-    end: Any = None,
-    programs: Mapping[str, Any] | None = None,
+    q_first: Index | None = None,
+    k_first: Index | None = None,
+    q: jax.Array | None = None,
+    end: Index | None = None,
+    programs: Mapping[str, Sequence[Node]] | None = None,
 ) -> Scores:
     """Prologue: evaluates the loop-invariant values of the mods (uniform, and along the axis that stays fixed).
 
@@ -77,16 +80,17 @@ def prepare(
     fixed = {"b": b, "h": h}
     if q is not None:
         fixed["q"] = q
-    elif transposed:
+    elif k_first is not None:
         fixed["k"] = k_indices(k_first, tile, spec.S, transposed=True, may_end=spec.S % tile[1] != 0)
     else:
+        assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
     states = ("", "k" if transposed else "q")
     approximate = (
         arrays.query.dtype.itemsize == 2 and not spec.config.interpret
     )  # the interpreter has no such functions
 
-    def evaluate_fixed(program: Any, refs: Any, nodes: Any) -> Evaluation | None:
+    def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
         if program is None:
             return None
         evaluation_ = evaluation(
@@ -100,7 +104,7 @@ def prepare(
     return Scores(spec, tile, transposed, score, mask, "q" if transposed else "k", end)
 
 
-def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool) -> ScoreTile:
+def compute(scores: Scores, q: Columns, k: Columns, first: Index, is_partial: bool | jax.Array) -> ScoreTile:
     """Computes a tile of scores.
 
     Args:
@@ -128,7 +132,7 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Any, is_partial: bool
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
-def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Array]:
+def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:
     """The indices along the axis of the mainloop, from `first` on, as the value of a program's argument."""
     spec = scores.spec
     if scores.walked == "q":
@@ -138,7 +142,7 @@ def walked_index(scores: Scores, program: Any, first: Any) -> dict[Any, jax.Arra
     return {program.argument("k"): k_indices(first, scores.tile, spec.S, may_end=may_end)}
 
 
-def _visible(scores: Scores, first: Any, is_partial: Any) -> jax.Array | None:
+def _visible(scores: Scores, first: Index, is_partial: bool | jax.Array) -> jax.Array | None:
     """The mask of a partial tile: that of the mask mod, and padding along the axis of the mainloop.
 
     Padding along the other axis needs no mask: it has rows of its own, which are never stored.

@@ -9,12 +9,13 @@ of the counts: a kernel for it alone would take 2 to 3 us, of the 70 to 130 that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+
+from pallas_kernels.types import Index
 
 NUM_SMS = 132  # of an H200
 MAX_RESIDENT_PROGRAMS = 2 * NUM_SMS  # one wave at occupancy 2; with 528 and 1056, 2 to 8 % and 5 to 15 % slower
@@ -108,14 +109,14 @@ def grid_stride(rows: jax.Array, work: Callable[[jax.Array], None]) -> None:
     first, programs = pl.program_id(0), pl.num_programs(0)  # not in the loop, where the interpreter does not know them
     rounds = lax.div(jnp.maximum(rows - first, 0) + (programs - 1), programs)
 
-    def round_(i: jax.Array, done: Any) -> Any:
+    def round_(i: jax.Array, done: jax.Array) -> jax.Array:
         work(i * programs + first)
         return done
 
     lax.fori_loop(0, rounds, round_, 0)
 
 
-def split_range(total: jax.Array, i: jax.Array, splits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_range(total: Index, i: Index, splits: Index) -> tuple[jax.Array, jax.Array]:
     """First tile and end of the ith of so many even splits of a walk."""
     size = lax.div(total + (splits - 1), jnp.maximum(splits, 1))
     return jnp.minimum(i * size, total), jnp.minimum((i + 1) * size, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,14 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton.head_chunks import chunks
+from pallas_kernels.types import A, Index, Ref
 
 
-class Partials(NamedTuple):
+class Partials(NamedTuple, Generic[A]):
     """Partial results of splits: refs to out [slots, heads, rows, Dv] and lse [slots, heads, rows], float32."""
 
-    out: Any
-    lse: Any
+    out: A
+    lse: A
 
 
 PARTIALS_PER_WARP = 16  # read at once: 64 registers of a thread at 128 columns
@@ -36,7 +37,7 @@ def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
 
 
 def merge_row(
-    partials: Partials, run: int, slot: Any, count: Any, at: tuple[Any, Any]
+    partials: Partials[Ref], run: int, slot: Index, count: Index, at: tuple[Index, Index]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Output [Dv], in chunks of columns, and lse of one row.
 
@@ -59,7 +60,14 @@ def merge_row(
     return tuple(x / safe for x in sums), jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
 
 
-def _accumulate(partials: Partials, run: int, slots: tuple[Any, Any], at: tuple[Any, Any], n: Any, state: Any) -> Any:
+def _accumulate(
+    partials: Partials[Ref],
+    run: int,
+    slots: tuple[Index, Index],
+    at: tuple[Index, Index],
+    n: Index,
+    state: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Rescales the weighted sums of a row, and adds a run of partial results."""
     (row_max, row_sum, sums), (first_slot, count), size = state, slots, partials.out.shape[-1]
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)

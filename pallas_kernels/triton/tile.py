@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Index, Ref
 
 
 def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ class TileSpace(Space):
     """
 
     def __init__(
-        self, refs: Sequence[Any], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
+        self, refs: Sequence[Ref], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
     ) -> None:
         self.refs, self.approximate, self.interpret = refs, approximate, interpret
         shapes = {
@@ -85,15 +85,15 @@ class TileSpace(Space):
         )  # inline PTX takes no scalars
 
 
-def _approximate_tanh(x: jax.Array, **_: Any) -> jax.Array:
+def _approximate_tanh(x: jax.Array, **_: object) -> jax.Array:
     return plgpu.approx_tanh(x) if x.dtype == jnp.float32 else jnp.tanh(x)
 
 
 def evaluation(
     program: Program,
-    refs: Sequence[Any],
+    refs: Sequence[Ref],
     tile: tuple[int, int],
-    indices: Mapping[str, Any],
+    indices: Mapping[str, jax.Array],
     *,
     transposed: bool = False,
     approximate: bool = False,
@@ -114,16 +114,20 @@ def evaluation(
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 
-def q_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
+def q_indices(
+    first: Index, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool
+) -> jax.Array:
     """Query indices of a tile, row values; clamped to the last one, so that nothing is read out of range."""
     return _indices(first, tile[0], length, 0 if not transposed else 1, may_end)
 
 
-def k_indices(first: Any, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool) -> jax.Array:
+def k_indices(
+    first: Index, tile: tuple[int, int], length: int, *, transposed: bool = False, may_end: bool
+) -> jax.Array:
     """Key indices of a tile, column values; clamped likewise."""
     return _indices(first, tile[1], length, 1 if not transposed else 0, may_end)
 
 
-def _indices(first: Any, count: int, length: int, axis: int, may_end: bool) -> jax.Array:
+def _indices(first: Index, count: int, length: int, axis: int, may_end: bool) -> jax.Array:
     index = first + lax.broadcasted_iota(jnp.int32, (count, 1) if axis == 0 else (1, count), axis)
     return jnp.minimum(index, length - 1) if may_end else index

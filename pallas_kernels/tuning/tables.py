@@ -109,7 +109,7 @@ def entries(name: str) -> dict[Key, Tiles]:
     return {Key(**entry["key"]): Tiles(**entry["tiles"]) for entry in read(name).get("entries", ())}
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:  # JSON
     """The content of a table with its provenance."""
     file = resources.files("pallas_kernels.tuning").joinpath("tables", f"{name}.json")
     return json.loads(file.read_text()) if file.is_file() else {}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from jflex._call import kv_lengths
-from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
@@ -21,7 +21,7 @@ from pallas_kernels.spec import AttentionSpec
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu import plan as mosaic_plan
 
-LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
+_LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists that lengths alone lead to
 
 
 class MosaicGpu(Backend):
@@ -41,8 +41,8 @@ class MosaicGpu(Backend):
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
         assert isinstance(inputs, Inputs)  # a paged call is refused
-        plan = _kernels(spec, None).own
-        operands = operands_of(_lengthless_inputs(spec, inputs))
+        plan = _own(spec, None)
+        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
         result = forward(plan.spec, plan.forward.tiles, operands)
         return Saved(*(triton.repair_forward(plan.spec, operands, result) if plan.spec.needs_marks else result))
 
@@ -56,17 +56,17 @@ class MosaicGpu(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for what these leave."""
-        kernels = _kernels(spec, requested)
+        own = _own(spec, requested)
         rest = None
-        if kernels.left is not None:
-            rest = triton.Triton().backward(spec, inputs, saved, d_saved, kernels.left)
-            if kernels.own.backward is None:
+        if own.left is not None:
+            rest = triton.Triton().backward(spec, inputs, saved, d_saved, own.left)
+            if own.backward is None:
                 return rest
-        own = _own_gradients(spec, kernels.own, inputs, saved, d_saved)
+        gradients = _own_gradients(spec, own, inputs, saved, d_saved)
         if rest is None:
-            return own
+            return gradients
         either = lambda mine, theirs: theirs if mine is None else mine
-        return own._replace(score_operands=tuple(map(either, own.score_operands, rest.score_operands)))
+        return gradients._replace(score_operands=tuple(map(either, gradients.score_operands, rest.score_operands)))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that underfill a CTA or the GPU, or are not MMA-bound; see `pallas_kernels.mosaic_gpu.preference`."""
@@ -76,21 +76,14 @@ class MosaicGpu(Backend):
             return preference.slower_backward(spec)
         if triton.decodes(spec):
             return "for so few queries only 'triton' has kernels of their own"
-        return preference.slower_forward(_kernels(spec, None).own)
-
-
-class _Kernels(NamedTuple):
-    """The plan of the Hopper kernels, and which gradients those of `triton` compute."""
-
-    own: mosaic_plan.Plan
-    left: GradientRequest | None
+        return preference.slower_forward(_own(spec, None))
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     from pallas_kernels.mosaic_gpu.plan import plan
 
-    own = plan(_lengthless(spec), requested)
+    own = plan(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
     if isinstance(own, Refusal):
         return own
     if own.left is not None:
@@ -99,19 +92,20 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
             return dataclasses.replace(
                 others, reason=f"for gradients, {own.left_reason}; and of 'triton': {others.reason}", mod=None
             )
-    return Plan(functools.partial(_describe, own), _Kernels(own, own.left))
+    all_left = own.left is not None and own.backward is None
+    return Plan(
+        functools.partial(_describe, own), own, GradientsBy(triton.Triton.name, own.left_reason) if all_left else None
+    )
 
 
 def _describe(own: mosaic_plan.Plan) -> str:
-    if own.left is None:
+    if own.left is None or own.backward is None:
         return own.describe()
-    if own.backward is None:
-        return f"{own.describe()}; gradients by 'triton', because {own.left_reason}"
     return f"{own.describe()}; gradients of arrays that {own.left_reason} by 'triton'"
 
 
-def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels:
-    """The plans of a call that is known to run."""
+def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:
+    """The plan of the Hopper kernels, for a call that is known to run."""
     plan = _plan(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
@@ -125,7 +119,7 @@ def _own_gradients(
 
     assert plan.backward is not None  # or there is nothing to run
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
-    operands = operands_of(_lengthless_inputs(spec, inputs))
+    operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
     states = (saved.out, saved.lse), (d_saved.out, d_saved.lse)
     result = gradients.backward(
         plan.spec,
@@ -137,16 +131,3 @@ def _own_gradients(
     )
     own = requested_gradients(result, requested)
     return kv_lengths.sum_shared_batch(spec, own) if spec.kv_lengths else own
-
-
-def _lengthless(spec: AttentionSpec) -> AttentionSpec:
-    """The spec as the kernels see it: they know no lengths."""
-    if not spec.kv_lengths:
-        return spec
-    return dataclasses.replace(kv_lengths.with_lengths_as_mask(spec, (LENGTHS_BLOCK, LENGTHS_BLOCK)), Bkv=spec.B)
-
-
-def _lengthless_inputs(spec: AttentionSpec, inputs: Inputs) -> Inputs:
-    if not spec.kv_lengths:
-        return inputs
-    return kv_lengths.without_lengths(spec, inputs, (LENGTHS_BLOCK, LENGTHS_BLOCK))[1]

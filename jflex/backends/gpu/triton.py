@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
+import numpy as np
 
 from jflex._call import kv_lengths
-from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Operands, as_int8
-from pallas_kernels.triton.limits import decodes, limit_of_device
+from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
 
 if TYPE_CHECKING:
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton import plan as triton_plan
-
-MIN_TILE = 16
-LENGTHS_BLOCK = 128  # of lists that lengths alone lead to
 
 
 class Triton(Backend):
@@ -41,15 +39,14 @@ class Triton(Backend):
         from pallas_kernels.triton import forward
         from pallas_kernels.triton.decode.kernel import decode
 
-        planned = _kernels(spec, None).forward
+        planned = _planned(spec, None)
         if isinstance(inputs, PagedInputs):
             return _attend_paged(planned, inputs)
         assert planned.forward is not None  # of a dense call
         tiles = planned.forward.tiles
         if planned.decodes:
             return Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
-        if spec.kv_lengths:
-            _, inputs = kv_lengths.without_lengths(spec, inputs, _block_size(spec))
+        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         return Saved(*forward.forward(planned.spec, tiles, operands_of(inputs)))
 
     @isolated_trace
@@ -65,10 +62,9 @@ class Triton(Backend):
         from pallas_kernels.gradients import RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
-        plan = _kernels(spec, requested).backward
+        plan = _planned(spec, requested).backward
         assert plan is not None  # it was requested
-        if spec.kv_lengths:
-            _, inputs = kv_lengths.without_lengths(spec, inputs, _block_size(spec))
+        inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         found = gradients.backward(
             plan.spec,
             gradients.BackwardTiles(plan.dkv.tiles, plan.dq.tiles),
@@ -108,13 +104,6 @@ def repairs_of(
     return repairs.backward(spec, operands, derivative, saved, d_saved)
 
 
-class _Kernels(NamedTuple):
-    """Plans of the two passes; they run different specs where lengths become a mask in one of them."""
-
-    forward: triton_plan.Plan
-    backward: triton_plan.BackwardPlan | None
-
-
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     reason = limit_of_device(spec)
@@ -122,24 +111,30 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
         return Refusal(reason)
     from pallas_kernels.triton.plan import plan
 
-    lengthless = _without_lengths(spec) if spec.kv_lengths else spec
-    forward = plan(spec if decodes(spec) else lengthless, None)
-    if isinstance(forward, Refusal):
-        return forward
-    if requested is None or spec.paging is not None:
-        return Plan(forward.describe, _Kernels(forward, None))
-    both = plan(lengthless, requested)
-    if isinstance(both, Refusal):
-        return both
-    planned = dataclasses.replace(forward, backward=both.backward)
-    return Plan(planned.describe, _Kernels(forward, both.backward))
+    lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
+    decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # that kernel knows lengths
+    planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
+    if isinstance(planned, Refusal):
+        return planned
+    if isinstance(decoded, Refusal):
+        return decoded
+    if decoded is not None:
+        planned = dataclasses.replace(decoded, backward=planned.backward)
+    count_splits = None if spec.paging is None else functools.partial(_count_splits, planned)
+    return Plan(planned.describe, planned, count_splits=count_splits)
 
 
-def _kernels(spec: AttentionSpec, requested: GradientRequest | None) -> _Kernels:
-    """The plans of a call that is known to run."""
+def _planned(spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.Plan:
+    """The plan of a call that is known to run."""
     plan = _plan(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
+
+
+@isolated_trace
+def _count_splits(plan: triton_plan.Plan, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
+    with jax.ensure_compile_time_eval():
+        return Splits(*plan.count_splits(indptr, lengths))
 
 
 def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
@@ -150,12 +145,8 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     return Saved(*paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
 
 
-def _without_lengths(spec: AttentionSpec) -> AttentionSpec:
-    return dataclasses.replace(kv_lengths.with_lengths_as_mask(spec, _block_size(spec)), Bkv=spec.B)
-
-
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
     """Of lists that are made for lengths alone: large enough for all tiles, not much larger than the call."""
     given = [t for t in (spec.config.forward, spec.config.dkv, spec.config.dq) if t is not None]
-    cover = lambda length: min(LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
+    cover = lambda length: min(kv_lengths.LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
     return max([cover(spec.T), *(t.block_q for t in given)]), max([cover(spec.S), *(t.block_kv for t in given)])

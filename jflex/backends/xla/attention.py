@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,9 @@ class _Rows(NamedTuple):
         return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None])
 
 
+_Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and sums: arrays, lists of arrays or None
+
+
 class _Backward:
     """The arrays of one backward pass."""
 
@@ -163,7 +166,7 @@ class _Backward:
         )
         return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
 
-    def _block(self, rows: _Rows, carry: Any, at: Column, is_partial: bool) -> Any:
+    def _block(self, rows: _Rows, carry: _Carry, at: Column, is_partial: bool) -> _Carry:
         spec, walk, unit, column = self.spec, self.walk, rows.unit, at.number
         d_q, grads = carry
         k, v = (walk.keys(x, unit, at, is_partial=is_partial) for x in (self.inputs.key, self.inputs.value))
@@ -307,7 +310,7 @@ def _scatter(
     return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
 
 
-def _exact(spec: AttentionSpec) -> Any:
+def _exact(spec: AttentionSpec) -> jnp.dtype:
     """The dtype of scores and sums."""
     return jnp.dtype(spec.exact)
 

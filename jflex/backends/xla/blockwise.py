@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,16 @@ QUERIES_FIRST, KEYS_FIRST = "bkgqs", "bksgq"
 INDEX_OF_AXIS = {"b": 0, "k": 1, "g": 1, "q": 2, "s": 3}  # which of b, h, q_idx, kv_idx varies along an axis
 
 
+R = TypeVar("R")
+S = TypeVar("S")
+
+
 class Unit(NamedTuple):
     """One row of blocks: where it starts in batch, key heads, group and rows, and which lists are its own."""
 
-    start: tuple[Any, Any, Any]
-    row: Any
-    lists: tuple[Any, Any]
+    start: tuple[jax.Array, jax.Array, jax.Array]
+    row: jax.Array
+    lists: tuple[jax.Array, jax.Array]
 
 
 class Column(NamedTuple):
@@ -186,7 +190,7 @@ class Walk:
         at = (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
         return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, block.shape) + block, at)
 
-    def over_columns(self, unit: Unit, carry: Any, step: Callable[[Any, Column, bool], Any]) -> Any:
+    def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column, bool], S]) -> S:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
         lists, last = self.lists, block_count(self.spec.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
@@ -217,9 +221,7 @@ def _dense_size(spec: AttentionSpec) -> tuple[int, int]:
     return min(size[0], spec.T), min(size[1], spec.S)
 
 
-def over_block(
-    function: Callable[..., Any], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str
-) -> Any:
+def over_block(function: Callable[..., R], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str) -> R:
     """Evaluates a function of scalars on blocks with these axes, and on the indices of `Walk.indices`."""
     for axis in reversed(axes):
         in_axes = (0 if number == INDEX_OF_AXIS[axis] else None for number in range(4))

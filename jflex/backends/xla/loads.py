@@ -12,14 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from jflex.mods.batchable import SMALL, VIEWS, bind
-from jflex.mods.fingerprint import open_jaxpr
+from jflex.mods.fingerprint import aval_of, open_jaxpr
 from jflex.mods.trace import TracedMod, batchable_program
 
 
@@ -33,7 +32,7 @@ class Load:
       axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
     """
 
-    variable: Any
+    variable: core.Var
     operand: int
     axes: tuple[int, ...]
 
@@ -50,7 +49,7 @@ class LoadedMod:
     """
 
     traced: TracedMod
-    jaxpr: Any
+    jaxpr: core.Jaxpr
     loads: tuple[Load, ...]
     whole: tuple[int, ...]
 
@@ -78,11 +77,11 @@ class LoadedMod:
         self,
         operands: Sequence[jax.Array],
         arguments: Sequence[jax.Array],
-        given: dict[Any, jax.Array],
-        outputs: Sequence[Any],
+        given: dict[core.Var, jax.Array],
+        outputs: Sequence[core.Var],
         *,
         numbered: int | None = None,
-    ) -> dict[Any, jax.Array]:
+    ) -> dict[core.Var, jax.Array]:
         jaxpr = self.jaxpr
         env = dict(zip(jaxpr.invars, (*arguments, *operands), strict=True)) | given
         needed = _needed(jaxpr, outputs, set(given))
@@ -104,27 +103,27 @@ def split_loads(traced: TracedMod) -> LoadedMod:
     """Finds the loads of a score mod."""
     jaxpr = open_jaxpr(batchable_program(traced)).jaxpr
     count = len(jaxpr.invars) - len(traced.operands)
-    axes: dict[Any, frozenset[int]] = {v: frozenset({i - 1}) for i, v in enumerate(jaxpr.invars[:count])}
-    origin = {v: i for i, v in enumerate(jaxpr.invars[count:]) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
-    ends: dict[Any, None] = {}
+    axes: dict[core.Var, frozenset[int]] = {v: frozenset({i - 1}) for i, v in enumerate(jaxpr.invars[:count])}
+    origin = {v: i for i, v in enumerate(jaxpr.invars[count:]) if jnp.issubdtype(aval_of(v).dtype, jnp.floating)}
+    ends: dict[core.Var, None] = {}
     for eqn in jaxpr.eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         depends = frozenset().union(*(axes.get(v, frozenset()) for v in inputs))
-        is_view = eqn.primitive.name in VIEWS and eqn.invars[0] in origin
+        is_view = eqn.primitive.name in VIEWS and bool(inputs) and inputs[0] is eqn.invars[0] and inputs[0] in origin
         if is_view:
-            origin[eqn.outvars[0]] = origin[eqn.invars[0]]
+            origin[eqn.outvars[0]] = origin[inputs[0]]
         for v in inputs[1:] if is_view else inputs:
             if v in origin:
                 ends[v] = None
         axes.update(dict.fromkeys(eqn.outvars, depends))
     ends.update((v, None) for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in origin)
     by_score = lambda v: -1 in axes.get(v, ())  # where it reads is no matter of b, h, q_idx, kv_idx alone
-    whole = {origin[v] for v in ends if math.prod(v.aval.shape) > SMALL or by_score(v)}
+    whole = {origin[v] for v in ends if math.prod(aval_of(v).shape) > SMALL or by_score(v)}
     loads = [Load(v, origin[v], tuple(sorted(axes.get(v, ())))) for v in ends if origin[v] not in whole]
     return LoadedMod(traced, jaxpr, tuple(loads), tuple(sorted(whole)))
 
 
-def _needed(jaxpr: Any, outputs: Sequence[Any], given: set[Any]) -> list[int]:
+def _needed(jaxpr: core.Jaxpr, outputs: Sequence[core.Var], given: set[core.Var]) -> list[int]:
     """Numbers of the equations on which the outputs depend, in order."""
     wanted, numbers = set(outputs) - given, []
     for number in reversed(range(len(jaxpr.eqns))):

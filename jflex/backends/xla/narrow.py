@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jflex._call.checks import current_device
+from jflex.types import AnyArray
 
 _NATIVE = (0, 11, 2)  # the first version of JAX that was seen to leave bfloat16 as it is
 
 
-def is_widened(dtype: Any, platform: str) -> bool:
+def is_widened(dtype: DTypeLike, platform: str) -> bool:
     """Whether XLA converts arrays of this dtype to take a part of them.
 
     >>> is_widened(jnp.float16, "cpu"), is_widened(jnp.bfloat16, "gpu")
@@ -45,7 +46,7 @@ def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax
     return lax.cond(exists, part, lambda: jnp.zeros(out.shape, out.dtype))
 
 
-def set_rows(x: jax.Array, index: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
+def set_rows(x: jax.Array, index: tuple[jax.Array, ...], rows: AnyArray) -> jax.Array:
     """``x.at[index].set(rows)`` in place if `x` is donated; what lies outside, below 0 too, is dropped.
 
     Where a scatter would be widened, each row of the array looks up what is new in it: one pass over the array, in

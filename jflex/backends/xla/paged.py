@@ -7,7 +7,7 @@ to read. What a mask hides whole is skipped too, where intervals can tell.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,9 @@ def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -
     return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, rows.astype(x.dtype), before), first, axis=0)
 
 
+_State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of the online softmax: largest, sum, output
+
+
 def _tile(
     p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +91,7 @@ def _tile(
     q = lax.dynamic_slice_in_dim(inputs.query, first, count)
     q = q.reshape(count, p.Hkv, p.group, p.D).astype(exact).transpose(1, 2, 0, 3)  # [Hkv, group, count, D]
 
-    def step(number: jax.Array, state: Any) -> Any:
+    def step(number: jax.Array, state: _State) -> _State:
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
         k, v = (_rows(p, inputs, pages, request, j, exists) for pages in (inputs.key, inputs.value))
@@ -122,7 +125,7 @@ def _rows(
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)
 
 
-def _accumulate(state: Any, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> Any:
+def _accumulate(state: _State, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> _State:
     """One step of the online softmax."""
     top, total, out = state
     new_top = jnp.maximum(top, jnp.max(s, axis=-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from pallas_kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from pallas_kernels.program.build import Program
+    from pallas_kernels.program.evaluate import Space
+    from pallas_kernels.program.ir import Node
 
 MOST_JUDGED = 1024  # runs of tiles that are judged at once
 
@@ -63,18 +65,18 @@ def _mask_program(p: AttentionSpec) -> Program | None:
     return None if isinstance(made, Refusal) else made.programs.mask
 
 
-def _space(operands: Sequence[jax.Array], count: int) -> Any:
+def _space(operands: Sequence[jax.Array], count: int) -> Space:
     """Values of rows as ``[count]``, of nothing as ``[]``."""
     from pallas_kernels.program.evaluate import Space
 
     class Rows(Space):
-        def literal(self, node: Any) -> jax.Array:
+        def literal(self, node: Node) -> jax.Array:
             return jnp.full((), node.value.item(), node.dtype)
 
         def spread(self, x: jax.Array, kind: str, to: str) -> jax.Array:
             return jnp.broadcast_to(x, (count,)) if to == "q" else x
 
-        def load(self, node: Any, indices: Sequence[jax.Array]) -> jax.Array:
+        def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
             return operands[node.value][tuple(indices)]
 
     return Rows()

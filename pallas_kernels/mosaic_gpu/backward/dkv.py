@@ -9,6 +9,7 @@ from registers. One pass may compute dQ too: `one_pass`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import Accumulator, Axis, Index, Location, Ref, S
 
 MAX_HEAD_SIZE_BOTH_SUMS = 128  # up to which a warp group holds 64 rows of both accumulators
 
@@ -60,8 +62,8 @@ class DkvOutputs(NamedTuple):
 def dkv(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    rows: Rows,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
     derivative: Derivative | None,
     groups: LoadGroups,
     *,
@@ -90,7 +92,9 @@ def dkv(
     return keys._replace(value=values.value, marks=marks)
 
 
-def _launched(static: Static, arrays: Operands, rows: Rows, *, one_pass: bool = False) -> DkvOutputs:
+def _launched(
+    static: Static, arrays: Operands[jax.Array], rows: Rows[jax.Array], *, one_pass: bool = False
+) -> DkvOutputs:
     spec, tiles, groups = static.spec, static.tiles, static.groups
     columns, row_tiles = pl.cdiv(spec.S, tiles.block_kv), pl.cdiv(spec.T, tiles.block_q)
     per_column = jax.ShapeDtypeStruct((spec.B, spec.Hq, columns * tiles.block_kv), jnp.float32)
@@ -131,30 +135,41 @@ def _grid(static: Static) -> Grid:
 
 def _kernel(
     static: Static,
-    cta_id: Any,
-    inputs: Any,  # operands, tile order, `RowStats`, dQ float32 [B, Hq, rounded up T, D] or None, sources of bias tiles
-    outputs: Any,  # dK and dV like key and value, [B, Hq, rounded up S] for each of `groups.columns`, marks likewise
+    cta_id: Index,
+    inputs: tuple[
+        Operands[Ref], Ref | None, RowStats[Ref], Ref | None, list[Ref]
+    ],  # operands, tile order, `RowStats`, dQ float32 [B, Hq, rounded up T, D] or None, sources of bias tiles
+    outputs: tuple[
+        Ref, ...
+    ],  # dK and dV like key and value, [B, Hq, rounded up S] for each of `groups.columns`, marks likewise
     scratch: Scratch,
 ) -> None:
     arrays, order, row_stats, d_query, refs = inputs
     b, kv_h, tile = _grid(static).unravel(cta_id)
     location = (b, kv_h, block_walk.column_at(static.spec, order, b, kv_h, tile))
     group = lax.axis_index(WARP_GROUP)
-    compute = functools.partial(_consume, static, arrays, location, (*outputs, d_query), scratch, group)
+    compute = functools.partial(_consume, static, arrays, location, (outputs, d_query), scratch, group)
     pl.when(group == static.warp_groups)(lambda: _produce(static, arrays, row_stats, refs, location, scratch))
     pl.when(group < static.warp_groups)(compute)
 
 
-def _produce(static: Static, arrays: Operands, row_stats: RowStats, refs: Any, location: Any, scratch: Scratch) -> None:
+def _produce(
+    static: Static,
+    arrays: Operands[Ref],
+    row_stats: RowStats[Ref],
+    refs: list[Ref],
+    location: Location,
+    scratch: Scratch,
+) -> None:
     """Producer warp group: loads tiles of queries, dO, row statistics and bias tiles by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     b, k_first = location[0], location[2] * static.tiles.block_kv
     loads = static.bias(arrays, refs, transposed=True)
 
-    def one_head(h: Any, i: Any) -> Any:
+    def one_head(h: jax.Array, i: Index) -> Index:
         bias_at = loads.of_head(b, h)
 
-        def step(i: Any, first: Any, _: bool) -> Any:
+        def step(i: Index, first: Index, _: bool) -> Index:
             scratch.stream.fill(static.spec, i, arrays, row_stats, (b, h, first), bias_at(first, k_first))
             return i + 1
 
@@ -163,33 +178,42 @@ def _produce(static: Static, arrays: Operands, row_stats: RowStats, refs: Any, l
     _over_heads(static.spec, location[1], jnp.int32(0), one_head)
 
 
-def _over_heads(spec: AttentionSpec, kv_h: Any, state: Any, one_head: Any) -> Any:
+def _over_heads(spec: AttentionSpec, kv_h: jax.Array, state: S, one_head: Callable[[jax.Array, S], S]) -> S:
     """Folds over the query heads that share a key head."""
     if spec.group == 1:
         return one_head(kv_h, state)
     return lax.fori_loop(0, spec.group, lambda i, state: one_head(kv_h * spec.group + i, state), state)
 
 
-def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scratch: Scratch, group: Any) -> None:
+def _consume(
+    static: Static,
+    arrays: Operands[Ref],
+    location: Location,
+    outputs: tuple[tuple[Ref, ...], Ref | None],
+    scratch: Scratch,
+    group: jax.Array,
+) -> None:
     """Consumer warp group: prologue, mainloop over tiles of queries, and epilogue of its 64 keys."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     spec, rows = static.spec, static.tiles.block_kv // static.warp_groups
     b, kv_h, column = location
-    own, columns, d_query = outputs[: len(static.sums)], outputs[len(static.sums) : -1], outputs[-1]
+    (refs, d_query), count = outputs, len(static.sums)
+    own, columns = refs[:count], refs[count:]
     first = column * static.tiles.block_kv + group * rows
     _load_own(static, arrays, (b, kv_h, column), scratch, group)
     # No row of dQ is available in the epilogue: so a key that is not finite is itself marked.
     marks = mark(_tile(scratch.keys.at[group])) if spec.needs_marks and scratch.d_query is not None else None
 
-    def walk(*accumulators: Any) -> tuple[jax.Array, ...]:
+    def walk(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
         sums = dict(zip(static.sums, accumulators, strict=True))
         walker = Walker(static, scratch, group, b, first, sums, d_query)
         state = walker.begin(kv_h)
 
-        def one_head(h: Any, state: State) -> State:
+        def one_head(h: jax.Array, state: State) -> State:
             step, sums = walker.step(arrays, h), walker.zero_sums()
             state, sums = block_walk.over_queries(spec, static.tiles, arrays, (b, h, column), (state, sums), step)
             for ref, x in zip(columns, sums, strict=False):
+                assert scratch.sums is not None  # to stage it
                 store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
             return state
 
@@ -200,19 +224,20 @@ def _consume(static: Static, arrays: Operands, location: Any, outputs: Any, scra
     outs: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))
     if spec.needs_marks:
         marks = mark(*outs) if marks is None else marks + mark(*outs)
+        assert scratch.sums is not None
         store_sums(scratch.sums.at[group], columns[-1].at[b, kv_h, pl.ds(first, rows)], marks)
     staged = {KEY: scratch.keys, VALUE: scratch.values}
     targets = [staged[name].at[group] for name in static.sums]
     _store(scratch, outs, targets, own, smem.rows_at(spec, b, kv_h, first, rows))
 
 
-def _tile(ref: Any) -> jax.Array:
+def _tile(ref: Ref) -> jax.Array:
     """Loads rows from shared memory."""
     load: Any = plg.load  # jax < 0.11: wants an index
     return load(ref, layout=TILE)
 
 
-def _load_own(static: Static, arrays: Operands, location: Any, scratch: Scratch, group: Any) -> None:
+def _load_own(static: Static, arrays: Operands[Ref], location: Location, scratch: Scratch, group: jax.Array) -> None:
     """Loads the keys and values of this group by TMA; for dQ, also waits for the keys of the others."""
     spec, groups = static.spec, static.warp_groups
     b, kv_h, column = location
@@ -225,7 +250,9 @@ def _load_own(static: Static, arrays: Operands, location: Any, scratch: Scratch,
         plg.barrier_wait(scratch.full.at[other])
 
 
-def _store(scratch: Scratch, outs: Any, staged: Any, outputs: Any, at: Any) -> None:
+def _store(
+    scratch: Scratch, outs: Sequence[jax.Array], staged: Sequence[Ref], outputs: Sequence[Ref], at: tuple[Axis, ...]
+) -> None:
     """Epilogue: stages dK and dV in shared memory, and stores them by TMA, which drops what is past the end."""
     if scratch.d_query is not None:
         scratch.d_query.join()  # all groups have read the keys

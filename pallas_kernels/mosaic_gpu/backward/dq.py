@@ -8,13 +8,14 @@ A operand of the dQ GEMM straight from registers.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
@@ -40,6 +41,7 @@ from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import Accumulator, Index, Location, Ref
 
 
 class DqOutputs(NamedTuple):
@@ -63,10 +65,10 @@ class Scratch(NamedTuple):
       bias: Ring of bias tiles [block_q, block_kv]; None without.
     """
 
-    queries: Any
-    d_out: Any
-    sums: Any
-    full: Any
+    queries: Ref
+    d_out: Ref
+    sums: Ref
+    full: Ref
     keys: Ring
     values: Ring
     bias: Ring | None
@@ -84,15 +86,15 @@ class Own(NamedTuple):
       d_query: The dQ accumulator [rows, D].
     """
 
-    queries: Any
-    d_out: Any
-    rows: Any
+    queries: Ref
+    d_out: Ref
+    rows: slice | pl.Slice
     lse_log2: jax.Array
     delta: jax.Array
-    d_query: Any
+    d_query: Accumulator
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
@@ -100,8 +102,8 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
         Scratch,
         smem.tiled((groups, rows, spec.D), dtype),
         smem.tiled((groups, rows, spec.Dv), dtype),
-        plg.SMEM((groups, rows), jnp.float32),
-        plg.Barrier(num_arrivals=2, num_barriers=groups),
+        smem.declared(plg.SMEM((groups, rows), jnp.float32)),
+        smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.Dv,), dtype, groups),
     )
@@ -109,7 +111,12 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
 
 
 def dq(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
+    derivative: Derivative | None,
+    groups: LoadGroups,
 ) -> DqOutputs:
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
 
@@ -155,9 +162,11 @@ def _grid(static: Static) -> Grid:
 
 def _kernel(
     static: Static,
-    cta_id: Any,
-    inputs: Any,  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles
-    outputs: Any,  # dQ like the query, [B, Hq, rounded up T] for each of `groups.rows`, marks likewise
+    cta_id: Index,
+    inputs: tuple[
+        Operands[Ref], Ref | None, RowStats[Ref], list[Ref]
+    ],  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles
+    outputs: tuple[Ref, ...],  # dQ like the query, [B, Hq, rounded up T] for each of `groups.rows`, marks likewise
     scratch: Scratch,
 ) -> None:
     arrays, order, row_stats, refs = inputs
@@ -170,14 +179,14 @@ def _kernel(
     pl.when(group < static.warp_groups)(compute)
 
 
-def _produce(static: Static, arrays: Operands, refs: Any, location: Any, scratch: Scratch) -> None:
+def _produce(static: Static, arrays: Operands[Ref], refs: list[Ref], location: Location, scratch: Scratch) -> None:
     """Producer warp group: loads keys, values and bias tiles by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     spec, q_first = static.spec, location[2] * static.tiles.block_q
     bias_at = static.bias(arrays, refs).of_head(*location[:2])
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
 
-    def step(i: Any, first: Any, _: bool) -> Any:
+    def step(i: Index, first: Index, _: bool) -> Index:
         at = smem.rows_at(spec, b, h, first, static.tiles.block_kv)
         scratch.keys.fill(i, arrays.key.at[at])
         scratch.values.fill(i, arrays.value.at[at])
@@ -189,7 +198,13 @@ def _produce(static: Static, arrays: Operands, refs: Any, location: Any, scratch
 
 
 def _consume(
-    static: Static, arrays: Operands, row_stats: RowStats, location: Any, outputs: Any, scratch: Scratch, group: Any
+    static: Static,
+    arrays: Operands[Ref],
+    row_stats: RowStats[Ref],
+    location: Location,
+    outputs: tuple[Ref, ...],
+    scratch: Scratch,
+    group: jax.Array,
 ) -> None:
     """Consumer warp group: prologue, mainloop over tiles of keys, and epilogue of its 64 queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -215,7 +230,7 @@ def _consume(
     )
     plg.barrier_wait(scratch.full.at[group])
 
-    def walk(d_query: Any) -> tuple[jax.Array, Any]:
+    def walk(d_query: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         held = Own(*own, pl.ds(group * rows, rows), lse_log2, delta, d_query)
         step = functools.partial(_step, static, prepared, scratch, held)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
@@ -238,16 +253,16 @@ def _step(
     prepared: scores.Scores,
     scratch: Scratch,
     own: Own,
-    state: Any,
-    first: Any,
+    state: tuple[Index, tuple[jax.Array, ...]],
+    first: Index,
     is_partial: bool,
-) -> Any:
+) -> tuple[Index, tuple[jax.Array, ...]]:
     """Mainloop step over a tile of keys; the state is how many came before, and the cotangents of loads by query."""
     i, sums = state
     lse_log2, delta = (lax.broadcast_in_dim(x, prepared.tile, (0,)) for x in (own.lse_log2, own.delta))
     keys = wait_and_get(scratch.keys, i)
 
-    def gemms(raw: Any, d_weights: Any) -> tuple[jax.Array, Any]:
+    def gemms(raw: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         plg.wgmma(raw, own.queries, keys.T)
         plg.wgmma(d_weights, own.d_out, wait_and_get(scratch.values, i).T)
         bias = [x.at[own.rows] for x in wait_and_get_all(scratch.bias, i)]

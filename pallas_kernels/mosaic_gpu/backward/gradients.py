@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
@@ -119,17 +120,19 @@ def _padded(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, D=D, Dv=Dv)
 
 
-def declare(spec: AttentionSpec, tiles: BackwardTiles, dtype: Any, groups: LoadGroups) -> list[Any]:
+def declare(
+    spec: AttentionSpec, tiles: BackwardTiles, dtype: DTypeLike, groups: LoadGroups
+) -> tuple[walk.Scratch, *tuple[backward_dq.Scratch, ...]]:
     """The scratch of a CTA of each kernel, for `smem.bytes_of` of its leaves."""
     spec = _padded(spec)
-    declared = [walk.declare(spec, tiles.dkv, dtype, groups, one_pass=tiles.dq is None)]
-    return declared if tiles.dq is None else [*declared, backward_dq.declare(spec, tiles.dq, dtype)]
+    declared = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=tiles.dq is None)
+    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype))
 
 
 def backward(
     spec: AttentionSpec,
     tiles: BackwardTiles,
-    arrays: Operands,
+    arrays: Operands[jax.Array],
     requested: RequestedGradients,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
@@ -183,7 +186,7 @@ def _marks_of_queries(spec: AttentionSpec, marks: jax.Array) -> jax.Array:
     return jnp.repeat(jnp.sum(marks, axis=2, keepdims=True), spec.group, axis=1)
 
 
-def _like_query(spec: AttentionSpec, arrays: Operands, unpadded: AttentionSpec, x: jax.Array) -> jax.Array:
+def _like_query(spec: AttentionSpec, arrays: Operands[jax.Array], unpadded: AttentionSpec, x: jax.Array) -> jax.Array:
     """Gives dQ in the layout and dtype of the query, from sums [B, Hq, T, D]."""
     x = (x[..., : unpadded.D] * unpadded.scale).astype(arrays.query.dtype)
     return x.swapaxes(1, 2) if spec.layout == "BTNH" else x

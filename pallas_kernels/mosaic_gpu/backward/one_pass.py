@@ -10,13 +10,14 @@ less than a tile ahead, and the dK GEMM runs while dQ is stored. Before the firs
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.mosaic_gpu import smem
@@ -24,6 +25,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import accumulator
 from pallas_kernels.mosaic_gpu.smem import WARP_GROUP_ROWS
 from pallas_kernels.mosaic_gpu.tile import TILE
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Accumulator, Index, Ref
 
 D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is written
 
@@ -31,8 +33,8 @@ D_SCORES_STAGES = 2  # double buffer of dS: one tile is read while the next is w
 class TileIndex(NamedTuple):
     """Index of a tile of queries: query head and first query."""
 
-    h: Any
-    first: Any
+    h: Index
+    first: Index
 
 
 class DqAccumulator(NamedTuple):
@@ -46,13 +48,13 @@ class DqAccumulator(NamedTuple):
       read: Barrier: all groups have read the dS of the tile before.
     """
 
-    d_scores: Any
-    staged: Any
-    written: Any
-    read: Any
+    d_scores: Ref
+    staged: Ref
+    written: Ref
+    read: Ref
 
     @classmethod
-    def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: Any) -> DqAccumulator:
+    def declare(cls, spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> DqAccumulator:
         """Declares the scratch of dQ."""
         groups, columns = tiles.num_warps // 4, _columns(spec, tiles)
         width = columns if groups * columns in (spec.D, groups * spec.D) else _swizzle(spec) // 2
@@ -60,22 +62,22 @@ class DqAccumulator(NamedTuple):
         return cls(
             smem.tiled((D_SCORES_STAGES, groups, tiles.block_kv // groups, tiles.block_q), dtype, _swizzle(spec)),
             smem.tiled((groups, columns // width, WARP_GROUP_ROWS, width), jnp.float32, staged_swizzle),
-            plg.Barrier(num_arrivals=groups),
-            plg.Barrier(num_arrivals=groups),
+            smem.declared(plg.Barrier(num_arrivals=groups)),
+            smem.declared(plg.Barrier(num_arrivals=groups)),
         )
 
-    def begin(self, group: Any) -> None:
+    def begin(self, group: jax.Array) -> None:
         """Prologue: writes zeros, as the dS of a tile before the first."""
         self._write(jnp.int32(-1), group, jnp.zeros(self.d_scores.shape[2:], self.d_scores.dtype))
         self.commit()
         plg.barrier_arrive(self.read)
 
-    def write(self, i: Any, group: Any, d_s: jax.Array) -> None:
+    def write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
         """Writes the ith tile of dS^T of a group, once all groups have read the one in its stage."""
         plg.barrier_wait(self.read)
         self._write(i, group, d_s)
 
-    def _write(self, i: Any, group: Any, d_s: jax.Array) -> None:
+    def _write(self, i: Index, group: jax.Array, d_s: jax.Array) -> None:
         self.d_scores.at[_stage(i), group][...] = plg.layout_cast(d_s, TILE)
 
     def commit(self) -> None:
@@ -84,12 +86,12 @@ class DqAccumulator(NamedTuple):
         plg.barrier_arrive(self.written)
 
     @property
-    def gemm_accumulator(self) -> Any:
+    def gemm_accumulator(self) -> plg.WGMMAAccumulatorRef:
         """The accumulator of `start_gemm`."""
         _, parts, rows, width = self.staged.shape
         return accumulator(rows, parts * width)
 
-    def start_gemm(self, acc: Any, i: Any, group: Any, keys: Any) -> None:
+    def start_gemm(self, acc: Accumulator, i: Index, group: jax.Array, keys: Ref) -> None:
         """Issues a group's part of the dQ GEMM of the ith tile; `keys` are those of all groups."""
         plg.barrier_wait(self.written)
         part = pl.ds(group * WARP_GROUP_ROWS, WARP_GROUP_ROWS)
@@ -101,7 +103,7 @@ class DqAccumulator(NamedTuple):
                 k = k.at[:, pl.ds(group * (k.shape[1] - acc.shape[1]), acc.shape[1])]
             plg.wgmma(acc, d_s.T, k)
 
-    def add(self, out: Any, group: Any, b: Any, tile: TileIndex, x: jax.Array) -> None:
+    def add(self, out: Ref, group: jax.Array, b: Index, tile: TileIndex, x: jax.Array) -> None:
         """Adds a group's part of a tile to dQ, float32 [B, Hq, T, D] in global memory, by TMA reduction."""
         plg.barrier_arrive(self.read)
         _, parts, rows, width = self.staged.shape
@@ -130,7 +132,7 @@ def _by_queries(tiles: Tiles) -> bool:
     return tiles.block_q == tiles.num_warps // 4 * WARP_GROUP_ROWS
 
 
-def _stage(i: Any) -> Any:
+def _stage(i: Index) -> jax.Array:
     return lax.rem(i + D_SCORES_STAGES, jnp.int32(D_SCORES_STAGES))
 
 

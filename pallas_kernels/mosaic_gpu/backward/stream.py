@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse
@@ -16,7 +18,9 @@ from pallas_kernels.mosaic_gpu import bias_tiles, scores, smem
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
+from pallas_kernels.program.ir import Node
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
+from pallas_kernels.types import A, Index, Ref, RegisterLayout
 
 LSE, DELTA = 0, 1  # rows of `RowStats.stats`
 KEY, VALUE = "key", "value"  # names of the dK and dV accumulators of a kernel
@@ -43,7 +47,12 @@ class Static(NamedTuple):
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands, derivative: Derivative | None, groups: LoadGroups
+        cls,
+        spec: AttentionSpec,
+        tiles: Tiles,
+        arrays: Operands[jax.Array],
+        derivative: Derivative | None,
+        groups: LoadGroups,
     ) -> Static:
         """From the operands of the call, for both dK and dV."""
         captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
@@ -55,7 +64,7 @@ class Static(NamedTuple):
             return self._replace(sums=(name,))
         return self._replace(sums=(name,), derivative=None, groups=self.groups._replace(columns=()))
 
-    def bias(self, arrays: Operands, refs: Any, *, transposed: bool = False) -> bias_tiles.BiasTiles:
+    def bias(self, arrays: Operands[Ref], refs: Sequence[Ref], *, transposed: bool = False) -> bias_tiles.BiasTiles:
         """The bias tiles that TMA loads; `refs` are empty if they do not fit."""
         loads = bias_tiles.bias_loads(self.spec, transposed=transposed) if refs else ()
         return bias_tiles.BiasTiles(self.spec, self.tiles, arrays.score_operands, loads, refs)
@@ -79,7 +88,7 @@ class Static(NamedTuple):
         return LOG2_E * self.spec.scale if self.folds else 1.0
 
     @property
-    def nodes(self) -> Any:
+    def nodes(self) -> Sequence[Node] | None:
         """The nodes of the score mod to prepare."""
         return None if self.derivative is None else self.derivative.nodes
 
@@ -101,18 +110,24 @@ class Stream(NamedTuple):
 
     @classmethod
     def declare(
-        cls, spec: AttentionSpec, rows: int, stages: int, dtype: Any, readers: int, bias: Ring | None
+        cls, spec: AttentionSpec, rows: int, stages: int, dtype: DTypeLike, readers: int, bias: Ring | None
     ) -> Stream:
         """Declares the rings."""
         return cls(
             Ring.declare(stages, rows, (spec.D,), dtype, readers),
             Ring.declare(stages, rows, (spec.Dv,), dtype, readers),
-            Ring.of((plg.SMEM((stages, 2, rows), jnp.float32),), readers),
+            Ring.of((smem.declared(plg.SMEM((stages, 2, rows), jnp.float32)),), readers),
             bias,
         )
 
     def fill(
-        self, spec: AttentionSpec, i: Any, arrays: Operands, row_stats: RowStats, index: tuple[Any, Any, Any], bias: Any
+        self,
+        spec: AttentionSpec,
+        i: Index,
+        arrays: Operands[Ref],
+        row_stats: RowStats[Ref],
+        index: tuple[Index, Index, Index],
+        bias: Sequence[Ref],
     ) -> None:
         """Starts the TMA copies of the ith tile: that at batch, query head and first query, with its bias tiles."""
         b, h, first = index
@@ -125,17 +140,17 @@ class Stream(NamedTuple):
             self.bias.fill(i, *bias)
 
 
-class RowStats(NamedTuple):
+class RowStats(NamedTuple, Generic[A]):
     """Per query: dO, in the spec's layout, and `stats`, float32 [B, Hq, 2, T]: -lse (in base 2) and -delta.
 
     In padding past the end the lse is inf, so that weights are 0 there.
     """
 
-    d_out: Any
-    stats: Any
+    d_out: A
+    stats: A
 
 
-def pack_row_stats(rows: Rows, multiple: int, lse_scale: float = 1.0) -> RowStats:
+def pack_row_stats(rows: Rows[jax.Array], multiple: int, lse_scale: float = 1.0) -> RowStats[jax.Array]:
     """Row statistics as the kernels read them, padded to a multiple of rows; the lse is divided by `lse_scale`."""
     # On an H200 the sum behind delta and this stack took 0.57 ms as one kernel of XLA (B 2, H 16, T 16384, D 128).
     rows = rows._replace(delta=lax.optimization_barrier(rows.delta))
@@ -144,12 +159,12 @@ def pack_row_stats(rows: Rows, multiple: int, lse_scale: float = 1.0) -> RowStat
     return RowStats(rows.d_out, -jnp.stack((lse_log2, jnp.pad(rows.delta, end)), axis=2))
 
 
-def load_vector(ref: Any, layout: Any) -> jax.Array:
+def load_vector(ref: Ref, layout: RegisterLayout) -> jax.Array:
     """Loads a vector of row statistics, as column or row values of a tile."""
     return plg.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]  (JAX 0.10 wants an index)
 
 
-def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
+def store_sums(staged: Ref, out: Ref, x: jax.Array) -> None:
     """Starts the TMA store of a vector, staged in shared memory."""
     plg.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = x
@@ -157,13 +172,13 @@ def store_sums(staged: Any, out: Any, x: jax.Array) -> None:
     plg.copy_smem_to_gmem(staged, out)
 
 
-def wait_and_get(ring: Ring, i: Any) -> Any:
+def wait_and_get(ring: Ring, i: Index) -> Ref:
     """Waits for the ith tile of a ring of one array, and returns it."""
     ring.wait(i)
     return ring.stage(i)[0]
 
 
-def wait_and_get_all(ring: Ring | None, i: Any) -> tuple[Any, ...]:
+def wait_and_get_all(ring: Ring | None, i: Index) -> tuple[Ref, ...]:
     """Waits for the ith tile of a ring, and returns its arrays; none without a ring."""
     if ring is None:
         return ()
@@ -171,6 +186,6 @@ def wait_and_get_all(ring: Ring | None, i: Any) -> tuple[Any, ...]:
     return ring.stage(i)
 
 
-def accumulator(rows: int, columns: int) -> Any:
+def accumulator(rows: int, columns: int) -> plg.WGMMAAccumulatorRef:
     """Declares a float32 wgmma accumulator of a warp group."""
     return plg.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

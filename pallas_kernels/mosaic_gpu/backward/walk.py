@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import score_mod_vjp
@@ -31,6 +33,7 @@ from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import Accumulator, Index, Ref
 
 
 class Scratch(NamedTuple):
@@ -45,15 +48,17 @@ class Scratch(NamedTuple):
       d_query: For dQ; None without.
     """
 
-    keys: Any
-    values: Any
-    sums: Any
-    full: Any
+    keys: Ref
+    values: Ref
+    sums: Ref | None
+    full: Ref
     stream: Stream
     d_query: DqAccumulator | None
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, loads: LoadGroups, *, one_pass: bool = False) -> Scratch:
+def declare(
+    spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups, *, one_pass: bool = False
+) -> Scratch:
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_kv // groups
@@ -62,8 +67,8 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, loads: LoadGroups, *,
         return Scratch(
             smem.tiled((groups, rows, spec.D), dtype),
             smem.tiled((groups, rows, spec.Dv), dtype),
-            plg.SMEM((groups, rows), jnp.float32) if loads.columns or spec.needs_marks else None,
-            plg.Barrier(num_arrivals=2, num_barriers=groups),
+            smem.declared(plg.SMEM((groups, rows), jnp.float32)) if loads.columns or spec.needs_marks else None,
+            smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
             Stream.declare(spec, tiles.block_q, tiles.num_stages, dtype, groups, bias),
             DqAccumulator.declare(spec, tiles, dtype) if one_pass else None,
         )
@@ -74,8 +79,11 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, loads: LoadGroups, *,
 class State(NamedTuple):
     """State of the mainloop: how many tiles came before, and the index of the last of them."""
 
-    count: Any
+    count: Index
     last: TileIndex
+
+
+_Carried: TypeAlias = tuple[State, tuple[jax.Array, ...]]  # and the cotangents of loads by key
 
 
 class Walker(NamedTuple):
@@ -93,13 +101,13 @@ class Walker(NamedTuple):
 
     static: Static
     scratch: Scratch
-    group: Any
-    b: Any
-    first: Any
-    sums: dict[str, Any]
-    out: Any
+    group: jax.Array
+    b: jax.Array
+    first: jax.Array
+    sums: dict[str, Accumulator]
+    out: Ref | None
 
-    def begin(self, kv_h: Any) -> State:
+    def begin(self, kv_h: jax.Array) -> State:
         """Prologue: the state before the first tile."""
         if self.scratch.d_query is not None:
             self.scratch.d_query.begin(self.group)
@@ -107,23 +115,23 @@ class Walker(NamedTuple):
 
     def end(self, state: State) -> None:
         """Epilogue: adds the dQ of the last tile."""
-        d_query = self.scratch.d_query
-        if d_query is None:
+        d_query, out = self.scratch.d_query, self.out
+        if d_query is None or out is None:
             return
 
-        def gemm(acc: Any) -> jax.Array:
+        def gemm(acc: Accumulator) -> jax.Array:
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
             return acc[...]
 
         x = pl.run_scoped(gemm, d_query.gemm_accumulator)
-        d_query.add(self.out, self.group, self.b, state.last, x)
+        d_query.add(out, self.group, self.b, state.last, x)
 
     def zero_sums(self) -> tuple[jax.Array, ...]:
         """Zeros for the cotangents of loads by key."""
         rows = self.scratch.keys.shape[1]
         return tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in self.static.groups.columns)
 
-    def step(self, arrays: Operands, h: Any) -> Any:
+    def step(self, arrays: Operands[Ref], h: jax.Array) -> Callable[[_Carried, Index, bool], _Carried]:
         """The mainloop step over a tile of queries; it carries the state and the cotangents of loads by key."""
         static, spec = self.static, self.static.spec
         prepared = scores.prepare(
@@ -139,7 +147,7 @@ class Walker(NamedTuple):
         )
         tile = accumulator(prepared.tile[1], prepared.tile[0])
 
-        def step(carried: tuple[State, Any], query: Any, is_partial: bool) -> tuple[State, Any]:
+        def step(carried: _Carried, query: Index, is_partial: bool) -> _Carried:
             state, sums = carried
             q = wait_and_get(self.scratch.stream.queries, state.count)
             gemms = functools.partial(self._d_scores, prepared, state.count, query, is_partial, q)
@@ -152,17 +160,17 @@ class Walker(NamedTuple):
 
         return step
 
-    def _add(self, state: State, d_s: jax.Array, q: Any) -> None:
+    def _add(self, state: State, d_s: jax.Array, q: Ref) -> None:
         """Issues the dK GEMM, and adds the tile before to dQ."""
-        d_query, stream = self.scratch.d_query, self.scratch.stream
-        if d_query is None:
+        d_query, out, stream = self.scratch.d_query, self.out, self.scratch.stream
+        if d_query is None or out is None:
             if KEY in self.sums:
                 plg.wgmma(self.sums[KEY], d_s, q)
             plg.wgmma_wait(1 if len(self.sums) > 1 else 0)  # that for dV is done
             stream.d_out.release(state.count)
             return
 
-        def before(acc: Any) -> jax.Array:
+        def before(acc: Accumulator) -> jax.Array:
             d_query.write(state.count, self.group, d_s)
             d_query.start_gemm(acc, state.count - 1, self.group, self.scratch.keys)
             plg.wgmma(self.sums[KEY], d_s, q)
@@ -171,10 +179,17 @@ class Walker(NamedTuple):
 
         x = pl.run_scoped(before, d_query.gemm_accumulator)
         stream.d_out.release(state.count)
-        d_query.add(self.out, self.group, self.b, state.last, x)
+        d_query.add(out, self.group, self.b, state.last, x)
 
     def _d_scores(
-        self, prepared: scores.Scores, count: Any, query: Any, is_partial: bool, q: Any, raw: Any, d_weights: Any
+        self,
+        prepared: scores.Scores,
+        count: Index,
+        query: Index,
+        is_partial: bool,
+        q: Ref,
+        raw: Accumulator,
+        d_weights: Accumulator,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """dS^T, as A operand of wgmma, and the cotangents of loads by key; issues the dV GEMM."""
         stream = self.scratch.stream

@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
@@ -32,6 +33,7 @@ from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launc
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, PingPong, Ring
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import Index, Location, Ref
 
 
 class Scratch(NamedTuple):
@@ -48,26 +50,26 @@ class Scratch(NamedTuple):
       tile_ids: Of the current tile and the next; None if the kernel is not persistent.
     """
 
-    queries: Any
-    queries_full: Any
-    queries_empty: Any
+    queries: Ref
+    queries_full: Ref
+    queries_empty: Ref | None
     ring: Ring
-    out: Any
-    lse: Any
-    tile_ids: Any
+    out: Ref | None
+    lse: Ref
+    tile_ids: Ref | None
 
     @property
     def has_bias_tiles(self) -> bool:
         """Whether the ring holds bias tiles."""
         return len(self.ring.tiles) > 2
 
-    def query_slot(self, i: Any, group: Any) -> tuple[Any, Any]:
+    def query_slot(self, i: Index, group: Index) -> tuple[jax.Array, jax.Array]:
         """The stage of the queries of the ith tile, and the index of their barriers."""
         groups, query_stage = self.queries.shape[1], jnp.int32(0) if self.tile_ids is None else scheduler.slot(i)
         return query_stage, query_stage * groups + group
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
     """The scratch of a CTA: with bias tiles if they fit, and persistent if that fits then."""
     bias = bias_tiles.declare(spec, tiles, tiles.num_stages)
     persistence = (True, False) if _grid(spec, tiles).size > scheduler.NUM_CTAS else (False,)
@@ -78,18 +80,20 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: Any) -> Scratch:
     return _declare(spec, tiles, dtype, (), is_persistent=False)
 
 
-def _declare(spec: AttentionSpec, tiles: Tiles, dtype: Any, bias: tuple[Any, ...], *, is_persistent: bool) -> Scratch:
+def _declare(
+    spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, bias: tuple[Ref, ...], *, is_persistent: bool
+) -> Scratch:
     groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
     D, Dv = padding.head_sizes(spec, dtype)
     stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
     return Scratch(
         smem.tiled((query_stages, groups, rows, D), dtype),
-        plg.Barrier(num_barriers=query_stages * groups),
-        plg.Barrier(num_barriers=query_stages * groups) if is_persistent else None,
+        smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
+        smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
         Ring.of((*stages, *bias), groups),
         None if Dv == D else smem.tiled((groups, rows, Dv), dtype),
-        plg.SMEM((groups, rows), jnp.float32),
+        smem.declared(plg.SMEM((groups, rows), jnp.float32)),
         scheduler.tile_ids() if is_persistent else None,
     )
 
@@ -98,7 +102,7 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
     return Grid(spec.B, spec.Hq, pl.cdiv(spec.T, tiles.block_q))
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
@@ -137,9 +141,11 @@ def _kernel(
     spec: AttentionSpec,
     tiles: Tiles,
     captured: scores.Captured,
-    cta_id: Any,
-    inputs: Any,  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
-    outputs: Any,  # out like the query, [..., Dv]; lse [B, Hq, rounded up T]
+    cta_id: Index,
+    inputs: tuple[
+        Operands[Ref], Ref | None, Ref | None, list[Ref]
+    ],  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
+    outputs: tuple[Ref, Ref],  # out like the query, [..., Dv]; lse [B, Hq, rounded up T]
     scratch: Scratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
@@ -170,11 +176,11 @@ class Static(NamedTuple):
     spec: AttentionSpec
     tiles: Tiles
     captured: scores.Captured
-    arrays: Operands
+    arrays: Operands[Ref]
     bias: bias_tiles.BiasTiles
-    outputs: Any
+    outputs: tuple[Ref, Ref]
     scratch: Scratch
-    row_at: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+    row_at: Callable[[jax.Array, jax.Array, jax.Array], Location]
 
 
 def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> None:
@@ -183,7 +189,7 @@ def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> N
     scratch, spec, tiles = static.scratch, static.spec, static.tiles
     groups, rows = scratch.queries.shape[1:3]
 
-    def tile(i: Any, index: Any, stage: Any) -> Any:
+    def tile(i: Index, index: Location, stage: jax.Array) -> jax.Array:
         b, h, row = location = static.row_at(*index)
         for group in range(groups):
             query_stage, barrier = scratch.query_slot(i, group)
@@ -192,7 +198,8 @@ def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> N
             plg.copy_gmem_to_smem(static.arrays.query.at[at], scratch.queries.at[query_stage, group], full)
         return _load_keys(static, location, stage)
 
-    def next_tile(i: Any) -> Any:
+    def next_tile(i: Index) -> jax.Array:
+        assert scratch.queries_empty is not None  # there is a next tile
         for group in range(groups):
             barrier = scratch.queries_empty.at[scratch.query_slot(i, group)[1]]
             pl.when(i >= scheduler.QUERY_STAGES)(functools.partial(plg.barrier_wait, barrier))
@@ -204,14 +211,14 @@ def _produce(static: Static, tile_scheduler: scheduler.PersistentScheduler) -> N
             plg.barrier_arrive(scratch.queries_full.at[scratch.query_slot(count, group)[1]])
 
 
-def _load_keys(static: Static, location: Any, stage: Any) -> Any:
+def _load_keys(static: Static, location: Location, stage: jax.Array) -> jax.Array:
     """Loads the keys, values and bias tiles that a tile of queries visits; returns the next free stage."""
     spec, arrays, ring = static.spec, static.arrays, static.scratch.ring
     b, h = (location[0] if spec.Bkv > 1 else 0), lax.div(location[1], jnp.int32(spec.group))
     at = lambda first: smem.rows_at(spec, b, h, first, static.tiles.block_kv)
     bias_at, q_first = static.bias.of_head(*location[:2]), location[2] * static.tiles.block_q
 
-    def step(state: Any, first: Any, _: bool) -> Any:
+    def step(state: tuple[jax.Array, jax.Array], first: Index, _: bool) -> tuple[jax.Array, Index]:
         i, before = state
         before = jnp.where(i == stage, first, before)
         ring.fill(i, arrays.key.at[at(first)], arrays.value.at[at(before)], *bias_at(q_first, first))
@@ -222,12 +229,12 @@ def _load_keys(static: Static, location: Any, stage: Any) -> Any:
     return _after(stage, end)
 
 
-def _after(stage: Any, end: Any) -> Any:
+def _after(stage: jax.Array, end: jax.Array) -> jax.Array:
     """The first stage after those of a tile of queries, which takes one more than it visits tiles of keys, if any."""
     return jnp.where(end > stage, end + 1, stage)
 
 
-def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, group: Any) -> None:
+def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, group: jax.Array) -> None:
     """Consumer warp group: computes its rows of each tile of queries."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
     scratch = static.scratch
@@ -236,7 +243,7 @@ def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, grou
     )
     ping_pong = PingPong(group if has_ping_pong else None)
 
-    def next_tile(i: Any) -> Any:
+    def next_tile(i: Index) -> jax.Array:
         plg.barrier_wait(scratch.queries_full.at[scratch.query_slot(i, group)[1]])
         return tile_scheduler.tile_id(i)
 
@@ -248,7 +255,14 @@ def _consume(static: Static, tile_scheduler: scheduler.PersistentScheduler, grou
     pl.when(group == 0)(ping_pong.acquire)
 
 
-def _consume_tile(static: Static, ping_pong: PingPong, group: Any, i: Any, index: Any, stage: Any) -> Any:
+def _consume_tile(
+    static: Static,
+    ping_pong: PingPong,
+    group: jax.Array,
+    i: Index,
+    index: Location,
+    stage: jax.Array,
+) -> jax.Array:
     """Prologue, mainloop and epilogue of a consumer's rows of a tile of queries; returns the next free stage."""
     spec, tiles, scratch = static.spec, static.tiles, static.scratch
     (query_stage, barrier), rows = scratch.query_slot(i, group), scratch.queries.shape[2]
@@ -280,13 +294,20 @@ def _consume_tile(static: Static, ping_pong: PingPong, group: Any, i: Any, index
     return _after(stage, state.stage)
 
 
-def _free_last(scratch: Scratch, i: Any, group: Any) -> None:
+def _free_last(scratch: Scratch, i: Index, group: jax.Array) -> None:
     """Releases the query stage of the tile before, once the TMA store of its output has read it."""
+    assert scratch.queries_empty is not None  # there is a next tile
     plg.wait_smem_to_gmem(0, wait_read_only=True)
     plg.barrier_arrive(scratch.queries_empty.at[scratch.query_slot(i - 1, group)[1]])
 
 
-def _store(spec: AttentionSpec, staged: Any, result: Any, outputs: Any, index: Any) -> None:
+def _store(
+    spec: AttentionSpec,
+    staged: tuple[Ref, Ref],
+    result: tuple[jax.Array, jax.Array],
+    outputs: tuple[Ref, Ref],
+    index: Location,
+) -> None:
     """Starts the TMA stores of a group's rows; TMA drops what is past the end."""
     (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, result, index
     for ref, x in zip(staged, (out, lse), strict=True):

@@ -7,16 +7,17 @@ schedule is dynamic because tiles of a causal mask differ by far in work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
-from pallas_kernels.mosaic_gpu import inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx, smem
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS, Grid
+from pallas_kernels.types import Index, Location, Ref
 
 NUM_CTAS = NUM_SMS  # one persistent CTA for each SM; on GPUs with fewer SMs the CTAs that start last find no tile left
 _DRAWN_BARRIER = FIRST_FREE_BARRIER + 2  # after those of the ping-pong
@@ -35,11 +36,15 @@ class PersistentScheduler(NamedTuple):
     """
 
     grid: Grid
-    cta_id: Any
-    counter: Any
-    tile_ids: Any
+    cta_id: Index
+    counter: Ref | None
+    tile_ids: Ref | None
 
-    def over_tiles(self, tile: Callable[..., Any], next_tile: Callable[[Any], Any]) -> Any:
+    def over_tiles(
+        self,
+        tile: Callable[[Index, Location, jax.Array], jax.Array],
+        next_tile: Callable[[Index], jax.Array],
+    ) -> jax.Array:
         """Runs ``stage = tile(i, index, stage)`` for the ith tile of this CTA, and returns how many there were.
 
         Args:
@@ -51,7 +56,7 @@ class PersistentScheduler(NamedTuple):
             tile(jnp.int32(0), self.grid.unravel(self.cta_id), jnp.int32(0))
             return jnp.int32(1)
 
-        def body(state: Any) -> Any:
+        def body(state: tuple[jax.Array, Index, jax.Array]) -> tuple[jax.Array, Index, jax.Array]:
             i, tile_id, stage = state
             stage = tile(i, self.grid.unravel(tile_id), stage)
             return i + 1, next_tile(i + 1), stage
@@ -59,27 +64,30 @@ class PersistentScheduler(NamedTuple):
         more = lambda state: state[1] < self.grid.size
         return lax.while_loop(more, body, (jnp.int32(0), self.cta_id, jnp.int32(0)))[0]
 
-    def draw(self, i: Any) -> Any:
+    def draw(self, i: Index) -> jax.Array:
         """Draws the id of the ith tile from the atomic counter; only the producer warp group does so."""
+        assert self.counter is not None  # it is persistent
+        assert self.tile_ids is not None
         inline_ptx.atomic_increment(self.counter, self.tile_ids, slot(i))
         inline_ptx.hardware_barrier("sync", jnp.int32(_DRAWN_BARRIER), WARP_GROUP_THREADS)
         return self.tile_id(i)
 
-    def tile_id(self, i: Any) -> Any:
+    def tile_id(self, i: Index) -> jax.Array:
         """The id of the ith tile, once it was drawn."""
+        assert self.tile_ids is not None  # it is persistent
         return self.tile_ids[slot(i)]
 
 
-def slot(i: Any) -> Any:
+def slot(i: Index) -> jax.Array:
     """The query stage of the ith tile."""
     return lax.rem(i, jnp.int32(QUERY_STAGES))
 
 
-def counter() -> Any:
+def counter() -> jax.Ref:
     """The atomic counter of tile ids, in global memory; it starts after the first tiles, whose ids are CTA ids."""
     return jax.new_ref(jnp.full((1,), NUM_CTAS, jnp.int32))
 
 
-def tile_ids() -> Any:
+def tile_ids() -> Ref:
     """Shared memory for tile ids."""
-    return plg.SMEM((QUERY_STAGES,), jnp.int32)
+    return smem.declared(plg.SMEM((QUERY_STAGES,), jnp.int32))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
 
 from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import inline_ptx, scores
@@ -19,6 +20,7 @@ from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.program import patterns
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
+from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
 
 class State(NamedTuple):
@@ -51,10 +53,10 @@ class Step(NamedTuple):
     """
 
     prepared: scores.Scores
-    queries: Any
+    queries: Ref
     ring: Ring
     ping_pong: PingPong
-    rows: Any
+    rows: slice | pl.Slice
 
     @property
     def bounded(self) -> bool:
@@ -66,7 +68,7 @@ class Step(NamedTuple):
         """Whether the ping-pong is at the exponentials, which start once row_max is known."""
         return bottleneck(self.prepared.spec) is Bottleneck.SFU and not self.bounded
 
-    def __call__(self, state: State, first: Any, is_partial: bool) -> State:
+    def __call__(self, state: State, first: Index, is_partial: bool) -> State:
         """QK^T of the tile of keys from `first` on, PV of the tile before it, and the online softmax update.
 
         Both wgmma GEMMs are issued together, so that the tensor cores go from one to the other without a bubble. The
@@ -86,12 +88,12 @@ class Step(NamedTuple):
             row_sum = self.ping_pong.release_after(TILE, row_sum)
         return State(out, row_max, row_sum, p.astype(state.p.dtype), state.stage + 1)
 
-    def _start_gemms(self, state: State, first: Any, is_partial: bool) -> tuple[jax.Array, ...]:
+    def _start_gemms(self, state: State, first: Index, is_partial: bool) -> tuple[jax.Array, ...]:
         """Issues both GEMMs; returns O of the tiles before, S of this tile, row_max, and row_max with 0 for -inf."""
         (keys, values, *bias), spec = self.ring.stage(state.stage), self.prepared.spec
         at_gemms = bottleneck(spec) is Bottleneck.GEMMS
 
-        def gemms(sums: Any, raw: Any) -> tuple[jax.Array, ...]:
+        def gemms(sums: Accumulator, raw: Accumulator) -> tuple[jax.Array, ...]:
             if at_gemms:
                 self.ping_pong.acquire()
             plg.wgmma(raw, self.queries, keys.T)
@@ -107,7 +109,7 @@ class Step(NamedTuple):
             s = scores.modify(self.prepared, loaded, first, is_partial, prefetched, bias_rows, by_clause=by_clause).s
             return self._rescale_inputs(s, state.row_max)
 
-        def start(refs: Any) -> None:
+        def start(refs: tuple[Ref, ...]) -> None:
             raw = plg.WGMMAAccumulatorRef(self.prepared.tile, jnp.float32)
             for ref, x in zip(refs[1:], pl.run_scoped(functools.partial(gemms, refs[0]), raw), strict=True):
                 ref[...] = x
@@ -154,7 +156,7 @@ def bottleneck(spec: AttentionSpec) -> Bottleneck:
 MAX_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
 
 
-def is_bounded(spec: AttentionSpec, dtype: Any) -> bool:
+def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
     """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
@@ -164,7 +166,7 @@ def is_bounded(spec: AttentionSpec, dtype: Any) -> bool:
     return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def start(spec: AttentionSpec, rows: int, keys: int, dtype: Any, stage: Any) -> State:
+def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: jax.Array) -> State:
     """The state before the first tile of keys, which is in the given stage."""
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
     row_max = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
@@ -193,5 +195,5 @@ def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (0,))
 
 
-def _zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
+def _zeros(shape: tuple[int, ...], layout: RegisterLayout) -> jax.Array:
     return plg.layout_cast(jnp.zeros(shape, jnp.float32), layout)

@@ -11,7 +11,8 @@ The grid is (tiles or diagonals times splits, heads, batch), the last two of len
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
+from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64
 TARGET_PROGRAMS = 1024  # for a GPU with about a hundred SMs; with fewer, the work of each is split
@@ -56,15 +58,15 @@ class CapturedWork(NamedTuple):
 def captured(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    rows: Rows,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
     derivative: Derivative,
     group: tuple[BroadcastAxes, tuple[Node, ...]],
 ) -> list[jax.Array]:
     """Computes the gradients, of the shape of the array, that each load of a group contributes."""
     work = _plan(spec, tiles, group)
     shapes = [_result(spec, arrays, work, load) for load in work.loads]
-    states = None if spec.block_size is None else block_walk.states(spec, arrays.lists)
+    states = None if arrays.lists is None else block_walk.states(spec, arrays.lists)
     zeros = [jnp.zeros(s.shape, s.dtype) for s, load in zip(shapes, work.loads, strict=True)
              if not _writes_all(spec, arrays, work, load)]  # fmt: skip
     inputs = (arrays, states, rows, zeros)
@@ -117,12 +119,12 @@ def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
     return alone and reads_once(spec, load, work.axes)
 
 
-def _writes_all(spec: AttentionSpec, arrays: Operands, work: CapturedWork, load: Node) -> bool:
+def _writes_all(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> bool:
     shape = arrays.score_operands[load.value].shape
     return _stores(spec, work, load) and covers(spec, load, shape) and not spec.config.interpret
 
 
-def _result(spec: AttentionSpec, arrays: Operands, work: CapturedWork, load: Node) -> jax.ShapeDtypeStruct:
+def _result(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> jax.ShapeDtypeStruct:
     operand = arrays.score_operands[load.value]
     if not _stores(spec, work, load):
         return jax.ShapeDtypeStruct(operand.shape, jnp.float32)
@@ -133,11 +135,11 @@ def _kernel(
     spec: AttentionSpec,
     work: CapturedWork,
     derivative: Derivative,
-    arrays: Operands,
-    states: Any,  # [list batch, list heads, rows of blocks, columns of blocks], or None
-    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
-    zeros: Any,  # initial gradients, aliased with those outputs that are not written as a whole
-    *gradients: Any,  # like the array of each load; with a leading axis of splits where stored
+    arrays: Operands[Ref],
+    states: Ref | None,  # [list batch, list heads, rows of blocks, columns of blocks], or None
+    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    zeros: list[Ref],  # initial gradients, aliased with those outputs that are not written as a whole
+    *gradients: Ref,  # like the array of each load; with a leading axis of splits where stored
 ) -> None:
     position, split = lax.div(pl.program_id(0), work.splits), lax.rem(pl.program_id(0), work.splits)
     own_head, own_entry = pl.program_id(1), pl.program_id(2)
@@ -146,7 +148,7 @@ def _kernel(
 
     program = _Program(spec, work, derivative, arrays, rows)
 
-    def step(i: Any, sums: Any) -> Any:
+    def step(i: Index, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = own_head if heads == 1 else lax.rem(i, heads)
         entry = own_entry if batch == 1 else lax.rem(lax.div(i, heads), batch)
         along = lax.div(i, heads * batch)
@@ -169,7 +171,9 @@ def _kernel(
         program.write(ref, load, x, at, split)
 
 
-def _first_tile(spec: AttentionSpec, work: CapturedWork, position: Any) -> tuple[tuple[Any, Any], Any]:
+def _first_tile(
+    spec: AttentionSpec, work: CapturedWork, position: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Index]:
     """Row and column of the first tile at a position (a tile or a diagonal), and how many tiles it has."""
     rows, columns = _grid_of_tiles(spec, work)
     if not work.axes.diagonal:
@@ -185,10 +189,15 @@ class _Program(NamedTuple):
     spec: AttentionSpec
     work: CapturedWork
     derivative: Derivative
-    arrays: Operands
-    rows: Rows
+    arrays: Operands[Ref]
+    rows: Rows[Ref]
 
-    def add(self, at: tuple[Any, Any, Any, Any], is_partial: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(
+        self,
+        at: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+        is_partial: bool | jax.Array,
+        sums: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, ...]:
         """Adds the cotangents of one tile."""
         spec, arrays, rows, tile = self.spec, self.arrays, self.rows, self.work.tile
         b, h, query, key = at
@@ -208,7 +217,14 @@ class _Program(NamedTuple):
             cotangents = [jnp.where(exists, x, 0.0) for x in cotangents]
         return tuple(total + x for total, x in zip(sums, cotangents, strict=True))
 
-    def write(self, ref: Any, load: Node, total: jax.Array, at: tuple[Any, Any, Any, Any], split: Any) -> None:
+    def write(
+        self,
+        ref: Ref,
+        load: Node,
+        total: jax.Array,
+        at: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+        split: Index,
+    ) -> None:
         """Writes the sums of a position to the elements that its first tile loads."""
         spec = self.spec
         prepared = self._scores(at, ())
@@ -227,7 +243,7 @@ class _Program(NamedTuple):
         else:
             plgpu.store(ref.at[index], total.astype(ref.dtype), mask=exists)
 
-    def _scores(self, at: tuple[Any, Any, Any, Any], nodes: Any) -> scores.Scores:
+    def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
         b, h, query, _ = at
         tile = (self.work.tile, self.work.tile)
         return scores.prepare(self.spec, self.arrays, tile, b, h, q_first=query, programs={"score": nodes})

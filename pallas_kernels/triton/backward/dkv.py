@@ -8,7 +8,8 @@ registers. The grid is (tiles of keys, key heads, batch).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from pallas_kernels.triton.head_chunks import (
 )
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
+from pallas_kernels.types import Index, Location, Ref, S
 
 
 class DkvOutputs(NamedTuple):
@@ -48,7 +50,12 @@ class DkvOutputs(NamedTuple):
 
 
 def dkv(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
+    derivative: Derivative | None,
+    groups: LoadGroups,
 ) -> DkvOutputs:
     """Computes dK and dV in the layout of the key; float32 where a shared batch is still to be summed.
 
@@ -86,8 +93,8 @@ def dkv(
 def repair(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    rows: Rows,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
     derivative: Derivative | None,
     result: tuple[jax.Array, jax.Array],
     marks: jax.Array,
@@ -114,24 +121,24 @@ def _kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
-    arrays: Operands,
-    order: Any,  # [list batch, key heads or 1, tiles of keys], or None
-    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
-    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
-    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
-    *columns: Any,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
+    arrays: Operands[Ref],
+    order: Ref | None,  # [list batch, key heads or 1, tiles of keys], or None
+    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
+    *columns: Ref,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
 ) -> None:
     tile, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.column_at(spec, order, b, kv_h, tile)
     keys = _Keys.of(spec, tiles, arrays, (b, kv_h, tile))
 
-    def one_head(member: Any, state: Any) -> Any:
+    def one_head(member: Index, state: tuple[Columns, Columns]) -> tuple[Columns, Columns]:
         head = _Head(keys, derivative, groups, rows, kv_h * spec.group + member)
         start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
-        *state, sums = head.walk(start, head.step())
+        d_k, d_v, sums = head.walk(start, head.step())
         for ref, total in zip(columns, sums, strict=False):
             store_vector(ref, (b, head.h), keys.first, total, spec.S, may_end=keys.keys_end)
-        return tuple(state)
+        return d_k, d_v
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
     keys.store(d_key, d_value, d_k, d_v)
@@ -144,17 +151,17 @@ def _repair_kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
-    arrays: Operands,
-    rows: Rows,
-    marks: Any,  # [B, Hkv, S]
-    before: Any,  # dK and dV, as the kernel left them
-    d_key: Any,  # [B, S, Hkv, D] or [B, Hkv, S, D]
-    d_value: Any,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
+    arrays: Operands[Ref],
+    rows: Rows[Ref],
+    marks: Ref,  # [B, Hkv, S]
+    before: tuple[Ref, Ref],  # dK and dV, as the kernel left them
+    d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
+    d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
 ) -> None:
-    def fix(b: Any, kv_h: Any, first: Any) -> None:
+    def fix(b: jax.Array, kv_h: jax.Array, first: jax.Array) -> None:
         keys = _Keys.of(spec, tiles, arrays, (b, kv_h, lax.div(first, jnp.int32(tiles.block_kv))))
 
-        def one_head(member: Any, state: Any) -> Any:
+        def one_head(member: Index, state: _Repaired) -> _Repaired:
             head = _Head(keys, derivative, None, rows, kv_h * spec.group + member)
             return head.walk(state, head.repair_step())
 
@@ -175,19 +182,19 @@ class _Keys(NamedTuple):
 
     spec: AttentionSpec
     tiles: Tiles
-    arrays: Operands
-    at: tuple[Any, Any, Any]
+    arrays: Operands[Ref]
+    at: Location
     k: Columns
     v: Columns
 
     @classmethod
-    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands, at: tuple[Any, Any, Any]) -> _Keys:
+    def of(cls, spec: AttentionSpec, tiles: Tiles, arrays: Operands[Ref], at: Location) -> _Keys:
         """Loads it."""
         empty, b = cls(spec, tiles, arrays, at, (), ()), at[0] if spec.Bkv > 1 else 0
         return empty._replace(k=empty.load(arrays.key, b), v=empty.load(arrays.value, b))
 
     @property
-    def first(self) -> Any:
+    def first(self) -> Index:
         """The first key."""
         return self.at[2] * self.tiles.block_kv
 
@@ -201,20 +208,24 @@ class _Keys(NamedTuple):
         """Accumulators of dK [Bk, D] and dV [Bk, Dv]."""
         return tuple(zero_rows(self.tiles.block_kv, size) for size in (self.spec.D, self.spec.Dv))  # pyright: ignore
 
-    def load(self, ref: Any, b: Any) -> Columns:
+    def load(self, ref: Ref, b: Index) -> Columns:
         """Loads the tile's rows of an array over keys."""
         spec, rows = self.spec, self.tiles.block_kv
         return load_rows(spec, ref, b, self.at[1], self.first, rows, spec.S, may_end=self.keys_end)
 
-    def over_heads(self, state: Any, one: Any) -> Any:
+    def over_heads(self, state: S, one: Callable[[Index, S], S]) -> S:
         """Folds ``one(index in the group, state)`` over the query heads of the key head."""
         return one(0, state) if self.spec.group == 1 else lax.fori_loop(0, self.spec.group, one, state)
 
-    def store(self, d_key: Any, d_value: Any, d_k: Columns, d_v: Columns) -> None:
+    def store(self, d_key: Ref, d_value: Ref, d_k: Columns, d_v: Columns) -> None:
         """Epilogue: scales dK, and stores dK and dV."""
         b, kv_h, _ = self.at
         for ref, x in ((d_key, tuple(x * self.spec.scale for x in d_k)), (d_value, d_v)):
             store_rows(self.spec, ref, b, kv_h, self.first, x, self.spec.S, may_end=self.keys_end)
+
+
+_Sums: TypeAlias = tuple[Columns, Columns, tuple[jax.Array, ...]]  # dK, dV, cotangents of the loads by key
+_Repaired: TypeAlias = tuple[Columns, Columns, Attended]
 
 
 class _Head(NamedTuple):
@@ -227,22 +238,22 @@ class _Head(NamedTuple):
     keys: _Keys
     derivative: Derivative | None
     groups: LoadGroups | None
-    rows: Rows
-    h: Any
+    rows: Rows[Ref]
+    h: jax.Array
 
-    def walk(self, state: Any, step: Any) -> Any:
+    def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
         """Folds a step over the tiles of queries that visit the keys."""
         keys = self.keys
         return block_walk.over_queries(
             keys.spec, keys.tiles, keys.arrays, (keys.at[0], self.h, keys.at[2]), state, step
         )
 
-    def step(self) -> Any:
+    def step(self) -> Callable[[_Sums, Index, bool], _Sums]:
         """The mainloop step over a tile of queries: adds to dK, dV and to the cotangents of the loads by key."""
         spec, prepared, groups = self.keys.spec, self._prepared(), self.groups
         assert groups is not None  # but for a repair
 
-        def step(state: Any, query: Any, is_partial: bool) -> Any:
+        def step(state: _Sums, query: Index, is_partial: bool) -> _Sums:
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
@@ -256,11 +267,11 @@ class _Head(NamedTuple):
 
         return step
 
-    def repair_step(self) -> Any:
+    def repair_step(self) -> Callable[[_Repaired, Index, bool], _Repaired]:
         """The same for dK and dV alone, with masked elements cleared."""
         spec, prepared = self.keys.spec, self._prepared()
 
-        def step(state: Any, query: Any, is_partial: bool) -> Any:
+        def step(state: _Repaired, query: Index, is_partial: bool) -> _Repaired:
             d_k, d_v, attended = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
@@ -279,7 +290,7 @@ class _Head(NamedTuple):
         b, tile = keys.at[0], keys.tiles.shape
         return scores.prepare(keys.spec, keys.arrays, tile, b, self.h, k_first=keys.first, programs=programs)
 
-    def _load(self, query: Any, is_partial: bool) -> tuple[Columns, Columns, Any]:
+    def _load(self, query: Index, is_partial: bool) -> tuple[Columns, Columns, Callable[..., jax.Array]]:
         """Q and dO of a tile of queries, and a function that loads a vector over them."""
         spec, rows, b = self.keys.spec, self.keys.tiles.block_q, self.keys.at[0]
         end = {"rows": rows, "length": spec.T, "may_end": is_partial and spec.walk_passes_end("q", rows)}

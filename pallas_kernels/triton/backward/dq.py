@@ -7,7 +7,8 @@ One program computes a tile of queries of one head, over the tiles of keys that 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
 from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
-from pallas_kernels.program.ir import Axes
+from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
@@ -41,6 +42,7 @@ from pallas_kernels.triton.head_chunks import (
 )
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.tile import weights
+from pallas_kernels.types import Index, Location, Ref, S
 
 
 class DqOutputs(NamedTuple):
@@ -52,7 +54,12 @@ class DqOutputs(NamedTuple):
 
 
 def dq(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, rows: Rows, derivative: Derivative | None, groups: LoadGroups
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
+    derivative: Derivative | None,
+    groups: LoadGroups,
 ) -> DqOutputs:
     """Computes dQ, in the layout and dtype of the query, and cotangents of loads.
 
@@ -96,8 +103,8 @@ def dq(
 def repair(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    rows: Rows,
+    arrays: Operands[jax.Array],
+    rows: Rows[jax.Array],
     derivative: Derivative | None,
     d_query: jax.Array,
     marks: jax.Array,
@@ -124,19 +131,19 @@ def _kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     groups: LoadGroups,
-    arrays: Operands,
-    order: Any,  # [list batch, list heads, tiles of queries], or None
-    rows: Rows,  # dO like the output; lse and delta [B, Hq, T]
-    zeros: Any,  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
-    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
-    *captured: Any,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
+    arrays: Operands[Ref],
+    order: Ref | None,  # [list batch, list heads, tiles of queries], or None
+    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    zeros: list[Ref],  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
+    d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
+    *captured: Ref,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
     queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
     written = captured[len(groups.rows) :]
 
-    def step(state: Any, key: Any, is_partial: bool) -> Any:
+    def step(state: tuple[Columns, Columns], key: Index, is_partial: bool) -> tuple[Columns, Columns]:
         (d_q, sums), (k, tile, d_s) = state, queries.d_scores(key, is_partial)
         d_s, of_load = score_mod_vjp(derivative, tile, d_s)
         sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.rows, strict=True))
@@ -157,19 +164,19 @@ def _repair_kernel(
     tiles: Tiles,
     derivative: Derivative | None,
     marked: Marked,
-    arrays: Operands,
-    rows: Rows,
-    marks: Any,  # [B, Hq, T], or [B, Hq, 1] for all of a head
-    before: Any,
-    d_query: Any,  # [B, T, Hq, D] or [B, Hq, T, D]
+    arrays: Operands[Ref],
+    rows: Rows[Ref],
+    marks: Ref,  # [B, Hq, T], or [B, Hq, 1] for all of a head
+    before: Ref,
+    d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
 ) -> None:
     del before  # the memory of `d_query`
 
-    def fix(b: Any, h: Any, first: Any) -> None:
+    def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
         queries = _Queries.of(spec, tiles, derivative, arrays, rows, (b, h, tile))
 
-        def step(d_q: Columns, key: Any, is_partial: bool) -> Columns:
+        def step(d_q: Columns, key: Index, is_partial: bool) -> Columns:
             k, tile, d_s = queries.d_scores(key, is_partial)
             d_s, _ = score_mod_vjp(derivative, tile, tile.clear(d_s))
             return add_rows(d_q, pv_dot(spec, d_s, cleared(k)))
@@ -192,8 +199,8 @@ class _Queries(NamedTuple):
 
     spec: AttentionSpec
     tiles: Tiles
-    arrays: Operands
-    at: tuple[Any, Any, Any]
+    arrays: Operands[Ref]
+    at: Location
     prepared: scores.Scores
     q: Columns
     d_out: Columns
@@ -206,9 +213,9 @@ class _Queries(NamedTuple):
         spec: AttentionSpec,
         tiles: Tiles,
         derivative: Derivative | None,
-        arrays: Operands,
-        rows: Rows,
-        at: tuple[Any, Any, Any],
+        arrays: Operands[Ref],
+        rows: Rows[Ref],
+        at: Location,
     ) -> _Queries:
         """Loads it."""
         b, h, tile = at
@@ -224,7 +231,7 @@ class _Queries(NamedTuple):
         return cls(spec, tiles, arrays, at, prepared, q, d_out, lse_log2, delta)
 
     @property
-    def first(self) -> Any:
+    def first(self) -> Index:
         """The first query."""
         return self.at[2] * self.tiles.block_q
 
@@ -233,11 +240,11 @@ class _Queries(NamedTuple):
         """Whether a tile may have padding queries."""
         return self.spec.T % self.tiles.block_q != 0
 
-    def walk(self, state: Any, step: Any) -> Any:
+    def walk(self, state: S, step: Callable[[S, Index, bool], S]) -> S:
         """Folds a step over the tiles of keys that the forward kernel visits."""
         return block_walk.over_keys(self.spec, self.tiles, self.arrays, self.at, state, step)
 
-    def d_scores(self, key: Any, is_partial: bool) -> tuple[Columns, ScoreTile, jax.Array]:
+    def d_scores(self, key: Index, is_partial: bool) -> tuple[Columns, ScoreTile, jax.Array]:
         """A tile of keys, its scores, and the cotangents of the modified scores."""
         spec, tiles, (b, h, _) = self.spec, self.tiles, self.at
         may_end = is_partial and spec.walk_passes_end("k", tiles.block_kv)
@@ -248,7 +255,7 @@ class _Queries(NamedTuple):
         d_p = qk_dot(spec, self.d_out, load(self.arrays.value))
         return k, tile, p * (d_p - self.delta[:, None])
 
-    def store(self, d_query: Any, d_q: Columns) -> None:
+    def store(self, d_query: Ref, d_q: Columns) -> None:
         """Epilogue: scales and stores dQ."""
         b, h, _ = self.at
         d_q = tuple(x * self.spec.scale for x in d_q)
@@ -258,11 +265,11 @@ class _Queries(NamedTuple):
 def _write(
     spec: AttentionSpec,
     tiles: Tiles,
-    ref: Any,
+    ref: Ref,
     tile: ScoreTile,
-    load: Any,
+    load: Node,
     cotangent: jax.Array,
-    first: tuple[Any, Any],
+    first: tuple[Index, Index],
     *,
     add: bool,
 ) -> None:

@@ -38,7 +38,7 @@ class BackwardTiles(NamedTuple):
 def backward(
     spec: AttentionSpec,
     tiles: BackwardTiles,
-    arrays: Operands,
+    arrays: Operands[jax.Array],
     requested: RequestedGradients,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],

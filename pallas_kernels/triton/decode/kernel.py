@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +26,17 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv
-from pallas_kernels.triton.attention import Attention, Tile
+from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode import merge, ragged
 from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan
 from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.types import Index, Ref, S
 
 
 def decode(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None = None
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
 
@@ -56,7 +56,11 @@ def decode(
 
 
 def _repair(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None, result: tuple[jax.Array, jax.Array]
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[jax.Array],
+    lengths: jax.Array | None,
+    result: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes the key heads that have an lse of NaN, without splits; see `containment`."""
     count = len(jax.tree.leaves((arrays, lengths)))
@@ -73,7 +77,7 @@ def _repair(
     return out, lse
 
 
-def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
     splits = row_splits(spec, tiles)
     if splits == 1:
         return _decode_whole(spec, tiles, arrays)
@@ -90,7 +94,7 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tupl
     return merge.merge_uniform(spec, splits, (out, lse), arrays.query.dtype)
 
 
-def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[jax.Array, jax.Array]:
+def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """One split for each row: there is nothing to merge."""
     out, lse = launch(
         functools.partial(_uniform_kernel, spec, tiles, 1),
@@ -108,7 +112,7 @@ def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands) -> tuple[
 
 
 def _decode_ragged(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, lengths: jax.Array | None
+    spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
     plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
@@ -142,9 +146,9 @@ def _uniform_kernel(
     spec: AttentionSpec,
     tiles: Tiles,
     splits: int,
-    arrays: Operands,
-    out: Any,  # [B * splits, Hkv, block_q, Dv]; that of the call with one split
-    lse: Any,  # [B * splits, Hkv, block_q]; [B, Hq, T] with one split
+    arrays: Operands[Ref],
+    out: Ref,  # [B * splits, Hkv, block_q, Dv]; that of the call with one split
+    lse: Ref,  # [B * splits, Hkv, block_q]; [B, Hq, T] with one split
 ) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), block_walk.Split(split, splits))
@@ -163,11 +167,11 @@ def _ragged_kernel(
     spec: AttentionSpec,
     tiles: Tiles,
     plan: SplitPlan,
-    arrays: Operands,
-    lengths: Any,  # [B], or None
-    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
-    lse: Any,  # [B, Hq, T]
-    *splits: Any,  # partial results: out [slots, heads, block_q, Dv], lse [slots, heads, block_q]
+    arrays: Operands[Ref],
+    lengths: Ref | None,  # [B], or None
+    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Ref,  # [B, Hq, T]
+    *splits: Ref,  # partial results: out [slots, heads, block_q, Dv], lse [slots, heads, block_q]
 ) -> None:
     head, item = pl.program_id(0), pl.program_id(1)
     extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
@@ -181,11 +185,11 @@ def _ragged_kernel(
 def _repair_kernel(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    lengths: Any,  # [B], or None
-    before: Any,  # out and lse, as the kernel left them
-    out: Any,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
-    lse: Any,  # [B, Hq, T]
+    arrays: Operands[Ref],
+    lengths: Ref | None,  # [B], or None
+    before: tuple[Ref, Ref],  # out and lse, as the kernel left them
+    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
+    lse: Ref,  # [B, Hq, T]
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
     row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b))
@@ -202,7 +206,12 @@ def _repair_kernel(
 
 
 def _attention(
-    spec: AttentionSpec, tiles: Tiles, arrays: Operands, location: tuple[Any, Any], end: Any, walk: Callable[..., Any]
+    spec: AttentionSpec,
+    tiles: Tiles,
+    arrays: Operands[Ref],
+    location: tuple[jax.Array, jax.Array],
+    end: Index | None,
+    walk: Walk,
 ) -> Attention:
     """Attention of the queries of a key head, of a batch entry, over the keys of a walk that end at `end`.
 
@@ -217,7 +226,7 @@ def _attention(
     prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q=t, end=end)
     kv_b = b if spec.Bkv > 1 else 0
 
-    def tile_at(key: Any, is_partial: bool, may_end: bool) -> Tile:
+    def tile_at(key: Index, is_partial: bool, may_end: bool) -> Tile:
         keys = functools.partial(
             load_rows,
             spec,
@@ -235,7 +244,7 @@ def _attention(
     return Attention(prepared, tiles.block_q, walk, tile_at)
 
 
-def _load_queries(spec: AttentionSpec, ref: Any, b: Any, h: jax.Array, t: jax.Array) -> Columns:
+def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.Array) -> Columns:
     """The query of each row."""
 
     def load(first: int, width: int) -> jax.Array:
@@ -251,12 +260,12 @@ def _load_queries(spec: AttentionSpec, ref: Any, b: Any, h: jax.Array, t: jax.Ar
 def _walk_uniform(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    location: tuple[Any, Any],
+    arrays: Operands[Ref],
+    location: tuple[jax.Array, jax.Array],
     split: block_walk.Split,
-    state: Any,
-    step: Callable[..., Any],
-) -> Any:
+    state: S,
+    step: Callable[[S, Index, bool, bool], S],
+) -> S:
     """As `_over_keys`; a partial tile may have padding keys."""
     keys_end = spec.walk_passes_end("k", tiles.block_kv)
     listed = lambda s, key, is_partial: step(s, key, is_partial, is_partial and keys_end)
@@ -266,15 +275,16 @@ def _walk_uniform(
 def _over_keys(
     spec: AttentionSpec,
     tiles: Tiles,
-    arrays: Operands,
-    location: tuple[Any, Any],
+    arrays: Operands[Ref],
+    location: tuple[jax.Array, jax.Array],
     split: block_walk.Split,
-    state: Any,
-    step: Any,
-) -> Any:
+    state: S,
+    step: Callable[[S, Index, bool], S],
+) -> S:
     """Folds a step over a split of the tiles of keys that the queries visit: those of their single row of blocks."""
     if spec.block_size is None:
         return block_walk.walk_all(tiles.block_kv, spec.S, spec.programs.mask is not None, state, step, split)
+    assert arrays.lists is not None
     counts, indices, full_counts, full_indices = arrays.lists[:4]
     b, h = location
     row = block_walk.BlockRow(

@@ -7,13 +7,13 @@ split, they exit at once.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
@@ -22,11 +22,12 @@ from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan, SplitRow
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.split_merge import Partials, merge_row, partials_at_once
+from pallas_kernels.types import Index, Ref
 
 OutAndLse = tuple[jax.Array, jax.Array]  # of splits or of rows
 
 
-def merge_uniform(spec: AttentionSpec, splits: int, partials: OutAndLse, out_dtype: Any) -> OutAndLse:
+def merge_uniform(spec: AttentionSpec, splits: int, partials: OutAndLse, out_dtype: DTypeLike) -> OutAndLse:
     """Out, in the layout of the query, and lse [B, Hq, T], where every row has the same number of splits.
 
     Args:
@@ -52,7 +53,7 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: OutAndLse, out_dty
     return out, lse
 
 
-def merge_ragged(plan: SplitPlan, extents: KvExtents, partials: OutAndLse, result: OutAndLse) -> OutAndLse:
+def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: OutAndLse, result: OutAndLse) -> OutAndLse:
     """Writes the rows that are split into out and lse [B, Hq, T], and returns these."""
     spec = plan.spec
     first_output = len(jax.tree.leaves((extents, partials)))
@@ -71,13 +72,13 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents, partials: OutAndLse, resul
     return out, lse
 
 
-def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partials, out: Any, lse: Any) -> None:
+def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partials[Ref], out: Ref, lse: Ref) -> None:
     line, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _merge_line(spec, run, partials, SplitRow(b, kv_h, b * splits, jnp.int32(splits)), (kv_h, line), (out, lse))
 
 
 def _ragged_kernel(
-    plan: SplitPlan, run: int, extents: KvExtents, partials: Partials, before: Any, out: Any, lse: Any
+    plan: SplitPlan, run: int, extents: KvExtents[Ref], partials: Partials[Ref], before: OutAndLse, out: Ref, lse: Ref
 ) -> None:
     del before  # the memory of `out` and `lse`
     spec = plan.spec
@@ -94,7 +95,12 @@ def _ragged_kernel(
 
 
 def _merge_line(
-    spec: AttentionSpec, run: int, partials: Partials, row: SplitRow, location: tuple[Any, Any], result: tuple[Any, Any]
+    spec: AttentionSpec,
+    run: int,
+    partials: Partials[Ref],
+    row: SplitRow,
+    location: tuple[Index, Index],
+    result: tuple[Ref, Ref],
 ) -> None:
     """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
     (out, lse), line = result, location[1]

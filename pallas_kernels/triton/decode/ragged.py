@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,12 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
 from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.types import A, Index, Ref, S
 
 MIN_LANES = 16  # of a vector over rows
 
 
-class KvExtents(NamedTuple):
+class KvExtents(NamedTuple, Generic[A]):
     """How many keys each row visits: what the splits follow from (in a kernel: the refs).
 
     Attributes:
@@ -37,11 +38,11 @@ class KvExtents(NamedTuple):
       full_counts: Full ones.
     """
 
-    lengths: Any
-    counts: Any
-    full_counts: Any
+    lengths: A | None
+    counts: A | None
+    full_counts: A | None
 
-    def end(self, spec: AttentionSpec, b: Any) -> Any:
+    def end(self: KvExtents[Ref], spec: AttentionSpec, b: Index) -> jax.Array | None:
         """Where the keys of a batch entry end; None where all end at S."""
         if self.lengths is None:
             return None
@@ -61,16 +62,16 @@ class WorkItem(NamedTuple):
       slot: Of the partial result otherwise.
     """
 
-    b: Any
-    kv_h: Any
-    end: Any
+    b: jax.Array
+    kv_h: jax.Array
+    end: jax.Array | None
     split: block_walk.Split
-    exists: Any
-    unsplit: Any
-    slot: Any
+    exists: jax.Array
+    unsplit: jax.Array
+    slot: Index
 
 
-def unsplit_item(b: Any, kv_h: Any, end: Any = None) -> WorkItem:
+def unsplit_item(b: jax.Array, kv_h: jax.Array, end: jax.Array | None = None) -> WorkItem:
     """A row that one program computes alone."""
     yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
     return WorkItem(b, kv_h, end, block_walk.Split(0, 1), yes, yes, 0)
@@ -79,10 +80,10 @@ def unsplit_item(b: Any, kv_h: Any, end: Any = None) -> WorkItem:
 class SplitRow(NamedTuple):
     """A row that is split: batch entry, key head, slot of its first partial result, and how many there are."""
 
-    b: Any
-    kv_h: Any
-    slot: Any
-    splits: Any
+    b: jax.Array
+    kv_h: jax.Array
+    slot: jax.Array
+    splits: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,20 +128,21 @@ class SplitPlan:
         """Rows that are split, at most."""
         return min(self.rows, self.num_splits)
 
-    def batch_and_head(self, row: Any, head: Any) -> tuple[Any, Any]:
+    def batch_and_head(self, row: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Batch entry and key head."""
         if self.heads == self.spec.Hkv:
             return row, head
         return lax.div(row, self.spec.Hkv), lax.rem(row, self.spec.Hkv)
 
-    def splits(self, extents: KvExtents) -> tuple[jax.Array, jax.Array]:
+    def splits(self, extents: KvExtents[Ref]) -> tuple[jax.Array, jax.Array]:
         """Tiles and splits of each row, int32 [rows, rounded up to a power of two]; splits are 0 past the last row."""
         spec = self.spec
         index = lax.broadcasted_iota(jnp.int32, (max(MIN_LANES, 1 << (self.rows - 1).bit_length()),), 0)
         row = jnp.minimum(index, self.rows - 1)
         b, kv_h = self.batch_and_head(row, jnp.zeros_like(row))
         end = extents.end(spec, b)
-        if extents.counts is None:
+        if extents.counts is None or extents.full_counts is None:
+            assert end is not None  # else rows are alike
             tiles = lax.div(end + (self.tiles.block_kv - 1), self.tiles.block_kv)
         else:
             assert spec.block_size is not None
@@ -151,7 +153,7 @@ class SplitPlan:
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
         return tiles, split_kv.row_splits(tiles, (index < self.rows).astype(jnp.int32), self.num_splits)
 
-    def item_at(self, extents: KvExtents, item: Any, head: Any) -> WorkItem:
+    def item_at(self, extents: KvExtents[Ref], item: jax.Array, head: jax.Array) -> WorkItem:
         """The work item of a program."""
         tiles, splits = self.splits(extents)
         row, i = split_kv.find_longest_first(tiles, splits, item)
@@ -163,7 +165,7 @@ class SplitPlan:
         slot = _slots_before(splits, row) + i
         return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot)
 
-    def split_row(self, splits: jax.Array, i: Any, head: Any) -> SplitRow:
+    def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
         row, _ = split_kv.find_work_item((splits > 1).astype(jnp.int32), i)
         b, kv_h = self.batch_and_head(jnp.minimum(row, self.rows - 1), head)
@@ -177,7 +179,7 @@ def max_tiles(spec: AttentionSpec, tiles: Tiles) -> int:
     return pl.cdiv(spec.S, spec.block_size[1]) * (spec.block_size[1] // tiles.block_kv)
 
 
-def max_blocks(spec: AttentionSpec, end: Any) -> Any:
+def max_blocks(spec: AttentionSpec, end: Index | None) -> jax.Array | None:
     """How many of a row's listed blocks may begin before `end`: lists ascend, so these are the first ones."""
     assert spec.block_size is not None
     return None if end is None else lax.div(end + (spec.block_size[1] - 1), spec.block_size[1])
@@ -188,12 +190,12 @@ def _list_position(spec: AttentionSpec, b: jax.Array, h: jax.Array) -> tuple[jax
     return (b if spec.list_batch > 1 else zero), (h if spec.list_heads > 1 else zero)
 
 
-def _slots_before(splits: jax.Array, row: Any) -> jax.Array:
+def _slots_before(splits: jax.Array, row: Index) -> jax.Array:
     earlier = lax.broadcasted_iota(jnp.int32, splits.shape, 0) < row
     return jnp.sum(jnp.where(earlier & (splits > 1), splits, 0))
 
 
-def store_partial(row: WorkItem, head: Any, rows: Columns, lse: jax.Array, splits: tuple[Any, Any]) -> None:
+def store_partial(row: WorkItem, head: Index, rows: Columns, lse: jax.Array, splits: tuple[Ref, Ref]) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse [block_q]."""
     partial_out, partial_lse = splits
     kept, block_q = row.exists & ~row.unsplit, lse.shape[0]
@@ -206,7 +208,7 @@ def store_partial(row: WorkItem, head: Any, rows: Columns, lse: jax.Array, split
         plgpu.store(partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept)
 
 
-def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Any) -> jax.Array:
+def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
     return plgpu.load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
@@ -217,8 +219,8 @@ def store_unsplit(
     row: WorkItem,
     rows: Columns,
     row_lse: jax.Array,
-    out: Any,
-    lse: Any,
+    out: Ref,
+    lse: Ref,
     keeps: jax.Array | None = None,
 ) -> None:
     """Stores the output and lse of an unsplit row; outputs where `keeps` is true stay as they are."""
@@ -243,23 +245,25 @@ def store_unsplit(
 def over_keys(
     spec: AttentionSpec,
     tiles: Tiles,
-    lists: Any,
+    lists: tuple[Ref, ...] | None,
     row: WorkItem,
-    state: Any,
-    step: Callable[[Any, Any, bool, bool], Any],
-) -> Any:
+    state: S,
+    step: Callable[[S, Index, bool, bool], S],
+) -> S:
     """Folds ``step(state, first, is_partial, may_end)`` over the tiles of keys of a split.
 
     `may_end` says that a tile may reach past `WorkItem.end`: then padding is masked, with or without a mask mod.
     """
     if spec.block_size is None:
         masked, tile = spec.programs.mask is not None, tiles.block_kv
+        assert row.end is not None  # else rows are alike
         unsplit, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
         start, end = row.split.of(all_of_it)
         inside = lambda t, s: step(s, t * tile, masked, False)
         state = lax.fori_loop(jnp.minimum(start, unsplit), jnp.minimum(end, unsplit), inside, state)
         last = lambda t, s: step(s, t * tile, True, True)
         return lax.fori_loop(jnp.maximum(start, unsplit), jnp.maximum(end, unsplit), last, state)
+    assert lists is not None
     counts, indices, full_counts, full_indices = lists[:4]
     at = (*block_walk.list_position(spec, row.b, row.kv_h), 0)
     block_row = block_walk.BlockRow((counts, indices), (full_counts, full_indices), at)

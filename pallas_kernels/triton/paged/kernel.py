@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,14 @@ from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Work, WorkItem, work_item_of
+from pallas_kernels.types import Index, Ref, S
 
 MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
 
 
-def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands) -> tuple[jax.Array, jax.Array]:
+def paged(
+    spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Computes out [N, Hq, Dv] and lse, float32 [N, Hq].
 
     Args:
@@ -51,7 +55,9 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands) -
     return out, lse
 
 
-def _attend(spec: AttentionSpec, work: Work, arrays: PagedOperands, before: list[jax.Array]) -> list[jax.Array]:
+def _attend(
+    spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], before: list[jax.Array]
+) -> list[jax.Array]:
     a, rows = spec, work.tiles.block_q
     outputs = [
         jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype),
@@ -63,7 +69,9 @@ def _attend(spec: AttentionSpec, work: Work, arrays: PagedOperands, before: list
     return _launch(_kernel, spec, work, arrays, before, outputs, "jflex_paged")
 
 
-def _repair(spec: AttentionSpec, work: Work, arrays: PagedOperands, result: list[jax.Array]) -> list[jax.Array]:
+def _repair(
+    spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], result: list[jax.Array]
+) -> list[jax.Array]:
     """Recomputes the tiles of queries that have an lse of NaN, without splits; see `containment`."""
     work = dataclasses.replace(work, may_split=False, tiles=dataclasses.replace(work.tiles, num_stages=1))
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result]
@@ -71,12 +79,12 @@ def _repair(spec: AttentionSpec, work: Work, arrays: PagedOperands, result: list
 
 
 def _launch(
-    kernel: Any,
+    kernel: Callable[..., None],
     spec: AttentionSpec,
     work: Work,
-    arrays: PagedOperands,
+    arrays: PagedOperands[jax.Array],
     before: list[jax.Array],
-    outputs: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
     name: str,
 ) -> list[jax.Array]:
     """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
@@ -101,7 +109,7 @@ class _Program(NamedTuple):
     attention: Attention
 
     @classmethod
-    def of(cls, spec: AttentionSpec, work: Work, arrays: PagedOperands) -> _Program:
+    def of(cls, spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref]) -> _Program:
         """From the program id."""
         a, tiles = spec, work.tiles
         kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
@@ -115,7 +123,7 @@ class _Program(NamedTuple):
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
-        def tile_at(key: Any, is_partial: bool) -> Tile:
+        def tile_at(key: jax.Array, is_partial: bool) -> Tile:
             load = functools.partial(_load_keys, spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
             result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
             return Tile(result, load(arrays.value))
@@ -123,7 +131,16 @@ class _Program(NamedTuple):
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
         return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
 
-    def store(self, out: Any, lse: Any, columns: Columns, row_lse: jax.Array, *, whole: Any, keeps: Any = None) -> None:
+    def store(
+        self,
+        out: Ref,
+        lse: Ref,
+        columns: Columns,
+        row_lse: jax.Array,
+        *,
+        whole: jax.Array,
+        keeps: jax.Array | None = None,
+    ) -> None:
         """Stores the rows; outputs where `keeps` is true stay as they are.
 
         Padding rows repeat others, and are stored like them: masked stores must not alias them, for Pallas' interpreter
@@ -137,11 +154,11 @@ class _Program(NamedTuple):
 def _kernel(
     spec: AttentionSpec,
     work: Work,
-    arrays: PagedOperands,
-    before: Any,
-    out: Any,  # [N, Hq, Dv]
-    lse: Any,  # [N, Hq]
-    *splits: Any,  # partial results: out [slots, Hkv, block_q, Dv], lse [slots, Hkv, block_q]
+    arrays: PagedOperands[Ref],
+    before: list[Ref],
+    out: Ref,  # [N, Hq, Dv]
+    lse: Ref,  # [N, Hq]
+    *splits: Ref,  # partial results: out [slots, Hkv, block_q, Dv], lse [slots, Hkv, block_q]
 ) -> None:
     del before  # the memory of `out` and `lse`
     program = _Program.of(spec, work, arrays)
@@ -157,7 +174,9 @@ def _kernel(
     _store(partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
-def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands, before: Any, out: Any, lse: Any) -> None:
+def _repair_kernel(
+    spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], out: Ref, lse: Ref
+) -> None:
     program = _Program.of(spec, work, arrays)
 
     def fix() -> None:
@@ -168,7 +187,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands, befor
     pl.when(marked & (program.item.queries > 0))(fix)
 
 
-def _store(ref: Any, at: tuple[Any, ...], columns: Columns, mask: jax.Array) -> None:
+def _store(ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
     size = ref.shape[-1]
     for (first, _), x in zip(chunks(size), columns, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -176,7 +195,7 @@ def _store(ref: Any, at: tuple[Any, ...], columns: Columns, mask: jax.Array) -> 
         plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
-def _load_queries(spec: AttentionSpec, ref: Any, n: jax.Array, h: jax.Array) -> Columns:
+def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
     size = spec.D
 
     def load(first: int, width: int) -> jax.Array:
@@ -190,12 +209,12 @@ def _load_queries(spec: AttentionSpec, ref: Any, n: jax.Array, h: jax.Array) -> 
 
 def _load_keys(
     spec: AttentionSpec,
-    arrays: PagedOperands,
+    arrays: PagedOperands[Ref],
     work_item: WorkItem,
-    h: Any,
-    first: Any,
+    h: jax.Array,
+    first: jax.Array,
     count: int,
-    ref: Any,
+    ref: Ref,
     *,
     may_end: bool,
 ) -> Columns:
@@ -205,6 +224,7 @@ def _load_keys(
     exists = position < work_item.length
     one_page = spec.max_pages == 1 or page_size % count == 0
     if spec.max_pages == 1:
+        assert work_item.page is not None  # the one of the request
         page, row = work_item.page, first
     elif one_page:
         page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
@@ -232,15 +252,20 @@ def _load_keys(
 class _Walk(NamedTuple):
     """Tiles of keys that some queries visit, and the unmasked (full) ones among them: first, and one past the last."""
 
-    first: Any
-    last: Any
-    first_whole: Any
-    last_whole: Any
+    first: Index
+    last: Index
+    first_whole: Index
+    last_whole: Index
 
 
 def _over_keys(
-    spec: AttentionSpec, work: Work, prepared: scores.Scores, work_item: WorkItem, state: Any, step: Any
-) -> Any:
+    spec: AttentionSpec,
+    work: Work,
+    prepared: scores.Scores,
+    work_item: WorkItem,
+    state: S,
+    step: Callable[[S, jax.Array, bool], S],
+) -> S:
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
     walk = _walk_of(spec, tile, prepared, work_item, spec.S)

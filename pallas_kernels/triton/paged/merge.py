@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,13 @@ from pallas_kernels.triton.paged.work import (
     requests,
 )
 from pallas_kernels.triton.split_merge import Partials, merge_row, partials_at_once
+from pallas_kernels.types import Ref
 
 
 def merge_splits(
     spec: AttentionSpec,
     work: Work,
-    arrays: PagedOperands,
+    arrays: PagedOperands[jax.Array],
     result: Sequence[jax.Array],
     splits: Sequence[jax.Array],
 ) -> list[jax.Array]:
@@ -58,11 +58,11 @@ def _kernel(
     spec: AttentionSpec,
     work: Work,
     run: int,
-    extents: RequestExtents,
-    splits: Partials,
-    before: Any,
-    out: Any,
-    lse: Any,
+    extents: RequestExtents[Ref],
+    splits: Partials[Ref],
+    before: tuple[Ref, ...],
+    out: Ref,
+    lse: Ref,
 ) -> None:
     del before  # the memory of `out` and `lse`
     a = spec

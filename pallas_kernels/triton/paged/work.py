@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -14,18 +15,19 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
+from pallas_kernels.types import A, Index, Ref
 
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
 
 
-class RequestExtents(NamedTuple):
+class RequestExtents(NamedTuple, Generic[A]):
     """The fields of `PagedOperands` that the splits follow from."""
 
-    indptr: Any
-    lengths: Any
+    indptr: A
+    lengths: A
 
 
-class PagedOperands(NamedTuple):
+class PagedOperands(NamedTuple, Generic[A]):
     """The inputs of the kernel (in it: the refs to them).
 
     Attributes:
@@ -40,15 +42,15 @@ class PagedOperands(NamedTuple):
       mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    indptr: Any
-    lengths: Any
-    table: Any
-    first_page: Any
-    score_operands: tuple[Any, ...]
-    mask_operands: tuple[Any, ...]
+    query: A
+    key: A
+    value: A
+    indptr: A
+    lengths: A
+    table: A
+    first_page: A
+    score_operands: tuple[A, ...]
+    mask_operands: tuple[A, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +62,14 @@ class Work:
       min_queries: Fewest queries of a request that is taken.
       max_queries: Most queries of a request that is taken.
       may_split: Whether the keys of a tile of queries may be split.
+      source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
     """
 
     tiles: Tiles
     min_queries: int
     max_queries: int
     may_split: bool = True
+    source: Literal["config", "table", "rule"] = "rule"
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -130,15 +134,27 @@ class Requests(NamedTuple):
         return jnp.where(self.splits > 1, self.tiles * self.splits, 0)
 
 
-def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands | RequestExtents) -> Requests:
+def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | RequestExtents[Ref]) -> Requests:
     """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
-    bound = lambda x: jnp.minimum(jnp.maximum(x, 0), N)
-    start = bound(plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N))
-    end = bound(plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N))
-    length = plgpu.load(arrays.lengths.at[i], mask=i < R, other=0)
-    length = jnp.minimum(jnp.maximum(length, 0), spec.S)
+    start = plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N)
+    end = plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N)
+    return planned_requests(spec, work, start, end, plgpu.load(arrays.lengths.at[i], mask=i < R, other=0))
+
+
+def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
+    """What the kernel plans for known lengths, for `jflex.explain`."""
+    padding = (1 << spec.B.bit_length()) - spec.B
+    padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
+    start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
+    return planned_requests(spec, work, start, end, padded(lengths, padding, 0))
+
+
+def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax.Array, length: jax.Array) -> Requests:
+    """Plans the tiles and splits of all requests from their first queries, the ends of these, and their lengths."""
+    bound = lambda x, most: jnp.minimum(jnp.maximum(x, 0), most)
+    start, end, length = bound(start, spec.T), bound(end, spec.T), bound(length, spec.S)
     queries = jnp.maximum(end - start, 0)
     taken = (queries >= work.min_queries) & (queries <= work.max_queries)
     per_tile = work.queries(spec)
@@ -173,16 +189,16 @@ class WorkItem(NamedTuple):
       page: The physical page of all keys, where a request has only one.
     """
 
-    request: Any
-    first: Any
-    queries: Any
-    length: Any
-    split: Any
-    splits: Any
-    slot: Any
-    page: Any = None
+    request: jax.Array
+    first: jax.Array
+    queries: jax.Array
+    length: jax.Array
+    split: Index
+    splits: Index
+    slot: Index
+    page: jax.Array | None = None
 
-    def rows(self, spec: AttentionSpec, work: Work, kv_h: Any) -> QueryRows:
+    def rows(self, spec: AttentionSpec, work: Work, kv_h: Index) -> QueryRows:
         """The rows for a key head: the query heads of the first query, then of the next."""
         group = spec.group
         row = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
@@ -193,7 +209,7 @@ class WorkItem(NamedTuple):
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands, item: Any) -> WorkItem:
+def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], item: jax.Array) -> WorkItem:
     """The work item of an index."""
     of = requests(spec, work, arrays)
     number, within = split_kv.find_work_item(of.tiles * of.splits, item)
@@ -214,10 +230,10 @@ class MergeItem(NamedTuple):
       t: Which query of the tile it is.
     """
 
-    n: Any
-    slot: Any
-    splits: Any
-    t: Any
+    n: Index
+    slot: Index
+    splits: Index
+    t: Index
 
 
 def queries_to_merge(of: Requests) -> jax.Array:
@@ -225,7 +241,7 @@ def queries_to_merge(of: Requests) -> jax.Array:
     return jnp.where(of.splits > 1, of.queries, 0)
 
 
-def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: Any) -> MergeItem:
+def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: jax.Array) -> MergeItem:
     """The ith of the queries whose keys are split."""
     number, query = split_kv.find_work_item(queries_to_merge(of), i)
     splits, per_tile = split_kv.at(of.splits, number), work.queries(spec)
@@ -234,7 +250,7 @@ def query_to_merge(spec: AttentionSpec, work: Work, of: Requests, i: Any) -> Mer
     return MergeItem(split_kv.at(of.start, number) + query, slot, splits, lax.rem(query, per_tile))
 
 
-def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: Any, tile: Any) -> WorkItem:
+def _item_at(spec: AttentionSpec, work: Work, of: Requests, number: jax.Array, tile: jax.Array) -> WorkItem:
     done = tile * work.queries(spec)
     queries = jnp.maximum(split_kv.at(of.queries, number) - done, 0)
     request = jnp.minimum(number, spec.B - 1)

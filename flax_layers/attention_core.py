@@ -1,0 +1,227 @@
+"""What the attention layers of nnx and linen share: all but parameters and the rules of Flax for them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+import jflex
+from flax_layers import functional
+from flax_layers.dense_cache import DenseCache
+
+
+class Mods(NamedTuple):
+    """Mods and the mask, of a constructor or of a call.
+
+    Example:
+        >>> own, softcap = Mods(mask_mod=jflex.masks.causal()), jflex.scores.softcap(30.0)
+        >>> own.replaced_by(score_mod=softcap).mask_mod is own.mask_mod
+        True
+    """
+
+    score_mod: jflex.ScoreMod | None = None
+    mask_mod: jflex.MaskMod | None = None
+    block_mask: jflex.BlockMask | None = None
+
+    def replaced_by(
+        self,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+    ) -> Mods:
+        """Those of a call where it has any, else these; the two forms of a mask count as one thing."""
+        score_mod = self.score_mod if score_mod is None else score_mod
+        if mask_mod is None and block_mask is None:
+            mask_mod, block_mask = self.mask_mod, self.block_mask
+        return Mods(score_mod, mask_mod, block_mask)
+
+    def for_decoding(self) -> Mods:
+        """The same without a BlockMask: its mask_mod in its place, a mask of positions in the whole sequence.
+
+        Raises:
+            ValueError: The BlockMask hides more than its mask_mod tells.
+        """
+        if self.block_mask is None:
+            return self
+        if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
+            raise ValueError(
+                "The `block_mask` of this layer's constructor hides more than one mask_mod tells, so there is no "
+                "form of it for decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
+            )
+        return Mods(self.score_mod, self.block_mask.mask_mod)
+
+    def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
+        """Those of `for_decoding`, for queries that begin at the position `first`."""
+        move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
+        return Mods(move(self.score_mod), move(self.mask_mod))
+
+
+class Layer(Protocol):
+    """What the functions below read of a layer, of either family."""
+
+    num_heads: Any
+    num_kv_heads: Any
+    in_features: Any
+    scale: Any
+    rotary_base: Any
+    rotary_scaling: Any
+    rotary_dim: Any
+    implementation: Any
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    query_norm: Any
+    key_norm: Any
+
+
+def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+    """Raises ValueError where the head counts or sizes of a layer do not fit."""
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
+            f"{num_heads}, num_kv_heads={num_kv_heads}."
+        )
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(
+            f"Without `head_dim`, `num_heads` must divide `in_features`; got in_features={in_features}, num_heads="
+            f"{num_heads}. Pass `head_dim`, or change one of the two."
+        )
+
+
+def project(
+    layer: Layer, inputs: Float[Array, "*batch T features"], positions: Int[Array, "*#batch T"]
+) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
+    """Queries, keys and values, split into heads, normalised and rotated."""
+    if inputs.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
+        )
+    query = functional.split_heads(layer.query(inputs), layer.num_heads)
+    key = functional.split_heads(layer.key(inputs), layer.num_kv_heads)
+    value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = layer.query_norm(query), layer.key_norm(key)
+    if layer.rotary_base is not None:
+        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim}
+        query = functional.rotate(query, positions, layer.rotary_base, **options)
+        key = functional.rotate(key, positions, layer.rotary_base, **options)
+    return query, key, value
+
+
+def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
+    """Outputs of the layer."""
+    return layer.out(functional.merge_heads(attended))
+
+
+def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
+    """One batch axis for all leading axes, the last of them fastest.
+
+    Example:
+        >>> fold_batch(jnp.zeros((2, 3, 7, 4, 16))).shape, fold_batch(jnp.zeros((7, 4, 16))).shape
+        ((6, 7, 4, 16), (1, 7, 4, 16))
+    """
+    return heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
+
+
+def attend(
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    mods: Mods,
+    positions: Int[Array, "*#batch T"] | None,
+) -> Float[Array, "*batch T features"]:
+    """What the call of a layer computes."""
+    batch, length = inputs.shape[:-2], inputs.shape[-2]
+    positions = jnp.arange(length) if positions is None else positions
+    query, key, value = map(fold_batch, project(layer, inputs, positions))
+    attended = jflex.flex_attention(
+        query,
+        key,
+        value,
+        mods.score_mod,
+        mods.block_mask,
+        mask_mod=mods.mask_mod,
+        scale=layer.scale,
+        implementation=layer.implementation,
+    )
+    return join(layer, attended.reshape(*batch, *attended.shape[1:]))
+
+
+def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
+    """Raises ValueError where a call is given both forms of a mask."""
+    if mask_mod is not None and block_mask is not None:
+        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
+
+
+def decode(
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    cache: DenseCache,
+    mods: Mods,
+    block_mask: jflex.BlockMask | None,
+) -> tuple[Float[Array, "*batch T features"], DenseCache]:
+    """What `decode` of a layer computes; a `block_mask` of the call is one of its own queries, and replaces a mask."""
+    if not isinstance(cache, DenseCache):
+        raise TypeError(
+            f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
+            "cache goes to `layer.decode_paged`."
+        )
+    batch, length = inputs.shape[:-2], inputs.shape[-2]
+    if math.prod(batch) != cache.batch_size:
+        raise ValueError(
+            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
+            f"inputs of shape {inputs.shape}: all axes but the last two count."
+        )
+    before = cache.lengths
+    mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
+    positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
+    query, key, value = project(layer, inputs, positions)
+    cache = cache.append(fold_batch(key), fold_batch(value))
+    attended = jflex.flex_attention(
+        fold_batch(query).astype(cache.k.dtype),
+        cache.k,
+        cache.v,
+        mods.score_mod,
+        block_mask,
+        mask_mod=mods.mask_mod,
+        kv_lengths=cache.lengths,
+        scale=layer.scale,
+        implementation=layer.implementation,
+    )
+    return join(layer, attended.reshape(query.shape).astype(query.dtype)), cache
+
+
+def decode_paged(
+    layer: Layer,
+    inputs: Float[Array, "N features"],
+    cache: jflex.paged.PagedCache,
+    batch: jflex.paged.PagedBatch,
+    mods: Mods,
+    number: int | Int32[Array, ""] | None,
+) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
+    """What `decode_paged` of a layer computes; `number` is that of the layer in its cache."""
+    if inputs.ndim != 2:
+        raise ValueError(
+            f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
+            "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
+        )
+    tokens = inputs.shape[0]
+    jflex.paged.check_batch(batch, cache, tokens)
+    mods = mods.for_decoding()
+    query, key, value = project(layer, inputs, jflex.paged.token_positions(batch, tokens))
+    dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
+    cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
+    attended = jflex.paged_attention(
+        query.astype(dtype),
+        cache,
+        batch,
+        score_mod=mods.score_mod,
+        mask_mod=mods.mask_mod,
+        scale=layer.scale,
+        layer=number,
+        implementation=layer.implementation,
+    )
+    return join(layer, attended.astype(query.dtype)), cache

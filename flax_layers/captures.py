@@ -1,0 +1,46 @@
+"""What a mod holds, as far as Python can tell."""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+
+def captures(mod: Any) -> Iterator[Any]:
+    """What a function, a method or a `functools.partial` of one reaches: owner, arguments, closure, and so on down.
+
+    Args:
+        mod: The function; it is the first of what it reaches.
+
+    Yields:
+        Each object once.
+
+    Example:
+        >>> def scaled(factor):  # the function that it returns holds the factor
+        ...     return lambda score, b, h, q_idx, kv_idx: score * factor
+        >>> list(captures(scaled(0.5)))[1:]
+        [0.5]
+    """
+    empty_cell = types.CellType()
+    pending: list[Any] = [mod]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, tuple | list):
+            pending += value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
+            pending += vars(value).values()
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            pending += [value.__self__, value.__func__]
+        elif inspect.isfunction(value):
+            # A variable that is assigned after the function was made has an empty cell so far.
+            pending += [cell.cell_contents for cell in value.__closure__ or () if cell != empty_cell]
+            pending += value.__defaults__ or ()

@@ -1,0 +1,293 @@
+"""`attention_fn`: jflex inside the attention layers of Flax itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.dtypes import promote_dtype as linen_promote_dtype
+from jaxtyping import Array, Bool, Float, Int, Num
+
+import jflex
+from flax_layers.attention_core import Mods, fold_batch
+from flax_layers.handed_over import (
+    check_handed_over,
+    four_axes,
+    matmul_precision,
+    reader,
+    shown_lengths,
+)
+from flax_layers.linen.mods import with_parameters
+from flax_layers.nnx.hidden_state import check_no_hidden_state
+
+
+def attention_fn(
+    score_mod: jflex.ScoreMod | None = None,
+    mask_mod: jflex.MaskMod | None = None,
+    block_mask: jflex.BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    decode: bool | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    config: jflex.Config | None = None,
+) -> AttentionFn:
+    """A function for `attention_fn=` of `nnx.MultiHeadAttention` and of `linen.MultiHeadDotProductAttention`.
+
+    Mods and masks are those of `jflex.flex_attention`, and what Flax hands over counts, too: a score is
+    ``score_mod(scale * <query, key>) + bias``, and a key is visible where `mask_mod` or `block_mask`, the `mask` of the
+    call and `is_causal` say so. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient. A
+    `mask_mod` needs no such array, and a `block_mask` and `is_causal` skip blocks. (Beside one of these two, a dense
+    mask is read once more, to find blocks that it empties.)
+
+    A mod may be a callable `nnx.Module` with parameters; then the function is a module, too, and a child of the
+    `nnx.MultiHeadAttention`. In linen a mod may be a module that the caller created, or capture what `self.param` gave.
+
+    Flax decodes with one query, the whole cache and a mask, and does not say where the query stands. With `decode` it
+    stands at the last key that the mask shows to any head of any sequence. That is the index of the cache, unless a
+    mask of the caller hides the newest token from all of them.
+
+    Two things differ from Flax's own function: a query that attends to no key gives 0, not the mean of all values; and
+    scores and softmax are in float32 whatever the dtype.
+
+    Args:
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`; `b` counts all leading axes, the last fastest.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query sees the key.
+        block_mask: A `jflex.BlockMask` in place of `mask_mod`. Where Flax decodes, its mask_mod counts.
+        scale: Factor of the raw scores. Default: ``head_dim ** -0.5``, as in Flax.
+        decode: What a call with one query, many keys and a mask is. True: a step of Flax's decode mode. False:
+            attention of a single query, at position 0. Default: mods and `is_causal` are refused in such a call.
+        implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        config: Tile sizes. Default: tuned ones.
+
+    Returns:
+        The function. It takes every argument of `nnx.dot_product_attention` and of `linen.dot_product_attention`.
+
+    Raises:
+        ValueError: `mask_mod` and `block_mask` are both given; with `decode`, the BlockMask hides what no mask_mod
+            tells; or a function holds parameters of NNX.
+
+    Example:
+        >>> alibi = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
+        >>> function = attention_fn(alibi, jflex.masks.causal(), decode=True)
+        >>> layer = nnx.MultiHeadAttention(4, 32, attention_fn=function, decode=False, rngs=nnx.Rngs(0))
+        >>> inputs = jnp.sin(jnp.arange(2 * 5 * 32.0)).reshape(2, 5, 32)
+        >>> whole = layer(inputs)
+        >>> layer.decode = True
+        >>> layer.init_cache(inputs.shape)
+        >>> tokens = [layer(inputs[:, i : i + 1]) for i in range(5)]
+        >>> print(jnp.allclose(jnp.concatenate(tokens, axis=1), whole, atol=1e-5))
+        True
+    """
+    if mask_mod is not None and block_mask is not None:
+        raise ValueError(
+            "`mask_mod` and `block_mask` are two forms of one mask. Pass one of them: a BlockMask of both is made with "
+            "`jflex.create_block_mask(jflex.and_masks(f, g), ...)`."
+        )
+    if decode and block_mask is not None and not block_mask.lists_follow_mod:
+        raise ValueError(
+            "`block_mask` hides more than one mask_mod tells, so there is no form of it for `decode`. Pass `mask_mod` "
+            "in its place, a mask of positions in the whole sequence."
+        )
+    remedy = "Make it a callable nnx.Module."
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        check_no_hidden_state(name, mod, remedy)
+    holds_parameters = isinstance(score_mod, nnx.Module) or isinstance(mask_mod, nnx.Module)
+    kind = AttentionModule if holds_parameters else AttentionFn
+    return kind(
+        Mods(score_mod, mask_mod, block_mask),
+        decode,
+        {"scale": scale, "implementation": implementation, "config": config},
+    )
+
+
+class AttentionFn:
+    """What `attention_fn` returns: a function in the place of Flax's `dot_product_attention`.
+
+    Args:
+        mods: Those of `attention_fn`.
+        decode: That of `attention_fn`.
+        options: Further arguments of `jflex.flex_attention`.
+    """
+
+    def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
+        self.score_mod = mods.score_mod
+        self.mask_mod = mods.mask_mod
+        self.block_mask = mods.block_mask
+        self.decode = decode
+        self.options = options
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch T Hq D"],
+        key: Float[Array, "*batch S Hkv D"],
+        value: Float[Array, "*batch S Hkv Dv"],
+        bias: Float[Array, "*shape"] | None = None,
+        mask: Num[Array, "*shape"] | Bool[Array, "*shape"] | None = None,
+        *,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: Int[Array, "*shape"] | None = None,
+        promote_dtype: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Float[Array, "*batch T Hq Dv"]:
+        """Attends; every argument of Flax is named, since linen hands over only those that it finds named.
+
+        Args:
+            query: Queries.
+            key: Keys, of which each head serves `Hq // Hkv` query heads.
+            value: Values.
+            bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
+            mask: Hides a key where it is 0 or False; broadcasts to [*batch, Hq, T, S].
+            broadcast_dropout: Means nothing without dropout.
+            dropout_rng: Likewise.
+            dropout_rate: Must be 0 unless `deterministic`.
+            deterministic: Whether there is no dropout.
+            dtype: To which queries, keys and values are cast. Default: what they promote to.
+            precision: Of the products of float32, forward and backward.
+            module: Must be None: the weights are not sowed.
+            is_causal: Whether a query sees keys up to its own position alone.
+            input_positions: Must be None.
+            promote_dtype: Casts in the place of Flax's function: `((query, key, value), dtype=dtype)`.
+            force_fp32_for_softmax: It is in float32 anyway.
+            einsum_dot_general: Must be None.
+            qk_attn_weights_einsum: Must be None.
+            attn_weights_value_einsum: Must be None.
+
+        Returns:
+            One vector for each query and head.
+
+        Raises:
+            NotImplementedError: What must be None is not, or there would be dropout.
+            ValueError: Shapes do not fit, or the position of a query is not known to mods.
+        """
+        del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+        einsums = {
+            "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        }
+        check_handed_over(
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            module=module,
+            input_positions=input_positions,
+            einsums=einsums,
+        )
+        if promote_dtype is None:
+            query, key, value = linen_promote_dtype(query, key, value, dtype=dtype)
+        else:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        _check_batch(query, key, value)
+        score_mod = with_parameters("score_mod", self.score_mod)
+        mask_mod = with_parameters("mask_mod", self.mask_mod)
+        call = _Call(Mods(score_mod, mask_mod, self.block_mask), query, key, value, bias, mask, is_causal)
+        with matmul_precision(precision):
+            attended = call.run(self.decode, self.options)
+        return attended.reshape(*query.shape[:-1], value.shape[-1])
+
+
+class AttentionModule(AttentionFn, nnx.Module):
+    """An `AttentionFn` whose mods hold parameters of NNX.
+
+    Args:
+        mods: Those of `attention_fn`.
+        decode: That of `attention_fn`.
+        options: Further arguments of `jflex.flex_attention`.
+    """
+
+    def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
+        super().__init__(Mods(mods.score_mod, mods.mask_mod), decode, options)
+        self.block_mask = nnx.data(mods.block_mask)
+
+
+class _Call:
+    """One call: the arrays with one batch axis, and all that masks and changes scores."""
+
+    def __init__(self, mods: Mods, query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool):
+        shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        self.mods = mods
+        self.query, self.key, self.value = fold_batch(query), fold_batch(key), fold_batch(value)
+        self.bias = None if bias is None else four_axes("bias", jnp.asarray(bias), shape)
+        self.mask = None if mask is None else four_axes("mask", jnp.asarray(mask).astype(bool), shape)
+        self.causal = jflex.masks.causal() if is_causal else None
+        self.B, self.T, self.S, self.Hq = self.query.shape[0], *shape[-2:], shape[-3]
+
+    def run(self, decode: bool | None, options: dict[str, Any]) -> Float[Array, "B T Hq Dv"]:
+        lengths, mods, causal = None, self.mods, self.causal
+        if self.T == 1 and self.mask is not None:
+            if decode is None and self.S > 1:
+                self._check_no_mods()
+            if mods.block_mask is None or decode:
+                lengths = shown_lengths(self.mask, self.B, self.S)
+            if decode and lengths is not None:
+                mods = mods.for_decoding()
+                mods = Mods(mods.score_mod, _all_of(mods.mask_mod, causal)).at(jnp.max(lengths, initial=1) - 1)
+                causal = None
+        dense = None if self.mask is None else reader(self.mask)
+        mask_mod, block_mask = mods.mask_mod, mods.block_mask
+        if block_mask is not None:
+            more = _all_of(causal, dense)
+            block_mask = block_mask if more is None else block_mask & self._blocks(more, block_mask.block_size)
+        elif causal is not None and mask_mod is None and self.T > 1:
+            block_mask = self._blocks(_all_of(causal, dense), 128)
+        else:
+            mask_mod = _all_of(mask_mod, causal, dense)
+        score_mod = self._with_bias(mods.score_mod)
+        arrays = (self.query, self.key, self.value)
+        return jflex.flex_attention(*arrays, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=lengths, **options)
+
+    def _blocks(self, mask_mod: Any, block_size: int | tuple[int, int]) -> jflex.BlockMask:
+        """The blocks of `is_causal` and of the dense mask."""
+        many = (1, 1) if self.mask is None else self.mask.shape[:2]
+        batch, heads = (size if size > 1 else None for size in many)
+        return jflex.create_block_mask(mask_mod, batch, heads, self.T, self.S, block_size=block_size)
+
+    def _with_bias(self, score_mod: jflex.ScoreMod | None) -> jflex.ScoreMod | None:
+        if self.bias is None:
+            return score_mod
+        jflex.check_mod_sizes(score_mod, batch=self.B, heads=self.Hq, queries=self.T, keys=self.S)
+        read = reader(self.bias)
+
+        def biased(score, b, h, q_idx, kv_idx):
+            score = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+            return score + read(b, h, q_idx, kv_idx).astype(jnp.float32)
+
+        return biased
+
+    def _check_no_mods(self) -> None:
+        """Raises where something needs the position of a single query, which Flax does not tell."""
+        given = {**self.mods._asdict(), "is_causal": self.causal}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` needs the position of the query, and Flax does not hand it over with one query, "
+                    f"{self.S} keys and a `mask`. If this is the decode mode of the layer, pass decode=True to "
+                    "`attention_fn`: the query stands at the last key that the mask shows. If a single query attends "
+                    "to other inputs, pass decode=False: it stands at 0. `FlexAttention` of flax_layers knows the "
+                    "positions of its own caches."
+                )
+
+
+def _all_of(*masks: Any) -> Any:
+    """The mask_mod of all those that are not None."""
+    given = [mask for mask in masks if mask is not None]
+    return jflex.and_masks(*given) if len(given) > 1 else given[0] if given else None
+
+
+def _check_batch(query: Array, key: Array, value: Array) -> None:
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    if min(map(len, shapes.values())) < 3 or len({shape[:-3] for shape in shapes.values()}) > 1:
+        got = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"`query`, `key` and `value` must be [*batch, length, heads, head_dim] with the same batch axes. Got {got}."
+        )

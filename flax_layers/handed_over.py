@@ -1,0 +1,146 @@
+"""What Flax hands over to an `attention_fn`: dense masks and biases, precision, and what cannot be honoured."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+Reader = Callable[[Any, Any, Any, Any], Array]
+"""`(b, h, q_idx, kv_idx) -> element`, on scalars."""
+
+
+def check_handed_over(
+    *, dropout_rate: float, deterministic: bool, module: Any, input_positions: Any, einsums: dict[str, Any]
+) -> None:
+    """Refuses by name what an `attention_fn` of jflex does not do.
+
+    Args:
+        dropout_rate: Refused where it would drop something.
+        deterministic: Whether nothing is dropped.
+        module: A module that asks for the attention weights, or None.
+        input_positions: Positions for a rotary embedding, or None.
+        einsums: What would compute the products in place of jflex, by name.
+
+    Raises:
+        NotImplementedError: One of them is asked for.
+
+    Example:
+        >>> check_handed_over(dropout_rate=0.1, deterministic=False, module=None, input_positions=None, einsums={})
+        Traceback (most recent call last):
+        NotImplementedError: `dropout_rate` must be 0 where `deterministic` is False. Got 0.1: jflex has no dropout ...
+    """
+    if dropout_rate > 0 and not deterministic:
+        raise NotImplementedError(
+            f"`dropout_rate` must be 0 where `deterministic` is False. Got {dropout_rate}: jflex has no dropout of "
+            "attention weights yet. Make the layer with dropout_rate=0, or call it with deterministic=True."
+        )
+    if module is not None:
+        raise NotImplementedError(
+            "`module` asks to sow the attention weights (`sow_weights=True`), and jflex never holds them. Call the "
+            "layer without `sow_weights`, or make it with Flax's own `dot_product_attention` to look at weights."
+        )
+    if input_positions is not None:
+        raise NotImplementedError(
+            "`input_positions` are those of a rotary embedding, which this `attention_fn` does not apply; mods count "
+            "places in the sequence. Rotate in a function around this one, or take `FlexAttention(rotary_base=...)` "
+            "of flax_layers, whose call has `positions`."
+        )
+    for name, einsum in einsums.items():
+        if einsum is not None:
+            raise NotImplementedError(
+                f"`{name}` would replace a product that jflex computes inside its kernel. Got {einsum}. Leave it None, "
+                "or make the layer with Flax's own `dot_product_attention`."
+            )
+
+
+def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...]) -> Shaped[Array, "#B #H #T #S"]:
+    """A dense mask or bias with the leading axes folded into one, which stays 1 where nothing depends on them.
+
+    Args:
+        name: Of the array, for the message.
+        array: What broadcasts to `shape`, as numpy does.
+        shape: `(*batch, heads, queries, keys)`.
+
+    Returns:
+        The array; heads, queries and keys are 1 where they were.
+
+    Raises:
+        ValueError: The array does not broadcast to `shape`.
+
+    Example:
+        >>> four_axes("mask", jnp.ones((2, 1, 1, 7, 1)), (2, 3, 4, 7, 7)).shape
+        (6, 1, 7, 1)
+    """
+    padded = (1,) * (len(shape) - array.ndim) + array.shape
+    if len(padded) != len(shape) or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
+        raise ValueError(
+            f"`{name}` must broadcast to [*batch, heads, queries, keys], {list(shape)}. Got shape {list(array.shape)}."
+        )
+    batch = padded[:-3]
+    if math.prod(batch) != 1:
+        batch = shape[:-3]
+    return jnp.broadcast_to(array.reshape(padded), (*batch, *padded[-3:])).reshape(math.prod(batch), *padded[-3:])
+
+
+def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
+    """What a mod reads of the array: its element, whatever the index is along axes of size 1.
+
+    Example:
+        >>> read = reader(jnp.arange(3.0).reshape(1, 1, 1, 3))
+        >>> float(read(5, 7, 9, 2))
+        2.0
+    """
+    many = [size != 1 for size in array.shape]
+    kept = array.reshape([size for size in array.shape if size != 1])
+    return lambda *place: kept[tuple(index for index, used in zip(place, many, strict=True) if used)]
+
+
+def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> Int32[Array, " B"]:
+    """How many keys each batch entry has, up to the last that the mask shows to one of its heads.
+
+    Example:
+        >>> shown_lengths(jnp.array([1, 0, 1, 0], bool).reshape(1, 1, 1, 4), 2, 4).tolist()
+        [3, 3]
+    """
+    shown = jnp.broadcast_to(jnp.any(mask, axis=(1, 2)), (batch, keys))
+    ends = jnp.arange(1, keys + 1, dtype=jnp.int32)[None, :]
+    return jnp.max(jnp.where(shown, ends, 0), axis=1, initial=0)
+
+
+def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context in which jflex computes with the `precision` that Flax hands over.
+
+    Args:
+        precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of the same.
+
+    Returns:
+        The context; for None, one that changes nothing.
+
+    Raises:
+        ValueError: It is something else.
+
+    Example:
+        >>> with matmul_precision(jax.lax.Precision.HIGHEST):
+        ...     jax.config.jax_default_matmul_precision
+        'highest'
+    """
+    if precision is None:
+        return contextlib.nullcontext()
+    one = precision[0] if isinstance(precision, tuple) and len(set(precision)) == 1 else precision
+    if isinstance(one, jax.lax.DotAlgorithmPreset):
+        one = one.name
+    elif isinstance(one, jax.lax.Precision):
+        one = one.name.lower()
+    try:
+        return jax.default_matmul_precision(one)
+    except ValueError:
+        raise ValueError(
+            "`precision` must be one for both sides of all products: None, a jax.lax.Precision, a "
+            f"jax.lax.DotAlgorithmPreset, or a name that jax.default_matmul_precision takes. Got {precision!r}."
+        ) from None

@@ -1,0 +1,64 @@
+"""Mods of linen layers: what they hold, and the parameters that they make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from flax_layers.captures import captures
+
+
+def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
+    """Refuses a mod with parameters of NNX, which linen would take for constants.
+
+    Args:
+        name: Of the argument, for the message.
+        mod: What it was given.
+
+    Raises:
+        ValueError: The mod reaches a module or a variable of NNX.
+
+    Example:
+        >>> def capped(cap):  # the function that it returns holds the parameter
+        ...     return lambda score, b, h, q_idx, kv_idx: cap[...] * score
+        >>> check_no_nnx_state("score_mod", capped(nnx.Param(0.5)))
+        Traceback (most recent call last):
+        ValueError: `score_mod` holds a Param of flax.nnx, which gets no gradients in a linen module. ...
+    """
+    for value in () if mod is None else captures(mod):
+        if isinstance(value, nnx.Module | nnx.Variable):
+            raise ValueError(
+                f"`{name}` holds a {type(value).__name__} of flax.nnx, which gets no gradients in a linen module. Make "
+                "the mod a linen module, or have it capture what `self.param` returns."
+            )
+
+
+def with_parameters(name: str, mod: Any) -> Any:
+    """The mod, whose parameters exist when this returns.
+
+    jflex evaluates a mod inside a trace of its own. Parameters that linen made there would be tracers that leak, so
+    while linen initialises, a mod that reaches a linen module is evaluated once before that.
+
+    Args:
+        name: Of the argument, for the message.
+        mod: A mod of the constructor or of the call, or None.
+
+    Returns:
+        The same mod.
+
+    Raises:
+        ValueError: The mod is a linen module that belongs to no other.
+    """
+    if mod is None:
+        return mod
+    if isinstance(mod, linen.Module) and mod.scope is None:
+        raise ValueError(
+            f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no place. Give it to the "
+            "constructor of the layer, or create it in the module that calls the layer."
+        )
+    modules = [value for value in captures(mod) if isinstance(value, linen.Module) and value.scope is not None]
+    if any(module.is_initializing() for module in modules):
+        scores = [jnp.float32(0)] if name == "score_mod" else []
+        mod(*scores, *[jnp.int32(0)] * 4)
+    return mod

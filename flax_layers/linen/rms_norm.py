@@ -1,0 +1,39 @@
+"""Normalisation by the root mean square."""
+
+import jax.numpy as jnp
+from flax import linen
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_layers.functional import rms_norm
+
+
+class RMSNorm(linen.Module):
+    """Divides by the root mean square and multiplies by a learned scale, both in float32: that of nnx for linen.
+
+    Args:
+        num_features: Size of the input's last axis.
+        epsilon: Added to the mean of squares.
+        offset: Added to the scale: 1 in Gemma, whose scales begin at 0. Scales begin at `1 - offset`.
+        dtype: Of the result. Default: that of the inputs.
+        param_dtype: Of the scale.
+
+    Example:
+        >>> import jax
+        >>> outputs, variables = RMSNorm(2, offset=1.0).init_with_output(jax.random.key(0), jnp.array([3.0, 4.0]))
+        >>> variables["params"]["scale"].tolist(), [round(x, 3) for x in outputs.tolist()]
+        ([0.0, 0.0], [0.849, 1.131])
+    """
+
+    num_features: int
+    epsilon: float = 1e-6
+    offset: float = 0.0
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @linen.compact
+    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        """Returns the normalised inputs."""
+        first = linen.initializers.constant(1.0 - self.offset)
+        scale = self.param("scale", first, (self.num_features,), self.param_dtype)
+        return rms_norm(inputs, scale, epsilon=self.epsilon, offset=self.offset, dtype=self.dtype)

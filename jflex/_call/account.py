@@ -1,0 +1,195 @@
+"""What `jflex.explain` says of a call: the part that all accounts share, and the account of dense and packed calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex import backends
+from jflex._call.dispatch import Implementation, Selection, select, select_passes
+from jflex._call.kv_lengths import bounded_lists, known_lengths
+from jflex.backends.base import Inputs
+from jflex.block_mask.lists import BlockLists
+from jflex.config import Config
+from jflex.errors import UnsupportedError
+from pallas_kernels.plan import Refusal, all_gradients
+from pallas_kernels.spec import AttentionSpec
+
+NOTHING = "nothing is computed: there are no queries or no keys"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation runs a call, and how.
+
+    Attributes:
+      backend: The backend that runs it, or None if none of the named ones can.
+      reasons: Why the backends before it in the order do not.
+      tiles: Kernels and tile sizes of both passes, with who chose them, as text.
+      gradients: The backend that computes the gradients, or None if there are none.
+      gradients_reason: Why there are none, or why that is not `backend`; else empty.
+      config: The settings of the call.
+    """
+
+    backend: str | None
+    reasons: dict[str, str]
+    tiles: str
+    gradients: str | None
+    gradients_reason: str
+    config: Config
+
+    def lines(self) -> list[str]:
+        """The account as lines."""
+        lines = [f"backend   {self.backend or 'none of the requested'}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
+        if self.tiles:
+            lines.append(f"tiles     {self.tiles}")
+        if self.backend is not None:
+            because = f", because {self.gradients_reason}" if self.gradients_reason else ""
+            lines.append(f"gradients {self.gradients or 'none'}{because}")
+        return [*lines, f"config    {_settings(self.config)}"]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Account(Choice):
+    """What a call of `flex_attention` or `flex_attention_varlen` would do; ``print`` it.
+
+    Attributes:
+      visited: Blocks that are visited, over batch and heads, or None without a BlockMask or while its lists, or the
+        lengths of keys, are not known.
+      full: Those of them in which the mask is not evaluated.
+      blocks: All blocks.
+      flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
+        BlockMask, over the keys within their lengths, where these are known.
+      bytes: Bytes that it must move at least: each of query, key, value and out once, of keys and values what lies
+        within the lengths.
+    """
+
+    visited: int | None
+    full: int | None
+    blocks: int | None
+    flops: int
+    bytes: int
+
+    @property
+    def partial(self) -> int | None:
+        """Visited blocks in which the mask is evaluated."""
+        return None if self.visited is None or self.full is None else self.visited - self.full
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
+        """Takes the account of one call; query, key and value may be shapes."""
+        visited, full, total = _count(spec, inputs)
+        lengths = known_lengths(inputs.kv_lengths)
+        keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
+        if lengths is not None:
+            keys, longest = int(lengths.sum()), int(lengths.max(initial=0))
+        pairs = spec.Hq * spec.T * keys
+        if visited is not None and total:
+            pairs = spec.B * spec.Hq * spec.T * spec.S * visited // total
+        width = jnp.dtype(spec.dtype).itemsize
+        rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
+        selection = select(implementation, spec)
+        passes = _describe(spec, implementation, selection)
+        return cls(
+            backend=selection.name,
+            reasons=selection.rejections,
+            tiles=passes.tiles,
+            gradients=passes.gradients,
+            gradients_reason=passes.reason,
+            config=spec.config,
+            visited=visited,
+            full=full,
+            blocks=total,
+            flops=2 * pairs * (spec.D + spec.Dv),
+            bytes=width * (spec.D + spec.Dv) * sum(rows),
+        )
+
+    def lines(self) -> list[str]:
+        """The account as lines."""
+        lines = super().lines()
+        if self.visited is not None and self.full is not None and self.blocks:
+            lines.append(
+                f"blocks    {self.visited} of {self.blocks} visited ({self.full} full, {self.partial} partial), "
+                f"{100 * (1 - self.visited / self.blocks):.1f} % skipped"
+            )
+        elif self.blocks is None:
+            lines.append("blocks    not counted (no BlockMask, or traced)")
+        return [*lines, f"work      {work_of(self.flops, self.bytes)}"]
+
+    __str__ = Choice.__str__
+
+
+def work_of(flops: int | None, moved: int | None) -> str:
+    """Work as text."""
+    if flops is None or moved is None:
+        return "not known"
+    return f"{flops / 1e9:.3f} GFLOP forward, {moved / 1e6:.3f} MB"
+
+
+def _settings(config: Config) -> str:
+    """The fields that a user has set."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    changed = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
+    return ", ".join(changed) or "default"
+
+
+class Described(NamedTuple):
+    """Kernels and tiles of both passes as text, the backend that computes the gradients, and why that one or none."""
+
+    tiles: str
+    gradients: str | None
+    reason: str
+
+
+def _describe(spec: AttentionSpec, implementation: Implementation, selection: Selection) -> Described:
+    name, plan = selection.name, selection.plan
+    if name is None or plan is None:
+        return Described("", None, "")
+    if spec.is_empty:
+        return Described(NOTHING, None, "")
+    requested = all_gradients(spec)
+    both = backends.get(name).plan(spec, requested)
+    refusal = both.sentence(spec) if isinstance(both, Refusal) else ""
+    try:
+        passes = select_passes(implementation, spec, requested)
+    except UnsupportedError:
+        return Described(plan.describe(), None, refusal)
+    if isinstance(both, Refusal):
+        return Described(plan.describe(), passes.backward, f"{refusal}; with gradients, it runs both passes")
+    if passes.backward != name:
+        return Described(plan.describe(), passes.backward, passes.reason)
+    return Described(both.describe(), *(both.gradients or (name, "")))
+
+
+def _count(spec: AttentionSpec, inputs: Inputs) -> tuple[int | None, int | None, int | None]:
+    lists = _known_lists(spec, inputs)
+    if lists is None:
+        return None, None, None
+    batch, heads, rows = lists.kv_num_blocks.shape
+    repeat = (spec.B // batch) * (spec.Hq // heads)
+    full = int(np.asarray(lists.full_kv_num_blocks).sum()) * repeat
+    columns = lists.q_num_blocks.shape[-1]
+    partial = int(np.asarray(lists.kv_num_blocks).sum()) * repeat
+    return partial + full, full, rows * columns * spec.B * spec.Hq
+
+
+def _known_lists(spec: AttentionSpec, inputs: Inputs) -> BlockLists | None:
+    """The lists that are walked, or None where they cannot be known."""
+    lists, lengths = inputs.lists, known_lengths(inputs.kv_lengths)
+    if lists is None or spec.blocks is None or any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in lists):
+        return None
+    if inputs.kv_lengths is None:
+        return lists
+    if lengths is None:
+        return None
+    with jax.ensure_compile_time_eval():
+        return bounded_lists(spec, lists, jnp.asarray(lengths), spec.blocks.size)

@@ -1,0 +1,191 @@
+"""Checks of the arguments that `jflex.dot_product_attention` has from `jax.nn.dot_product_attention`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex._call.checks import describe_array
+from jflex._call.dispatch import Implementation, names_of
+from jflex._call.kv_lengths import known_lengths
+
+_AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
+
+
+def as_array(x: Any, name: str) -> jax.Array:
+    """An argument as an array; numbers and nested sequences of them are, as everywhere in `jax.nn`.
+
+    Raises:
+      TypeError: It is nothing that `jax.numpy.asarray` takes.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.") from error
+
+
+def batched(x: Any, name: str) -> jax.Array:
+    """Query, key or value with four axes, of three or four.
+
+    Raises:
+      TypeError: It is no array.
+      ValueError: It has another number of axes.
+    """
+    x = as_array(x, name)
+    heads, length = ("Hq", "T") if name == "query" else ("Hkv", "S")
+    if x.ndim not in (3, 4):
+        raise ValueError(
+            f"`{name}` must have four axes, [B, {length}, {heads}, D], or three without the batch. Got "
+            f"{describe_array(x)}. Add the axis of heads with `x[..., None, :]`; fold several batch axes into one, or "
+            "`jax.vmap` the call."
+        )
+    return x if x.ndim == 4 else x[None]
+
+
+def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
+    """The bias with four axes.
+
+    Raises:
+      TypeError: It is not made of numbers.
+      ValueError: It cannot be broadcast to `shape`.
+    """
+    if bias is None:
+        return None
+    bias = as_array(bias, "bias")
+    if bias.dtype == jnp.bool_:
+        raise TypeError(
+            f"`bias` must be numbers that are added to the scores. Got {describe_array(bias)}; pass booleans, True "
+            "where a query attends, as `mask`."
+        )
+    if not (jnp.issubdtype(bias.dtype, jnp.floating) or jnp.issubdtype(bias.dtype, jnp.integer)):
+        raise TypeError(f"`bias` must be floating-point or integers. Got {describe_array(bias)}.")
+    return _broadcastable(bias, "bias", shape)
+
+
+def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> jax.Array | None:
+    """The mask with four axes.
+
+    Raises:
+      TypeError: It is not boolean.
+      ValueError: It cannot be broadcast to `shape`.
+    """
+    if mask is None:
+        return None
+    mask = as_array(mask, "mask")
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask` must be boolean, True where a query attends. Got {describe_array(mask)}. Cast a mask of 0 and 1 "
+            "with `.astype(bool)`; pass one that is added to the scores as `bias`."
+        )
+    return _broadcastable(mask, "mask", shape)
+
+
+def _broadcastable(x: jax.Array, name: str, shape: tuple[int, int, int, int]) -> jax.Array:
+    rule = f"`{name}` must be [B, Hq, T, S], each of them 1 or as in the call, {list(shape)}"
+    if x.ndim > 4:
+        raise ValueError(f"{rule}. Got {describe_array(x)}, with {x.ndim} axes. `jax.vmap` the call over the others.")
+    full = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    for (letter, what), got, size in zip(_AXES, full.shape, shape, strict=True):
+        if got not in (1, size):
+            hint = ""
+            if x.ndim == 3 and shape[0] > 1 and x.shape[0] == shape[0]:
+                hint = (
+                    f" Three axes are [Hq, T, S]: for one {name} for each batch entry, insert the heads, `x[:, None]`."
+                )
+            raise ValueError(f"{rule}. Got {describe_array(x)}: {letter} is {got}, for {size} {what}.{hint}")
+    return full
+
+
+def checked_scale(scale: Any) -> tuple[Any, Any]:
+    """A scale as a Python number or None, and what the scaled scores are multiplied by then, or None.
+
+    Raises:
+      TypeError: It is an array with axes, or not of real numbers.
+    """
+    if isinstance(scale, (jax.Array, np.ndarray)):
+        real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+        if scale.shape != () or not real:
+            raise TypeError(
+                f"`scale` must be one real number. Got {describe_array(scale)}. To scale by head or position, multiply "
+                "`query` or `key`, or use a `score_mod` with `jflex.flex_attention`."
+            )
+        return 1.0, jnp.asarray(scale).astype(jnp.float32)
+    if isinstance(scale, (int, float, np.number)) and scale == 0:
+        return 1.0, 0.0
+    return scale, None
+
+
+def check_flag(flag: Any, name: str) -> None:
+    """Raises TypeError unless a switch is known while tracing."""
+    if not isinstance(flag, (bool, np.bool_)):
+        hint = f" Under `jax.jit`, make it static: `static_argnames={name!r}`." if isinstance(flag, Tracer) else ""
+        raise TypeError(f"`{name}` must be True or False. Got {type(flag).__name__}.{hint}")
+
+
+def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | None:
+    """Lengths as an int32 array.
+
+    Raises:
+      TypeError: They are not int32.
+      ValueError: They are not one for each batch entry, or a known one is negative or beyond `size`.
+    """
+    if lengths is None:
+        return None
+    what, letter = ("queries", "T") if name == "query_seq_lengths" else ("keys", "S")
+    rule = f"`{name}` must be an int32 array [B], the number of {what} of each of the {B} batch entries"
+    array = as_array(lengths, name)
+    if array.dtype != jnp.int32:
+        raise TypeError(f"{rule}. Got {describe_array(array)}; cast it with `.astype(jnp.int32)`.")
+    if array.shape != (B,):
+        hint = "" if array.ndim else f" For one length for all, pass `jnp.full({B}, length, jnp.int32)`."
+        raise ValueError(f"{rule}. Got {describe_array(array)}.{hint}")
+    known = known_lengths(lengths if isinstance(lengths, np.ndarray) else array)
+    if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
+        wrong = int(np.argmax((known < 0) | (known > size)))
+        raise ValueError(
+            f"`{name}` must lie between 0 and {letter}, the {size} {what} that there are. Batch entry {wrong} has "
+            f"{known[wrong]}. Clamp the lengths with `jnp.clip({name}, 0, {size})`."
+        )
+    return array
+
+
+def checked_window(window: Any) -> tuple[int | None, int | None]:
+    """``(left, right)``, or Nones without a window.
+
+    Raises:
+      TypeError: It is neither an integer nor a pair of integers.
+      ValueError: It hides every key.
+    """
+    if window is None:
+        return None, None
+    rule = "`local_window_size` must be a Python int, or a pair (left, right) of them"
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    try:
+        left, right = (operator.index(side) for side in sides if not isinstance(side, (bool, jax.Array)))
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{rule}. Got {window!r}. For sizes that are data, pass arrays to `jflex.masks.sliding_window`, and the "
+            "mask to `jflex.flex_attention`."
+        ) from None
+    if left < -right:
+        raise ValueError(
+            f"{rule}, of keys before and after the position of the query. Got {(left, right)}, which hides every key. "
+            "A side without a bound is the length of the keys, not -1."
+        )
+    return left, right
+
+
+def check_implementation(implementation: Implementation) -> None:
+    """Raises ValueError unless the names are jflex's."""
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
+    if "cudnn" in names:
+        raise ValueError(
+            "`implementation` cannot be 'cudnn', which `jax.nn.dot_product_attention` has: jflex does not call cuDNN. "
+            "Pass None, which selects among jflex's own kernels, or 'mosaic_gpu' or 'triton' by name."
+        )
+    names_of(implementation)

@@ -1,0 +1,172 @@
+"""BlockMasks of causal masks, windows, lengths of queries and dense masks, without evaluating their elements.
+
+A *band* is ``q_idx - left <= kv_idx <= q_idx + right``: a causal mask, a window or both. Its blocks follow from the
+positions of their corners. Those of a band alone are numbers that tracing knows: they are computed once, in numpy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int8, Int32
+
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
+from jflex.block_mask.mask import BlockMask
+from jflex.mods.trace import trace_mask_mod
+from jflex.mods.types import MaskMod
+
+
+class Band(NamedTuple):
+    """How far a query sees, in queries ``T`` and keys ``S``.
+
+    Attributes:
+      left: Keys before the position of the query; None where all of them are visible.
+      right: Keys after it, likewise.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def within(self, T: int, S: int) -> Band:
+        """The band without the sides that hide nothing, and with numbers that int32 holds.
+
+        >>> Band(4096, 0).within(512, 512)
+        Band(left=None, right=0)
+        """
+        left = None if self.left is None or self.left >= T - 1 else max(self.left, -S)
+        right = None if self.right is None or self.right >= S - 1 else max(self.right, -T)
+        return Band(left, right)
+
+
+def band_block_mask(
+    mask_mod: MaskMod,
+    band: Band,
+    shape: tuple[int, int, int, int],
+    block_size: tuple[int, int],
+    q_lengths: Int32[Array, " B"] | None = None,
+    mask: Bool[Array, "b h t s"] | None = None,
+    *,
+    hides_more: bool = False,
+) -> BlockMask | None:
+    """The BlockMask of a mask that is a band, and what else hides.
+
+    Args:
+      mask_mod: All of the mask, evaluated in partial blocks.
+      band: See `Band`; `Band.within` the lengths.
+      shape: ``(B, H, T, S)``; B and H are 1 where `mask_mod` does not use ``b`` and ``h``.
+      block_size: Of queries and keys.
+      q_lengths: Queries of each batch entry; those beyond see nothing.
+      mask: A dense mask, which is read once for its blocks; its axes may be 1.
+      hides_more: Whether `mask_mod` hides more than the others tell: then no block is full.
+
+    Returns:
+      The mask; None where lists would say nothing: all blocks are partial, or there is only one.
+    """
+    seq_lengths = shape[2:]
+    R, C = (block_count(n, block) for n, block in zip(seq_lengths, block_size, strict=True))
+    if R * C <= 1:
+        return None
+    if (q_lengths is None or R == 1) and mask is None:
+        hides_more = hides_more or q_lengths is not None
+        lists = _static_lists(band, seq_lengths, block_size, hides_more)
+        if lists is None:
+            return None
+        if shape[:2] != (1, 1):
+            lists = BlockLists(*(jnp.broadcast_to(x, (*shape[:2], *x.shape[2:])) for x in lists))
+    else:
+        kinds = jnp.asarray(_static_kinds(band, seq_lengths, block_size))
+        if q_lengths is not None:
+            kinds = _cut_by_queries(kinds, band, seq_lengths, block_size, q_lengths)
+        if mask is not None:
+            kinds = jnp.minimum(*jnp.broadcast_arrays(kinds, dense_kinds(mask, block_size)))
+        kinds = jnp.minimum(kinds, jnp.int8(PARTIAL)) if hides_more else kinds
+        kinds = jnp.broadcast_to(kinds, (*shape[:2], R, C))
+        lists = lists_from_kinds(demote_tails(kinds, seq_lengths, block_size))
+    traced, operands = trace_mask_mod(mask_mod)
+    return BlockMask(
+        **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
+        lists_follow_mod=True,
+    )  # fmt: skip
+
+
+@jax.jit(static_argnames="block_size")
+def dense_kinds(mask: Bool[Array, "b h t s"], block_size: tuple[int, int]) -> Int8[Array, "b h r c"]:
+    """The kinds of the blocks of a dense mask; an axis of size 1 keeps it, and padding changes nothing.
+
+    >>> dense_kinds(jnp.tril(jnp.ones((1, 1, 5, 5), bool)), (2, 2))[0, 0].tolist()
+    [[1, 0, 0], [2, 1, 0], [2, 2, 2]]
+    """
+    t, s = (min(size, block) for size, block in zip(mask.shape[2:], block_size, strict=True))
+    padding = [(0, 0), (0, 0), (0, -mask.shape[2] % t), (0, -mask.shape[3] % s)]
+
+    def reduced(over: Callable[..., Array], beyond: bool) -> Int8[Array, "b h r c"]:
+        padded = jnp.pad(mask, padding, constant_values=beyond)
+        b, h, rows, columns = padded.shape
+        return over(padded.reshape(b, h, rows // t, t, columns // s, s), axis=(3, 5)).astype(jnp.int8)
+
+    return reduced(jnp.any, False) + reduced(jnp.all, True)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_lists(
+    band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], hides_more: bool
+) -> BlockLists | None:
+    """The lists of a band alone, or None if all of its blocks are partial."""
+    kinds = _static_kinds(band, seq_lengths, block_size)
+    if hides_more:
+        kinds = np.minimum(kinds, PARTIAL)
+    ends = [(np.arange(block_count(n, block)) + 1) * block for n, block in zip(seq_lengths, block_size, strict=True)]
+    inside = (ends[0] <= seq_lengths[0])[:, None] & (ends[1] <= seq_lengths[1])
+    kinds = np.where((kinds == FULL) & ~inside, PARTIAL, kinds)
+    if (kinds == PARTIAL).all():
+        return None
+    rows = [_list_row(k == kind) for k in (kinds, kinds.swapaxes(-1, -2)) for kind in (PARTIAL, FULL)]
+    return BlockLists(*(x for row in rows for x in row))  # pyright: ignore[reportArgumentType]  # numpy, as constants
+
+
+def _list_row(listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.argsort(~listed, axis=-1, kind="stable").astype(np.int32)
+    return listed.sum(-1, dtype=np.int32), np.where(np.sort(~listed, axis=-1), np.int32(0), numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_kinds(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> np.ndarray:
+    """The kinds of the blocks of a band, int8 [1, 1, R, C]; what lies beyond the lengths changes nothing."""
+    (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
+    return _kinds(first_q[:, None], last_q[:, None], first_kv, last_kv, band)[None, None]
+
+
+def _ends(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    first = np.arange(block_count(length, block), dtype=np.int32) * block
+    return first, np.minimum(first + (block - 1), length - 1)
+
+
+def _kinds(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -> Any:
+    """Kinds of blocks by their corners: ``kv_idx - q_idx`` takes every value between its least and its largest."""
+    least, most = first_kv - last_q, last_kv - first_q
+    sees, sees_all = least <= most, least <= most
+    if band.right is not None:
+        sees, sees_all = sees & (least <= band.right), sees_all & (most <= band.right)
+    if band.left is not None:
+        sees, sees_all = sees & (most >= -band.left), sees_all & (least >= -band.left)
+    return sees.astype(np.int8) + (sees & sees_all).astype(np.int8)
+
+
+def _cut_by_queries(
+    kinds: Any, band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], q_lengths: Int32[Array, " B"]
+) -> Int8[Array, "B 1 R C"]:
+    """Kinds in which queries beyond the length of their batch entry see nothing."""
+    (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
+    first, last = (jnp.asarray(x)[None, None, :, None] for x in (first_q, last_q))
+    ends = q_lengths[:, None, None, None]
+    last_seen = jnp.minimum(last, ends - 1)
+    cut = _kinds(
+        first, last_seen, jnp.asarray(first_kv)[None, None, None], jnp.asarray(last_kv)[None, None, None], band
+    )
+    cut = jnp.where(last < ends, kinds, jnp.minimum(cut, jnp.int8(PARTIAL)))
+    return jnp.where(first < ends, cut, jnp.int8(0))

@@ -1,0 +1,233 @@
+"""`dot_product_attention`: what `jax.nn.dot_product_attention` computes, by the fused kernels of `flex_attention`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int32
+
+from jflex._call import jax_nn_arguments as checks
+from jflex._call.checks import check_arrays, check_config, check_scale
+from jflex._call.dispatch import Implementation
+from jflex.attention import flex_attention
+from jflex.block_mask.bands import Band, band_block_mask
+from jflex.block_mask.mask import BlockMask
+from jflex.config import Config
+from jflex.masks.causal import causal
+from jflex.masks.sliding_window import sliding_window
+from jflex.mods.compose import and_masks
+from jflex.mods.types import MaskMod, ScoreMod
+
+_BLOCK = 128
+
+
+# What is returned, by `return_residual`.
+# fmt: off
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: ArrayLike | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None, local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation = None, return_residual: Literal[False] = False, config: Config | None = None,
+) -> Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: ArrayLike | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None, local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation = None, return_residual: Literal[True], config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def dot_product_attention(
+    query: Float[ArrayLike, "*B T Hq D"],
+    key: Float[ArrayLike, "*B S Hkv D"],
+    value: Float[ArrayLike, "*B S Hkv Dv"],
+    bias: Float[ArrayLike, "#B #Hq #T #S"] | None = None,
+    mask: Bool[ArrayLike, "#B #Hq #T #S"] | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int32[ArrayLike, " B"] | None = None,
+    key_value_seq_lengths: Int32[ArrayLike, " B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation = None,
+    return_residual: bool = False,
+    config: Config | None = None,
+) -> Float[Array, "*B T Hq Dv"] | tuple[Float[Array, "*B T Hq Dv"], Float[Array, "*B T Hq"]]:
+    """`jax.nn.dot_product_attention` by the kernels of `flex_attention`: the same arguments, the same results.
+
+    Scores are ``scale * <query, key> + bias``; keys that `mask`, `is_causal`, `local_window_size` or the lengths hide
+    do not enter the softmax. What is causal, windowed or beyond a length is skipped in blocks, and no array of ``T x
+    S`` is made. A `bias` or `mask` is read where a score needs it: its axes of size 1 are not repeated. The gradient
+    of a bias has the shape of the bias.
+
+    A dense `mask` is an array of ``T x S`` to begin with. It is read in the kernel, and where heads share it once
+    before, for the blocks that it hides whole. If a rule makes it (documents, a prefix, a window), pass that as a
+    ``mask_mod`` to `create_block_mask` and `flex_attention`: no such array is stored, saved for the backward pass or
+    read, and a mask that is made once serves all layers.
+
+    It differs from `jax.nn.dot_product_attention` in this:
+
+    * A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
+      values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both. Where a bias is
+      below ``-2e38``, as ``finfo.min`` is, for all keys of a query, kernels for GPUs give zeros, too, and XLA a mean.
+    * The residual is float32, and differentiable; there it has the dtype of `key`, and no gradient.
+    * `key` and `value` may have batch size 1, shared by all, and `value` a head size of its own. NaN in a key or value
+      that is hidden from all queries reaches nothing.
+    * A boolean `bias`, a length beyond the keys or queries and a window that hides every key are refused. Lengths that
+      are traced cannot be checked: they count as the nearest that exists.
+    * Sharded by plain `jax.jit`, a `bias` or `mask` is gathered; under `jax.shard_map` each shard has its own.
+
+    Args:
+      query: As in `flex_attention`, in the layout BTNH; or without a batch, [T, Hq, D], and so are all others.
+      key: See `query`.
+      value: See `query`.
+      bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing.
+      mask: Of booleans, True where a query attends, likewise.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None. A number, or a 0-d array, which gets its gradient.
+      is_causal: Hides the keys after the query; query 0 sees key 0, also where ``T != S``. (For queries that follow a
+        cache, see `jflex.masks.causal` with ``"bottom_right"``.)
+      query_seq_lengths: How many queries each batch entry has, int32 [B]; they are data.
+      key_value_seq_lengths: How many keys, likewise.
+      local_window_size: ``(left, right)``: a query sees from `left` keys before its position to `right` after it, both
+        included. One number stands for both.
+      implementation: As in `flex_attention`; also ``"xla"`` is jflex's.
+      return_residual: Also return the logsumexp (natural log) of the scores over the visible keys.
+      config: As in `flex_attention`; the one argument that jax.nn does not have.
+
+    Returns:
+      The output, shaped as `query` but for ``Dv``, in its dtype; or a pair of it and the lse, float32 [B, T, Hq].
+
+    Raises:
+      TypeError: An argument is of a wrong kind or dtype.
+      ValueError: Shapes disagree, or a value is out of its range.
+      UnsupportedError: As `flex_attention`.
+
+    >>> import jax
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 256, 4, 32))
+    >>> bias, padding = jnp.zeros((4, 256, 256)), jnp.array([256, 100], jnp.int32)
+    >>> call = dict(bias=bias, is_causal=True, key_value_seq_lengths=padding)
+    >>> out = dot_product_attention(q, k, v, **call)
+    >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, **call), atol=1e-5))
+    True
+    """
+    call = translate(
+        query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+        implementation=implementation, config=config,
+    )  # fmt: skip
+    checks.check_flag(return_residual, "return_residual")
+    out, lse = flex_attention(**call._asdict(), return_lse=True)
+    unbatched = np.ndim(query) == 3
+    out = out[0] if unbatched else out
+    if not return_residual:
+        return out
+    lse = jnp.swapaxes(lse, 1, 2)
+    return out, lse[0] if unbatched else lse
+
+
+class FlexCall(NamedTuple):
+    """The arguments of `flex_attention`, or of `jflex.explain`, that compute the same; see there."""
+
+    query: Array
+    key: Array
+    value: Array
+    score_mod: ScoreMod | None
+    block_mask: BlockMask | None
+    mask_mod: MaskMod | None
+    kv_lengths: Array | None
+    scale: float
+    implementation: Implementation
+    config: Config | None
+
+
+def translate(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None, is_causal: Any = False,
+    query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
+    implementation: Implementation = None, config: Config | None = None,
+) -> FlexCall:  # fmt: skip
+    """Says a call of `dot_product_attention` in mods and a BlockMask, after every argument was checked."""
+    query, key, value = (checks.batched(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    check_arrays(query, key, value, "BTNH")
+    B, T, Hq, D = query.shape
+    S = key.shape[1]
+    bias = checks.checked_bias(bias, (B, Hq, T, S))
+    mask = checks.checked_mask(mask, (B, Hq, T, S))
+    scale, factor = checks.checked_scale(scale)
+    scale = check_scale(scale, D)
+    checks.check_flag(is_causal, "is_causal")
+    q_lengths = checks.checked_lengths(query_seq_lengths, "query_seq_lengths", B, T)
+    kv_lengths = checks.checked_lengths(key_value_seq_lengths, "key_value_seq_lengths", B, S)
+    left, right = checks.checked_window(local_window_size)
+    checks.check_implementation(implementation)
+    config = check_config(config, None)
+    band = Band(left, right if not is_causal else 0 if right is None else min(right, 0)).within(T, S)
+    score_mod, block_mask, mask_mod = None, None, None
+    if 0 not in (B, T, S):  # else there is nothing to index
+        score_mod = _score_mod(factor, bias)
+        block_mask, mask_mod = _masks(band, q_lengths, mask, (B, Hq, T, S), config)
+    return FlexCall(query, key, value, score_mod, block_mask, mask_mod, kv_lengths, scale, implementation, config)
+
+
+def _score_mod(factor: Any, bias: Array | None) -> ScoreMod | None:
+    if factor is None and bias is None:
+        return None
+    added = None if bias is None else _broadcast_load(bias)
+
+    def scale_and_add_bias(score, b, h, q_idx, kv_idx):
+        score = score if factor is None else score * factor
+        return score if added is None else score + jnp.asarray(added(b, h, q_idx, kv_idx), jnp.float32)
+
+    return scale_and_add_bias
+
+
+def _masks(
+    band: Band, q_lengths: Array | None, mask: Array | None, shape: tuple[int, int, int, int], config: Config
+) -> tuple[BlockMask | None, MaskMod | None]:
+    """The mask of a call, as a BlockMask where blocks can be skipped."""
+    B, Hq, T, S = shape
+    parts: list[MaskMod] = []
+    if band == Band(None, 0):
+        parts.append(causal())
+    elif band != Band():
+        parts.append(sliding_window(*(n if side is None else side for side, n in zip(band, (T, S), strict=True))))
+    if q_lengths is not None:
+        parts.append(lambda b, h, q_idx, kv_idx: q_idx < q_lengths[b])
+    if mask is not None:
+        parts.append(_broadcast_load(mask))
+    if not parts:
+        return None, None
+    mask_mod = parts[0] if len(parts) == 1 else and_masks(*parts)
+    block = _block_size(config)
+    # To read a mask costs a byte for each of its elements. That pays where several heads skip what it hides.
+    listed = mask is not None and block[0] < T and (Hq > mask.shape[1] or Hq == 1 or 1 in mask.shape[2:])
+    b, h = (1, 1) if mask is None else mask.shape[:2]
+    sizes = (b if q_lengths is None else B, h, T, S)
+    block_mask = band_block_mask(
+        mask_mod, band, sizes, block, q_lengths, mask if listed else None,
+        hides_more=mask is not None and not listed,
+    )  # fmt: skip
+    return (None, mask_mod) if block_mask is None else (block_mask, None)
+
+
+def _broadcast_load(x: Array) -> MaskMod:
+    """Reads an array [B, Hq, T, S] at the axes that are not 1."""
+    kept = [axis for axis, size in enumerate(x.shape) if size > 1]
+    x = x.reshape([x.shape[axis] for axis in kept])
+
+    def load(b, h, q_idx, kv_idx):
+        indices = (b, h, q_idx, kv_idx)
+        return x[tuple(indices[axis] for axis in kept)]
+
+    return load
+
+
+def _block_size(config: Config) -> tuple[int, int]:
+    """Of queries and keys: a multiple of the tiles of the user."""
+    tiles = [x for x in (config.forward, config.dkv, config.dq) if x is not None]
+    kv_tiles = tiles if config.decode is None else [*tiles, config.decode]
+    return math.lcm(_BLOCK, *(x.block_q for x in tiles)), math.lcm(_BLOCK, *(x.block_kv for x in kv_tiles))

@@ -1,0 +1,73 @@
+"""Mods of other positions: one class for all that maps the positions of a call to those that a mod was written for.
+
+Queries that continue a sequence, packed sequences, pages, selected blocks and shards differ in the mapping alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jflex.mods.array_sizes import Requirement, SizedMod
+
+
+class Positions(NamedTuple):
+    """Where a mod is evaluated: int32 scalars.
+
+    Attributes:
+      b: Batch entry.
+      h: Query head.
+      q_idx: Query.
+      kv_idx: Key.
+      exists: Whether there is such a position; if not, the others are any that can be read. None: there always is.
+    """
+
+    b: Any
+    h: Any
+    q_idx: Any
+    kv_idx: Any
+    exists: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReindexedMod(SizedMod):
+    """A score_mod or a mask_mod of other positions. Where there is no position, a mask hides and a score is ``-inf``.
+
+    Attributes:
+      mod: The mod, of either role: a score_mod is called with a score before the positions.
+      positions: From ``b, h, q_idx, kv_idx`` of the call to the positions that `mod` sees. The arrays that it captures
+        are operands, like those of `mod`.
+      required: What `mod` still requires of a call whose positions are mapped; nothing where that has been checked.
+
+    >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    >>> continued = ReindexedMod(causal, lambda b, h, q_idx, kv_idx: Positions(b, h, q_idx + 16, kv_idx))
+    >>> bool(continued(0, 0, 0, 16)), bool(continued(0, 0, 0, 17))
+    (True, False)
+    """
+
+    mod: Callable[..., Any]
+    positions: Callable[[Any, Any, Any, Any], Positions]
+    required: tuple[Requirement, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
+
+    def __call__(self, *args: Any) -> Any:
+        """Evaluates the mod at one place."""
+        *score, b, h, q_idx, kv_idx = args
+        *positions, exists = self.positions(b, h, q_idx, kv_idx)
+        value = self.mod(*score, *positions)
+        if exists is None:
+            return value
+        if score:
+            return jnp.where(exists, value, -jnp.inf)
+        if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
+            return value  # which tracing refuses, in the name of the user's function
+        return exists & value
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """See `SizedMod`."""
+        return self.required

@@ -1,0 +1,212 @@
+"""What `jflex.explain` says of a call of `paged_attention`, and of one of `cascade_attention`, level by level."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jflex._call.account import NOTHING, Choice, Described, work_of
+from jflex._call.dispatch import Implementation, Selection, select
+from jflex._call.kv_lengths import known_lengths
+from jflex.paged.run import PagedCall, no_derivative
+from pallas_kernels.spec import AttentionSpec
+
+NOT_KNOWN = "not known (traced, or a shape alone)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAccount(Choice):
+    """What a call of `paged_attention` would do, or a level of `cascade_attention`; ``print`` it.
+
+    What follows from lengths, boundaries or the page table is None where these are not known.
+
+    Attributes:
+      requests: Requests; of a level, groups of queries.
+      rows: Packed rows, those that belong to no request included.
+      queries: Those that belong to a request.
+      keys: Keys of all requests.
+      page_size: Keys in a page.
+      pages: Entries of the page table that are in use.
+      different_pages: Different pages among them: fewer than `pages` where requests share pages.
+      query_tiles: Tiles of queries that split-KV kernels take, for each key head; None where keys are not split.
+      splits: Splits of the keys of these tiles, for each key head: as many as tiles if none has several; likewise None.
+      splits_keys: Whether the kernels can split the keys of a request among CTAs.
+      flops: Floating-point operations, 2 for a multiply-add, of all keys of a query's request: the mask is not
+        evaluated.
+      bytes: Bytes that it must move at least: each query and output once, and keys and values once for each request.
+    """
+
+    requests: int
+    rows: int
+    queries: int | None
+    keys: int | None
+    page_size: int
+    pages: int | None
+    different_pages: int | None
+    query_tiles: int | None
+    splits: int | None
+    splits_keys: bool
+    flops: int | None
+    bytes: int | None
+
+    @classmethod
+    def of(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
+        """Takes the account of one call; query, key and value may be shapes."""
+        spec, pages = call.spec, call.pages
+        selection = select(implementation, spec)
+        indptr, lengths, table = map(known_lengths, (pages.indptr, pages.lengths, pages.table))
+        passes = _describe(call, selection)
+        query_tiles, splits = _splits(spec, selection, indptr, lengths)
+        used, different = _pages(spec.page_size, lengths, table)
+        work = _work(spec, indptr, lengths)
+        return cls(
+            backend=selection.name,
+            reasons=selection.rejections,
+            tiles=passes.tiles,
+            gradients=passes.gradients,
+            gradients_reason=passes.reason,
+            config=spec.config,
+            requests=spec.B,
+            rows=spec.T,
+            queries=None if indptr is None else int(indptr[-1]),
+            keys=None if lengths is None else int(lengths.sum(dtype=np.int64)),
+            page_size=spec.page_size,
+            pages=used,
+            different_pages=different,
+            query_tiles=query_tiles,
+            splits=splits,
+            splits_keys=not spec.is_empty and selection.plan is not None and selection.plan.count_splits is not None,
+            flops=work.flops,
+            bytes=work.bytes,
+        )
+
+    def lines(self) -> list[str]:
+        """The account as lines."""
+        count = lambda number, of: f"{of} {NOT_KNOWN}" if number is None else f"{number} {of}"
+        lines = super().lines()
+        lines.append(
+            f"tokens    {self.rows} rows of {self.requests} requests: {count(self.queries, 'queries')}, "
+            f"{count(self.keys, 'keys')}"
+        )
+        different = "" if self.different_pages is None else f", {self.different_pages} different"
+        used = NOT_KNOWN if self.pages is None else f"{self.pages} of {self.page_size} keys{different}"
+        lines.append(f"pages     {used}")
+        if self.backend is not None:
+            lines.append(f"splits    {self._splits()}")
+        without = "" if self.flops is None else ", without regard to a mask"
+        return [*lines, f"work      {work_of(self.flops, self.bytes)}{without}"]
+
+    def _splits(self) -> str:
+        if not self.splits_keys:
+            return "none: the keys of a request are not split"
+        if self.splits is None:
+            return NOT_KNOWN
+        return f"{self.splits} of the keys of {self.query_tiles} tiles of queries, for each key head"
+
+    __str__ = Choice.__str__
+
+
+@dataclasses.dataclass(frozen=True)
+class CascadeAccount:
+    """What a call of `cascade_attention` would do; ``print`` it.
+
+    Attributes:
+      levels: The account of each level, in the order of the call; None of one that is left out, since it has no room
+        for a key that a query could see.
+      merge_bytes: Bytes that merging the partial outputs moves at least; 0 where there are not several.
+      flops: Floating-point operations of all levels; None where one is not known.
+      bytes: Bytes that the levels and the merge must move at least; likewise.
+    """
+
+    levels: tuple[PagedAccount | None, ...]
+    merge_bytes: int
+    flops: int | None
+    bytes: int | None
+
+    @classmethod
+    def of(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
+        """Takes the account of one call, from those of its levels."""
+        levels = tuple(None if call is None else PagedAccount.of(call, implementation) for call in calls)
+        merge_bytes = _merge_bytes([call.spec for call in calls if call is not None])
+        run = [level for level in levels if level is not None]
+        flops, moved = [level.flops for level in run], [level.bytes for level in run]
+        return cls(
+            levels,
+            merge_bytes,
+            None if None in flops else sum(n for n in flops if n is not None),
+            None if None in moved else merge_bytes + sum(n for n in moved if n is not None),
+        )
+
+    @property
+    def merged(self) -> int:
+        """Levels that are computed, of which the partial outputs are merged if there are several."""
+        return sum(level is not None for level in self.levels)
+
+    def __str__(self) -> str:
+        lines = []
+        for number, level in enumerate(self.levels):
+            lines.append(f"level {number}")
+            lines += [f"  {line}" for line in [f"left out: {NOTHING}"] if level is None]
+            lines += [] if level is None else [f"  {line}" for line in level.lines()]
+        several = f"{self.merged} partial outputs, by XLA, {self.merge_bytes / 1e6:.3f} MB"
+        lines.append(f"merge     {several if self.merged > 1 else 'none: there are not several levels'}")
+        return "\n".join([*lines, f"work      {work_of(self.flops, self.bytes)} in all"])
+
+
+def _describe(call: PagedCall, selection: Selection) -> Described:
+    if selection.name is None or selection.plan is None:
+        return Described("", None, "")
+    if call.spec.is_empty:
+        return Described(NOTHING, None, "")
+    reason = no_derivative(call.caller, selection.name)
+    return Described(selection.plan.describe(), selection.name if reason is None else None, reason or "")
+
+
+def _splits(
+    spec: AttentionSpec, selection: Selection, indptr: np.ndarray | None, lengths: np.ndarray | None
+) -> tuple[int | None, int | None]:
+    """Tiles of queries, and splits of their keys."""
+    count = None if selection.plan is None else selection.plan.count_splits
+    if count is None or indptr is None or lengths is None or spec.is_empty:
+        return None, None
+    return count(indptr, lengths)
+
+
+def _pages(page_size: int, lengths: np.ndarray | None, table: np.ndarray | None) -> tuple[int | None, int | None]:
+    """Entries of the table in use, and how many pages these name."""
+    if lengths is None:
+        return None, None
+    used = -(-lengths // page_size)
+    if table is None:
+        return int(used.sum()), None
+    return int(used.sum()), np.unique(table[np.arange(table.shape[1]) < used[:, None]]).size
+
+
+class _Work(NamedTuple):
+    flops: int | None
+    bytes: int | None
+
+
+def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | None) -> _Work:
+    if indptr is None or lengths is None:
+        return _Work(None, None)
+    keys = lengths.astype(np.int64)
+    pairs = spec.Hq * int((np.diff(indptr) * keys).sum())
+    width, out_width = (jnp.dtype(dtype).itemsize for dtype in (spec.dtype, spec.out_dtype))
+    of_queries = spec.T * spec.Hq * (width * spec.D + out_width * spec.Dv)
+    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * width * (spec.D + spec.Dv)
+    return _Work(2 * pairs * (spec.D + spec.Dv), of_queries + of_keys)
+
+
+def _merge_bytes(specs: Sequence[AttentionSpec]) -> int:
+    """Out and lse of each level are read, and those of all are written."""
+    if len(specs) < 2:
+        return 0
+    [first, *_] = specs
+    rows, lse = first.T * first.Hq, 4
+    read = len(specs) * rows * (first.Dv * jnp.dtype(first.out_dtype).itemsize + lse)
+    return read + rows * (first.Dv * jnp.dtype(first.dtype).itemsize + lse)

@@ -1,0 +1,26 @@
+"""Types of arguments: arrays, of JAX or of numpy, and what stands for them; in both layouts."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+AnyArray: TypeAlias = jax.Array | np.ndarray
+"""An array; tracers are arrays of JAX, too."""
+
+ArrayOrShape: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+"""An array, or the shape and dtype of one, of which `jflex.explain` needs no more."""
+
+ShapeOfQuery: TypeAlias = Float[ArrayOrShape, "B T Hq D"] | Float[ArrayOrShape, "B Hq T D"]
+ShapeOfKey: TypeAlias = Float[ArrayOrShape, "#B S Hkv D"] | Float[ArrayOrShape, "#B Hkv S D"]
+ShapeOfValue: TypeAlias = Float[ArrayOrShape, "#B S Hkv Dv"] | Float[ArrayOrShape, "#B Hkv S Dv"]
+
+# Of a dense call, in the layouts BTNH and BNTH. Batch sizes of key and value are B, or 1 for keys that all share.
+Query: TypeAlias = Float[AnyArray, "B T Hq D"] | Float[AnyArray, "B Hq T D"]
+Key: TypeAlias = Float[AnyArray, "#B S Hkv D"] | Float[AnyArray, "#B Hkv S D"]
+Value: TypeAlias = Float[AnyArray, "#B S Hkv Dv"] | Float[AnyArray, "#B Hkv S Dv"]
+Out: TypeAlias = Float[Array, "B T Hq Dv"] | Float[Array, "B Hq T Dv"]
+Lse: TypeAlias = Float[Array, "B Hq T"] | Float[Array, "B T Hq"]  # [B, Hq, T] in both: "B T Hq" if BNTH named its axes

@@ -1,0 +1,63 @@
+"""Types of what kernels handle: refs, and scalars that a trace may know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    from jax.experimental.pallas import Slice
+    from jax.ref import AbstractRef
+
+    class _JaxRef(AbstractRef, jax.Ref): ...
+else:
+    _JaxRef = object
+
+A = TypeVar("A")  # arrays, or refs to them in a kernel
+S = TypeVar("S")  # what a loop carries
+
+Index: TypeAlias = int | jax.Array
+"""An int32 scalar: a batch entry, a head, a token, a tile."""
+
+Axis: TypeAlias = "int | jax.Array | slice | Slice | EllipsisType | None"
+"""What indexes one axis of a ref."""
+
+Location: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Batch, head, and number of a tile."""
+
+RegisterLayout: TypeAlias = Any
+"""How a warp group holds an array in registers; JAX's own type of it, `SomeLayout`, is private."""
+
+Accumulator: TypeAlias = Any
+"""A ref to a wgmma accumulator; JAX's own type of it is private."""
+
+Params: TypeAlias = Mapping[str, Any]
+"""The parameters of an equation of a jaxpr, to which JAX gives no types."""
+
+
+class Ref(_JaxRef):
+    """A reference to an array in the memory of the device, as a Pallas kernel gets it; for type checkers alone.
+
+    JAX annotates what takes one by `AbstractRef`, its type in a trace, or by `jax.Ref`. They declare nothing of what a
+    kernel does with it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> np.dtype: ...  # noqa: D102
+    @property
+    def at(self) -> _RefIndexer: ...  # noqa: D102
+    @property
+    def T(self) -> Ref: ...  # noqa: D102
+    def __getitem__(self, index: Axis | tuple[Axis, ...], /) -> jax.Array: ...
+    def __setitem__(self, index: Axis | tuple[Axis, ...], value: jax.typing.ArrayLike, /) -> None: ...
+
+
+class _RefIndexer(Protocol):
+    def __getitem__(self, index: Axis | tuple[Axis, ...], /) -> Ref: ...

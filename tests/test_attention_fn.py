@@ -1,0 +1,392 @@
+"""`flax_layers.attention_fn` against Flax's own functions: as a function, and inside Flax's own layers."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jflex
+from flax_layers import attention_fn
+from flax_layers.linen import params_from_nnx
+from tests.layer_flavours import HEADS, SLOPES, LinenAlibi, NNXAlibi
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+B, T, KV_HEADS, D, WIDTH = 2, 9, 2, 8, 32
+assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+FLAX = {"nnx": nnx.dot_product_attention, "linen": linen.dot_product_attention}
+flavours = pytest.mark.parametrize("flavour", FLAX)
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def shown(*shape: int, dtype=jnp.float32, seed: int = 1) -> jax.Array:
+    """A mask that shows each query the first key at least."""
+    mask = np.random.default_rng(seed).random(shape) < 0.6
+    mask[..., 0] = True
+    return jnp.asarray(mask, dtype)
+
+
+def arrays(batch: tuple[int, ...], heads: int = HEADS, keys: int = T) -> list[jax.Array]:
+    shapes = ((T, HEADS, D), (keys, heads, D), (keys, heads, D))
+    return [draw(*batch, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def causal_array() -> jax.Array:
+    return jnp.tril(jnp.ones((1, 1, T, T)))
+
+
+# What is handed over beside query, key and value; the batch; key heads and keys where they are others.
+HANDED = {
+    "nothing": ((B,), {}, {}),
+    "float mask": ((B,), {"mask": lambda: shown(B, 1, T, T)}, {}),
+    "bool mask of heads": ((B,), {"mask": lambda: shown(1, HEADS, T, T, dtype=bool)}, {}),
+    "padding": ((B,), {"mask": lambda: shown(B, 1, 1, T)}, {}),
+    "hidden queries": ((B,), {"mask": lambda: jnp.ones((B, 1, T, 1))}, {}),
+    "bias": ((B,), {"bias": lambda: draw(B, HEADS, T, T, seed=5)}, {}),
+    "bias of heads, mask": ((B,), {"bias": lambda: draw(1, HEADS, T, T, seed=5), "mask": causal_array}, {}),
+    "bias of keys": ((B,), {"bias": lambda: draw(B, 1, 1, T, seed=5)}, {}),
+    "two batch axes": ((2, 3), {"mask": lambda: shown(2, 3, 1, T, T), "bias": lambda: draw(2, 3, 1, T, T)}, {}),
+    "other keys": ((B,), {"mask": lambda: shown(B, 1, T, 13)}, {"keys": 13}),
+    "grouped": ((B,), {"mask": lambda: shown(B, 1, T, T)}, {"heads": KV_HEADS}),
+    "causal": ((B,), {"is_causal": lambda: True}, {}),
+    "causal, mask": ((B,), {"is_causal": lambda: True, "mask": lambda: shown(B, 1, T, T)}, {}),
+    "precision, dtype": ((B,), {"precision": lambda: "highest", "dtype": lambda: jnp.float32}, {}),
+    "dropout that drops nothing": ((B,), {"dropout_rate": lambda: 0.1, "deterministic": lambda: True}, {}),
+}
+ONLY_NNX = {"grouped", "causal", "causal, mask"}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "name"),
+    [(flavour, name) for flavour in FLAX for name in HANDED if flavour == "nnx" or name not in ONLY_NNX],
+)
+def test_the_function_is_flaxs_own_with_gradients(flavour, name):
+    batch, handed, sizes = HANDED[name]
+    handed = {argument: make() for argument, make in handed.items()}
+    inputs = {"qkv": arrays(batch, **sizes)} | ({"bias": handed.pop("bias")} if "bias" in handed else {})
+    weights = draw(*batch, T, HEADS, D, seed=7)
+
+    def loss(function, inputs):
+        out = function(*inputs["qkv"], **({"bias": inputs["bias"]} if "bias" in inputs else {}), **handed)
+        return jnp.sum(out * weights), out
+
+    run = lambda function: jax.jit(jax.value_and_grad(functools.partial(loss, function), has_aux=True))(inputs)
+    jax.tree.map(assert_close, run(attention_fn()), run(FLAX[flavour]))
+
+
+@pytest.mark.parametrize("handed", ["mask of keys, bias of heads", "mask, bias", "is_causal, mask"])
+def test_a_kernel_reads_them_tile_by_tile(handed):
+    """The Triton kernels, interpreted: of bool and of float32, along one axis and along two."""
+    masks = {"mask of keys, bias of heads": shown(B, 1, 1, T), "mask, bias": shown(B, HEADS, T, T, dtype=bool)}
+    arguments = {"mask": masks.get(handed, shown(B, 1, T, T))}
+    arguments |= {"is_causal": True} if "is_causal" in handed else {}
+    inputs = {"qkv": arrays((B,), KV_HEADS), "bias": draw(1, HEADS, T, T) if "heads" in handed else draw(B, 1, T, T)}
+    in_kernel = attention_fn(implementation="triton", config=jflex.Config(interpret=True))
+
+    def loss(function, inputs):
+        return jnp.sum(jnp.sin(function(*inputs["qkv"], inputs["bias"], **arguments)))
+
+    run = lambda function: jax.jit(jax.value_and_grad(functools.partial(loss, function)))(inputs)
+    jax.tree.map(assert_close, run(in_kernel), run(FLAX["nnx"]))
+
+
+@pytest.mark.parametrize("mask_shape", [(2, 3, HEADS, T, T), (2, 1, 1, T, T), (1, 3, 1, 1, T), (T, T), (1, T), ()])
+def test_a_mask_and_a_bias_of_any_shape_that_broadcasts(mask_shape):
+    query, key, value = arrays((2, 3))
+    mask = shown(*mask_shape) if mask_shape else jnp.float32(1)
+    full = jnp.broadcast_to(mask, (2, 3, HEADS, T, T))
+    expected = linen.dot_product_attention(query, key, value, mask=full, bias=full)
+    assert_close(attention_fn()(query, key, value, mask=mask, bias=mask), expected)
+
+
+def test_no_batch_axes():
+    query, key, value = arrays(())
+    assert_close(attention_fn()(query, key, value), linen.dot_product_attention(query, key, value))
+
+
+@flavours
+def test_every_argument_of_flax_is_taken(flavour):
+    """Linen hands over what it finds named, and drops all else in silence."""
+    of_flax, ours = (inspect.signature(function).parameters for function in (FLAX[flavour], attention_fn()))
+    assert not of_flax.keys() - ours.keys()
+    assert list(ours)[:5] == list(of_flax)[:5]
+
+
+def test_mods_bias_and_masks_together():
+    query, key, value = arrays((B,))
+    softcap, bias, mask = jflex.scores.softcap(2.0), draw(B, HEADS, T, T), shown(B, 1, T, T)
+    scores = jnp.einsum("bthd,bshd->bhts", query, key) * D**-0.5
+    scores = 2.0 * jnp.tanh(scores / 2.0) + bias
+    scores = jnp.where((causal_array() * mask).astype(bool), scores, -jnp.inf)
+    expected = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), value)
+    causal = jflex.masks.causal()
+    block_mask = jflex.create_block_mask(causal, None, None, T, T, block_size=4)
+    forms = [attention_fn(softcap, causal), attention_fn(softcap, block_mask=block_mask), attention_fn(softcap)]
+    for function, is_causal in zip(forms, [False, False, True], strict=True):
+        assert_close(function(query, key, value, bias, mask, is_causal=is_causal), expected)
+
+
+def test_is_causal_skips_blocks(monkeypatch):
+    seen = []
+    whole = jflex.flex_attention
+    monkeypatch.setattr(jflex, "flex_attention", lambda *args, **rest: seen.append(args[4]) or whole(*args, **rest))
+    x = draw(1, 512, 1, D)
+    attention_fn()(x, x, x, is_causal=True)
+    assert seen[0].sparsity() == 37.5
+
+
+def test_precision_and_dtype_are_honoured():
+    query, key, value = arrays((B,))
+    products = lambda **handed: str(
+        jax.make_jaxpr(functools.partial(attention_fn(implementation="xla"), **handed))(query, key, value)
+    )
+    highest = (jax.lax.Precision.HIGHEST, ("highest", "highest"), "highest")
+    assert "HIGHEST" not in products()
+    assert all("HIGHEST" in products(precision=precision) for precision in highest)
+    assert attention_fn()(query, key, value, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    promoted = attention_fn()(query, key, value, promote_dtype=nnx.nn.dtypes.promote_dtype, dtype=jnp.float16)
+    assert promoted.dtype == jnp.float16
+
+
+def test_gradients_have_the_precision_too():
+    loss = lambda x: jnp.sum(attention_fn(implementation="xla")(x, x, x, precision="highest"))
+    assert str(jax.make_jaxpr(jax.grad(loss))(draw(1, T, 1, D))).count("HIGHEST") >= 5
+
+
+ABSENT = NotImplementedError
+REFUSED = {
+    "dropout": ({"dropout_rate": 0.1}, ABSENT, "`dropout_rate` must be 0 where `deterministic` is False"),
+    "sowing": ({"module": nnx.Module()}, ABSENT, "`module` asks to sow the attention weights"),
+    "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are those of"),
+    "dot_general": ({"einsum_dot_general": jax.lax.dot_general}, ABSENT, "`einsum_dot_general` would replace"),
+    "score einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ABSENT, "`qk_attn_weights_einsum` would replace"),
+    "value einsum": ({"attn_weights_value_einsum": jnp.einsum}, ABSENT, "`attn_weights_value_einsum` would"),
+    "two precisions": ({"precision": ("high", "highest")}, ValueError, "`precision` must be one for both sides"),
+    "no precision": ({"precision": "exact"}, ValueError, "`precision` must be .* Got 'exact'"),
+    "mask": ({"mask": jnp.ones((B, 3, T, T))}, ValueError, r"`mask` must .*\[2, 4, 9, 9\]. Got shape \[2, 3, 9, 9\]"),
+    "bias": ({"bias": jnp.ones((1, B, 1, T, T))}, ValueError, "`bias` must broadcast to"),
+    "unknown": ({"window": 3}, TypeError, "window"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    handed, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        attention_fn()(*arrays((B,)), **handed)
+
+
+def test_batches_that_differ():
+    query, _, value = arrays((B,))
+    with pytest.raises(ValueError, match=r"with the same batch axes. Got `query` \[2, 9, 4, 8\], `key` \[3, 9, 4, 8\]"):
+        attention_fn()(query, arrays((3,))[1], value)
+
+
+def test_wrong_constructions():
+    causal, cap = jflex.masks.causal(), nnx.Param(jnp.array(2.0))
+    block_mask = jflex.create_block_mask(causal, None, None, T, T, block_size=4)
+    with pytest.raises(ValueError, match="`mask_mod` and `block_mask` are two forms of one mask"):
+        attention_fn(None, causal, block_mask)
+    with pytest.raises(ValueError, match=r"`score_mod` holds a Param.*Make it a callable nnx.Module"):
+        attention_fn(lambda score, b, h, q_idx, kv_idx: score * cap[...])
+    counts, numbers = jnp.ones((1, 1, 2), jnp.int32), jnp.arange(2).reshape(1, 1, 2, 1)
+    listed = jflex.BlockMask.from_kv_blocks(counts, numbers, block_size=16, mask_mod=causal, seq_lengths=(32, 32))
+    with pytest.raises(ValueError, match=r"`block_mask` hides more than one mask_mod tells, .* `decode`"):
+        attention_fn(block_mask=listed, decode=True)
+
+
+# Inside of Flax's own layers.
+
+
+def nnx_layer(function=None, **options) -> nnx.MultiHeadAttention:
+    plain = {"num_kv_heads": KV_HEADS, "decode": False, "rngs": nnx.Rngs(0)}
+    functions = {} if function is None else {"attention_fn": function}
+    return nnx.MultiHeadAttention(HEADS, WIDTH, **(plain | functions | options))
+
+
+def linen_layer(function=None, **options) -> linen.MultiHeadDotProductAttention:
+    functions = {} if function is None else {"attention_fn": function}
+    return linen.MultiHeadDotProductAttention(HEADS, **(functions | options))
+
+
+def inputs_of(*batch: int) -> jax.Array:
+    return draw(*batch, T, WIDTH, seed=11)
+
+
+def test_nnx_layer_trains_as_with_its_own_function():
+    mask, inputs = nnx.make_causal_mask(jnp.ones((B, T))), inputs_of(B)
+    loss = lambda layer: jnp.sum(jnp.square(layer(inputs, mask=mask)))
+    run = nnx.jit(nnx.value_and_grad(loss))
+    (value, gradients), (expected, right) = run(nnx_layer(attention_fn())), run(nnx_layer())
+    assert_close(value, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *map(nnx.to_pure_dict, (gradients, right))
+    )
+    assert_close(nnx_layer(attention_fn())(inputs, is_causal=True), nnx_layer()(inputs, mask=mask))
+
+
+def test_linen_layer_trains_as_with_its_own_function():
+    mask, inputs = linen.make_causal_mask(jnp.ones((B, T))), inputs_of(B)
+    options = {"normalize_qk": True, "force_fp32_for_softmax": True, "dropout_rate": 0.1, "deterministic": True}
+    variables = linen_layer(**options).init(jax.random.key(0), inputs)
+
+    def run(layer):
+        loss = lambda variables: jnp.sum(jnp.square(layer.apply(variables, inputs, mask=mask)))
+        return jax.jit(jax.value_and_grad(loss))(variables)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, run(linen_layer(attention_fn(), **options)), run(linen_layer(**options)))
+
+
+@flavours
+def test_layers_that_ask_for_what_is_not_there(flavour):
+    inputs = inputs_of(B)
+    if flavour == "nnx":
+        call = lambda layer_options, **options: nnx_layer(attention_fn(), **layer_options)(inputs, **options)
+    else:
+
+        def call(layer_options, **options):
+            rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+            return linen_layer(attention_fn(), **layer_options).init(rngs, inputs, **options)
+
+    with pytest.raises(NotImplementedError, match="`module` asks to sow"):
+        call({}, sow_weights=True)
+    with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
+        call({"dropout_rate": 0.5}, deterministic=False)
+    if flavour == "linen":
+        einsums = {name: lambda: jnp.einsum for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")}
+        with pytest.raises(NotImplementedError, match="`qk_attn_weights_einsum` would replace"):
+            call(einsums)
+
+
+def nnx_steps(function, inputs: jax.Array, user_mask) -> jax.Array:
+    layer = nnx_layer(function, decode=True)
+    layer.init_cache(inputs.shape)
+    step = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))
+    return jnp.concatenate([step(layer, inputs[..., i : i + 1, :], user_mask) for i in range(T)], axis=-2)
+
+
+def linen_steps(function, inputs: jax.Array, user_mask) -> jax.Array:
+    layer = linen_layer(function, decode=True)
+    variables = layer.init(jax.random.key(0), inputs)
+    step = jax.jit(lambda variables, x, mask: layer.apply(variables, x, mask=mask, mutable=["cache"]))
+    outputs = []
+    for i in range(T):
+        output, cache = step(variables, inputs[..., i : i + 1, :], user_mask)
+        variables = variables | cache
+        outputs.append(output)
+    return jnp.concatenate(outputs, axis=-2)
+
+
+STEPS = {"nnx": nnx_steps, "linen": linen_steps}
+decoding = pytest.mark.parametrize(
+    ("flavour", "batch"), [("nnx", (B,)), ("linen", (B,)), ("linen", (2, 1)), ("nnx", (1, 2))]
+)
+
+
+@decoding
+@pytest.mark.parametrize("masked", [False, True])
+def test_decode_caches_give_what_flaxs_own_function_gives(flavour, batch, masked):
+    inputs = inputs_of(*batch)
+    hole = jnp.ones((*batch, 1, 1, T), bool).at[..., 1, 0, 0, 4].set(False)
+    user_mask = hole if masked else None
+    assert_close(STEPS[flavour](attention_fn(), inputs, user_mask), STEPS[flavour](None, inputs, user_mask))
+
+
+@decoding
+@pytest.mark.parametrize("form", ["mask_mod", "block_mask"])
+def test_mods_see_the_position_in_decode_caches(flavour, batch, form):
+    alibi = lambda score, b, h, q_idx, kv_idx: score - SLOPES[h] * (q_idx - 2 * kv_idx * b).astype(score.dtype)
+    window = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 4 + b)
+    block_mask = jflex.create_block_mask(window, 2, None, T, T, block_size=4)
+    mask = {"mask_mod": {"mask_mod": window}, "block_mask": {"block_mask": block_mask}}[form]
+    inputs, function = inputs_of(*batch), attention_fn(alibi, **mask, decode=True)
+    if flavour == "nnx":
+        expected = nnx_layer(function)(inputs)
+    else:
+        expected = linen_layer(function).apply(linen_layer().init(jax.random.key(0), inputs), inputs)
+    assert_close(STEPS[flavour](function, inputs, None), expected)
+
+
+def test_the_position_is_that_of_the_cache_under_a_mask_of_the_caller():
+    """Which hides tokens of one sequence, its newest, too, but not of the other."""
+    far = lambda score, b, h, q_idx, kv_idx: score - 0.3 * (q_idx - kv_idx).astype(score.dtype)
+    inputs = inputs_of(B)
+    hides = jnp.ones((B, 1, 1, T), bool).at[1, 0, 0, 5:].set(False)
+    whole = nnx_layer(attention_fn(far))(inputs, mask=hides & causal_array().astype(bool))
+    assert_close(nnx_steps(attention_fn(far, decode=True), inputs, hides), whole)
+
+
+@flavours
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("score_mod", attention_fn(jflex.scores.softcap(3.0))),
+        ("mask_mod", attention_fn(None, jflex.masks.causal())),
+        ("block_mask", attention_fn(block_mask=jflex.create_block_mask(jflex.masks.causal(), None, None, T, T))),
+    ],
+)
+def test_mods_are_refused_where_the_position_is_not_known(flavour, name, function):
+    with pytest.raises(
+        ValueError, match=f"`{name}` needs the position of the query.*pass decode=True to `attention_fn`"
+    ):
+        STEPS[flavour](function, inputs_of(B), None)
+
+
+def test_one_query_of_other_inputs_stands_at_the_beginning():
+    query, key, value = draw(B, 1, HEADS, D), *arrays((B,))[1:]
+    mask = shown(B, 1, 1, T)
+    far = lambda score, b, h, q_idx, kv_idx: score + 0.1 * (q_idx - kv_idx).astype(score.dtype)
+    bias = -0.1 * jnp.arange(T, dtype=jnp.float32).reshape(1, 1, 1, T)
+    expected = linen.dot_product_attention(query, key, value, bias=bias, mask=mask)
+    assert_close(attention_fn(far, decode=False)(query, key, value, mask=mask), expected)
+    assert_close(attention_fn(far)(query, key, value), linen.dot_product_attention(query, key, value, bias=bias))
+    with pytest.raises(ValueError, match="`is_causal` needs the position"):
+        attention_fn()(query, key, value, mask=mask, is_causal=True)
+
+
+def test_an_nnx_mod_with_parameters_trains_in_flaxs_layer():
+    inputs = inputs_of(B)
+    layer = nnx_layer(attention_fn(NNXAlibi(), jflex.masks.causal()))
+    loss = lambda layer: jnp.sum(jnp.square(layer(inputs)))
+    gradients = params_from_nnx(nnx.jit(nnx.grad(loss))(layer))
+    captured = lambda slopes: loss(nnx_layer(attention_fn(jflex.scores.alibi(slopes), jflex.masks.causal())))
+    assert_close(gradients["attention_fn"]["score_mod"]["slopes"], jax.grad(captured)(SLOPES), rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["module", "closure", "captured"])
+def test_a_linen_mod_with_parameters_trains_in_flaxs_layer(form):
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, inputs):
+            if form == "captured":
+                score_mod = jflex.scores.alibi(self.param("slopes", lambda key: SLOPES))
+            else:
+                alibi = LinenAlibi(name="alibi")
+                score_mod = alibi if form == "module" else lambda *place: alibi(*place)
+            return linen_layer(attention_fn(score_mod, jflex.masks.causal()), name="attention")(inputs)
+
+    inputs, model = inputs_of(B), Model()
+    variables = model.init(jax.random.key(0), inputs)
+    gradients = jax.jit(jax.grad(lambda variables: jnp.sum(jnp.square(model.apply(variables, inputs)))))(variables)
+    found = gradients["params"]["slopes"] if form == "captured" else gradients["params"]["alibi"]["slopes"]
+
+    def loss(slopes):
+        layer = linen_layer(attention_fn(jflex.scores.alibi(slopes), jflex.masks.causal()))
+        return jnp.sum(jnp.square(layer.apply({"params": variables["params"]["attention"]}, inputs)))
+
+    assert_close(found, jax.grad(loss)(SLOPES), rtol=1e-4)
+
+
+def test_an_unbound_linen_mod_is_refused():
+    with pytest.raises(
+        ValueError, match=r"`score_mod` is an unbound linen module, LinenAlibi: .* create it in the module"
+    ):
+        attention_fn(LinenAlibi())(*arrays((B,)))
