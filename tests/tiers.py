@@ -7,7 +7,10 @@ the demo). `.ci/run` runs all of them. Seconds of a test decide: `pytest --durat
 import re
 
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
-BENCHMARKS = {"test_benchmarks", "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_training"}
+BENCHMARKS = {
+    "test_benchmarks", "test_benchmarks_generation", "test_benchmarks_questions", "test_benchmarks_run",
+    "test_benchmarks_training",
+}  # fmt: skip
 BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
@@ -33,6 +36,8 @@ SHORT = {
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|without|hidden1-triton|unbatched_res|shared|numbers|query-key-value-bias.*xla",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|shape0|take|signature|message",
+    "test_generate": r"greedy|both_caches|not_the_others|compile_nothing|in_place|window|wrong|buckets",
+    "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
     "test_kv_lengths": r"one_program|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 
 from flax_layers.demo import data, pictures
-from flax_layers.demo.generate import generate
 from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
-from flax_layers.demo.texts import KINDS
+from flax_layers.generate import Sampling, generate
+from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.optimizer import Recipe
@@ -102,15 +102,17 @@ def write_samples(model: Decoder, options: argparse.Namespace) -> None:
         model: What writes.
         options: As `parse_options` gives them.
     """
-    count = min(SAMPLE_LENGTH, options.length)
-    style = {"cache": options.cache, "temperature": options.temperature, "seed": options.seed}
-    generate(model, PROMPTS, count, **style)  # compiles
-    started = time.perf_counter()
-    texts = generate(model, PROMPTS, count, **style)
-    speed = count / (time.perf_counter() - started)
-    for text in texts:
-        print(f"\nThe model writes:\n{text.decode(errors='replace')}")
-    print(f"\n{len(texts)} texts at once, {speed:,.0f} steps/s from the {options.cache} cache\n")
+    generation = generate(
+        model,
+        [list(prompt) for prompt in PROMPTS],
+        max_tokens=min(SAMPLE_LENGTH, options.length),
+        sampling=Sampling(options.temperature, seed=options.seed),
+        cache=options.cache,
+    )
+    for prompt, result in zip(PROMPTS, generation.results(), strict=True):
+        print(f"\nThe model writes:\n{(prompt + bytes(result.tokens)).decode(errors='replace')}")
+    speed = generation.speed
+    print(f"\n{speed.rows} texts at once, {speed.decode_rate:,.0f} bytes/s from the {options.cache} cache\n")
 
 
 def main(arguments: list[str] | None = None) -> float:

@@ -5,6 +5,7 @@ from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.decoder import Block, Decoder
 from flax_layers.models.folders import CheckpointError
 from flax_layers.models.sharding import RULES, parameter_shardings
+from flax_layers.models.text_stream import TextStream
 from flax_layers.models.tokenizer import Tokenizer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "LayerConfig",
     "ModelConfig",
+    "TextStream",
     "Tokenizer",
     "from_pretrained",
     "parameter_shardings",

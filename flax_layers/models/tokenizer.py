@@ -1,6 +1,7 @@
 """Text to tokens and back, by `tokenizer.json` and the chat template of a checkpoint."""
 
 import datetime
+import functools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from flax_layers.models.optional import needs
+from flax_layers.models.text_stream import TextStream
 
 if TYPE_CHECKING:
     import jinja2
@@ -92,13 +94,23 @@ class Tokenizer:
         Yields:
             Pieces of the text.
         """
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=not special_tokens)
+        stream = self.text_stream(special_tokens=special_tokens)
         for token in tokens:
-            piece = stream.step(self._tokenizer, int(token))
-            if piece:
+            if piece := stream.push([int(token)]):
                 yield piece
+        if piece := stream.finish():
+            yield piece
+
+    def text_stream(self, *, special_tokens: bool = False) -> TextStream:
+        """Takes tokens whenever there are some, and gives their text.
+
+        Args:
+            special_tokens: Whether special ones are shown.
+
+        Returns:
+            The stream of one text.
+        """
+        return TextStream(functools.partial(self.decode, special_tokens=special_tokens))
 
     def chat(
         self,

@@ -1,0 +1,237 @@
+"""Generation: several sequences at once, streamed in pieces as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from flax_layers.generate.requests import Requests, check_cache, check_requests
+from flax_layers.generate.sequences import KINDS
+from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
+from flax_layers.models import Decoder
+from flax_layers.sampling import Sampling, SamplingBatch
+
+FinishReason = Literal["stop", "length"]
+"""A stop token was chosen; or all tokens were written that were asked for, or that the model has positions for."""
+
+CHUNK = 16
+"""Steps of a compiled call; its tokens are streamed together."""
+
+
+class Piece(NamedTuple):
+    """New tokens of one sequence.
+
+    Attributes:
+        row: Number of its prompt.
+        tokens: The tokens, without the one that stopped it.
+        finish_reason: None while the sequence goes on.
+    """
+
+    row: int
+    tokens: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was written after one prompt.
+
+    Attributes:
+        tokens: All tokens, without the one that stopped it.
+        finish_reason: Why it ended.
+    """
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass
+class Speed:
+    """Seconds on the wall, and tokens of all sequences together.
+
+    Attributes:
+        prompt_tokens: Of the prompts, without padding.
+        tokens: Written up to now, those that stopped a sequence included.
+        rows: Sequences.
+        compile_seconds: Until both programs were there.
+        prefill_seconds: From the prompts to the first token of each.
+        decode_seconds: For the tokens after the first ones.
+    """
+
+    prompt_tokens: int
+    rows: int
+    tokens: int = 0
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first ones; 0 if there are none."""
+        return (self.tokens - self.rows) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Generation(Iterator[Piece]):
+    """Sequences that are being written. Iterate over it for pieces as they come; `results` runs to the end.
+
+    While a piece is worked on, the device computes the next one.
+
+    Args:
+        model: The model.
+        requests: Checked.
+        cache: A name in `flax_layers.generate.sequences.KINDS`.
+        max_tokens: As for `generate`: the room of the cache.
+        chunk: Steps of a compiled call.
+
+    Attributes:
+        speed: Seconds and tokens up to now.
+    """
+
+    def __init__(self, model: Decoder, requests: Requests, cache: str, max_tokens: int, chunk: int):
+        self._requests = requests
+        self._found: list[list[int]] = [[] for _ in requests.prompts]
+        self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
+        self.speed = Speed(sum(map(len, requests.prompts)), len(requests.prompts))
+        self._pieces = self._run(model, cache, max_tokens, chunk)
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def results(self) -> list[Result]:
+        """Runs to the end.
+
+        Returns:
+            What was written after each prompt, pieces included that were streamed before.
+        """
+        for _ in self:
+            pass
+        pairs = zip(self._found, self._reasons, strict=True)
+        return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
+
+    def _run(self, model: Decoder, cache: str, max_tokens: int, chunk: int) -> Iterator[Piece]:
+        requests, positions = self._requests, model.config.max_positions
+        graph, parameters = nnx.split(model)
+        tokens, counts = map(jnp.asarray, requests.padded(positions))
+        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, positions))
+        rules = Rules(
+            SamplingBatch.of(requests.sampling),
+            jnp.asarray(requests.max_tokens, jnp.int32),
+            jnp.asarray(requests.stop_tokens, jnp.int32),
+        )
+        self._compile(prefill, graph, parameters, sequences, tokens, counts, rules)
+        started = time.perf_counter()
+        state = prefill(graph, parameters, sequences, tokens, counts, rules)
+        first = np.asarray(state.token)[:, None]
+        self.speed.prefill_seconds = time.perf_counter() - started
+        yield from self._taken(first)
+        if max(requests.max_tokens) == 1:
+            return
+        self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
+        yield from self._decode(graph, parameters, state, rules, chunk)
+
+    def _decode(
+        self, graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, chunk: int
+    ) -> Iterator[Piece]:
+        """Chunk after chunk; the next one is begun before the last one is waited for."""
+        left = -(-(max(self._requests.max_tokens) - 1) // chunk)
+        started = time.perf_counter()
+        pending: list[Array] = []
+        while not all(self._reasons):
+            while left and len(pending) < 2:
+                state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
+                pending.append(written)
+                left -= 1
+            tokens = np.asarray(pending.pop(0))
+            self.speed.decode_seconds = time.perf_counter() - started
+            yield from self._taken(tokens)
+        jax.block_until_ready(state.ended)  # a chunk that was begun ends at once: its sequences have ended
+
+    def _taken(self, chunk: np.ndarray) -> Iterator[Piece]:
+        """Pieces of all sequences that go on."""
+        pieces: list[Piece] = []
+        for row, tokens in enumerate(chunk.tolist()):
+            if self._reasons[row] is None:
+                pieces.append(self._piece(row, [token for token in tokens if token != NO_TOKEN]))
+        yield from pieces
+
+    def _piece(self, row: int, tokens: list[int]) -> Piece:
+        self.speed.tokens += len(tokens)
+        if tokens and tokens[-1] in self._requests.stop_tokens:
+            self._reasons[row] = "stop"
+            tokens = tokens[:-1]
+        elif len(self._found[row]) + len(tokens) == self._requests.max_tokens[row]:
+            self._reasons[row] = "length"
+        self._found[row] += tokens
+        return Piece(row, tokens, self._reasons[row])
+
+    def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
+        """Compiles beforehand, so that the time for it is known; a program that is there costs little."""
+        started = time.perf_counter()
+        program.lower(*arguments, **options).compile()
+        self.speed.compile_seconds += time.perf_counter() - started
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 256,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
+    cache: str = "dense",
+    stop_tokens: Sequence[int] | None = None,
+    chunk: int = CHUNK,
+) -> Generation:
+    """Continues prompts, all at once.
+
+    Two programs are compiled: one reads the prompts, one writes chunks of tokens. Prompts are padded to a bucket, and
+    so is the room of the cache (`flax_layers.generate.requests.bucket`): other prompts whose longest falls into the
+    same bucket compile nothing, nor do other seeds, stop tokens or values of temperature, top-k and top-p. A sequence
+    that has ended reads nothing more, and when all have ended the program ends.
+
+    Args:
+        model: The model.
+        prompts: Tokens, at least one each; lengths may differ.
+        max_tokens: Tokens that each gets at most. A sequence also ends at the model's last position.
+        sampling: How tokens are chosen, for all or for each. Default: the most probable ones.
+        cache: ``"dense"``: a row of the cache for each sequence, as long as the longest needs. ``"paged"``: pages.
+        stop_tokens: End a sequence. Default: those of the model's configuration.
+        chunk: Steps of a compiled call: how many tokens are streamed at a time.
+
+    Returns:
+        Pieces, if iterated over; `results()` for all tokens.
+
+    Raises:
+        ValueError: A prompt is empty, too long or holds tokens that the model does not know; a parameter is out of
+            range.
+
+    Example:
+        >>> from flax_layers.models import LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
+        ...     layers=(LayerConfig(),), max_positions=64,
+        ... )
+        >>> model = Decoder(config, rngs=nnx.Rngs(0))
+        >>> for piece in generate(model, [[1, 2, 3]], max_tokens=5, chunk=2):
+        ...     print(len(piece.tokens), piece.finish_reason)
+        1 None
+        2 None
+        2 length
+    """
+    requests = check_requests(model.config, prompts, max_tokens, sampling, stop_tokens)
+    check_cache(cache)
+    if chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1. Got {chunk}. The default is {CHUNK}.")
+    return Generation(model, requests, cache, max_tokens, chunk)

@@ -1,0 +1,145 @@
+"""What generation is asked for: checked, and padded so that few programs serve prompts of all lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from flax_layers.generate.sequences import KINDS
+from flax_layers.models import ModelConfig
+from flax_layers.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Prompts that go on together.
+
+    Attributes:
+        prompts: At least one, of at least one token each.
+        sampling: One for each.
+        max_tokens: How many tokens each gets at most.
+        stop_tokens: End a sequence.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: tuple[Sampling, ...]
+    max_tokens: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
+
+    def padded(self, max_positions: int) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"]]:
+        """The prompts, padded to the bucket of the longest, and their lengths."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        tokens = np.zeros((len(lengths), min(bucket(max(lengths)), max_positions)), np.int32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+        return tokens, np.array(lengths, np.int32)
+
+    def room(self, max_tokens: int, max_positions: int) -> int:
+        """Tokens that the cache has room for: enough for each prompt of the bucket."""
+        longest = max(map(len, self.prompts))
+        return min(bucket(min(bucket(longest), max_positions) + max_tokens), max_positions)
+
+
+def bucket(length: int) -> int:
+    """The least of 16, 24, 32, 48, 64, 96, ... that is not less than a length: at most a third of it is padding.
+
+    (Lengths below 12 have more padding.)
+
+    Args:
+        length: At least 1.
+
+    Returns:
+        The bucket.
+
+    Example:
+        >>> [bucket(length) for length in (1, 16, 17, 25, 1000, 1025)]
+        [16, 16, 24, 32, 1024, 1536]
+    """
+    power = max(16, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
+
+
+def check_requests(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    sampling: Sampling | Sequence[Sampling],
+    stop_tokens: Sequence[int] | None,
+) -> Requests:
+    """Checks what generation is asked for.
+
+    Args:
+        config: Of the model.
+        prompts: Tokens.
+        max_tokens: At least 1; a sequence also ends at the model's last position.
+        sampling: One for all prompts, or one for each.
+        stop_tokens: None: those of the configuration.
+
+    Returns:
+        The requests.
+
+    Raises:
+        ValueError: One of them is wrong; the message says which, and what to do.
+    """
+    _check_prompts(config, prompts)
+    check_max_tokens(max_tokens)
+    each = (sampling,) * len(prompts) if isinstance(sampling, Sampling) else tuple(sampling)
+    if len(each) != len(prompts):
+        raise ValueError(
+            f"`sampling` must be one `Sampling` for all prompts, or one for each. Got {len(each)} for {len(prompts)} "
+            "prompts."
+        )
+    left = tuple(min(max_tokens, config.max_positions - len(prompt)) for prompt in prompts)
+    stops = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
+    return Requests(tuple(map(tuple, prompts)), each, left, stops)
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises unless there is something to write.
+
+    Args:
+        max_tokens: At least 1.
+
+    Raises:
+        ValueError: It is less.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Ask for one token or more.")
+
+
+def check_cache(cache: str) -> None:
+    """Raises unless there is such a cache.
+
+    Args:
+        cache: Its name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if cache not in KINDS:
+        raise ValueError(f"`cache` must be one of {', '.join(KINDS)}. Got {cache!r}. The default is dense.")
+
+
+def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts:
+        raise ValueError("`prompts` must hold at least one prompt. Got none. Pass lists of tokens.")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(
+                f"`prompts` must be of at least one token each. Prompt {number} is empty. Begin it with the token that "
+                "begins a text, or leave it out."
+            )
+        if len(prompt) >= config.max_positions:
+            raise ValueError(
+                f"`prompts` must be shorter than the {config.max_positions} positions that the model was made for, so "
+                f"that a token can follow. Prompt {number} has {len(prompt)} tokens. Cut it to "
+                f"{config.max_positions - 1}."
+            )
+        if not 0 <= min(prompt) <= max(prompt) < config.vocabulary:
+            raise ValueError(
+                f"`prompts` must hold tokens from 0 to {config.vocabulary - 1}, the last one of the model. Prompt "
+                f"{number} holds {min(prompt)} to {max(prompt)}. Use the tokenizer of the model's own folder."
+            )

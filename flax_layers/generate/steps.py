@@ -1,0 +1,123 @@
+"""The two compiled programs of generation: one reads the prompts, one writes a chunk of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int, Int32
+
+from flax_layers.generate.sequences import DenseSequences, PagedSequences
+from flax_layers.models import Decoder
+from flax_layers.sampling import SamplingBatch, sample
+
+NO_TOKEN = -1
+"""Stands where a sequence that has ended writes nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How B sequences go on, and when they end.
+
+    Attributes:
+        sampling: How tokens are chosen.
+        max_tokens: How many each sequence gets at most.
+        stop_tokens: End a sequence.
+    """
+
+    sampling: SamplingBatch
+    max_tokens: Int32[Array, " B"]
+    stop_tokens: Int32[Array, " K"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where B sequences are.
+
+    Attributes:
+        sequences: What has been read.
+        token: The last one of each that was chosen; it is read next. `NO_TOKEN` for those that ended before.
+        written: How many have been chosen.
+        ended: Which sequences are complete.
+    """
+
+    sequences: DenseSequences | PagedSequences
+    token: Int32[Array, " B"]
+    written: Int32[Array, " B"]
+    ended: Bool[Array, " B"]
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="sequences")
+def prefill(
+    graph: nnx.GraphDef[Decoder],
+    parameters: Any,
+    sequences: DenseSequences | PagedSequences,
+    prompts: Int[Array, "B T"],
+    counts: Int32[Array, " B"],
+    rules: Rules,
+) -> State:
+    """Reads the prompts and chooses the first token of each sequence.
+
+    Args:
+        graph: Of the model.
+        parameters: Of the model.
+        sequences: Empty ones; donated.
+        prompts: Padded to one length.
+        counts: How many tokens each prompt has.
+        rules: How sequences go on.
+
+    Returns:
+        The state after it.
+    """
+    logits, sequences = sequences.read(nnx.merge(graph, parameters), prompts, counts)
+    begun = jnp.zeros(counts.shape, jnp.int32)
+    return _choose(logits, State(sequences, begun, begun, begun > 0), rules)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state")
+def write_chunk(
+    graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
+) -> tuple[State, Int32[Array, "B steps"]]:
+    """Reads the last token and chooses the next one, so many times, or until all sequences have ended.
+
+    Args:
+        graph: Of the model.
+        parameters: Of the model.
+        state: Donated.
+        rules: How sequences go on.
+        steps: How many times at most.
+
+    Returns:
+        The state, and the tokens; `NO_TOKEN` where there is none.
+    """
+    model = nnx.merge(graph, parameters)
+
+    def unfinished(carry: tuple[Array, State, Array]) -> Array:
+        step, state, _ = carry
+        return (step < steps) & ~jnp.all(state.ended)
+
+    def advance(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
+        step, state, chunk = carry
+        going = (~state.ended).astype(jnp.int32)
+        logits, sequences = state.sequences.read(model, state.token[:, None], going)
+        state = _choose(logits, dataclasses.replace(state, sequences=sequences), rules)
+        return step + 1, state, chunk.at[:, step].set(state.token)
+
+    chunk = jnp.full((state.token.shape[0], steps), NO_TOKEN, jnp.int32)
+    _, state, chunk = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state, chunk))
+    return state, chunk
+
+
+def _choose(logits: Array, state: State, rules: Rules) -> State:
+    """The state with the token that follows in each sequence that has not ended."""
+    token = sample(logits, rules.sampling, state.sequences.lengths)
+    written = state.written + (~state.ended).astype(jnp.int32)
+    stopped = jnp.any(token[:, None] == rules.stop_tokens[None, :], axis=-1)
+    ended = state.ended | stopped | (written >= rules.max_tokens)
+    return State(state.sequences, jnp.where(state.ended, NO_TOKEN, token), written, ended)

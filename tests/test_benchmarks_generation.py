@@ -1,0 +1,54 @@
+"""The benchmark of generation, at tiny sizes on a CPU."""
+
+import pytest
+
+from benchmarks.questions import generation
+from benchmarks.questions.generation import Load, Shape, step_bytes
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+TINY, LOAD = Shape(2, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
+
+
+def test_records_of_all_peers(monkeypatch):
+    """jflex is measured; torch takes half a second for nine steps of two texts."""
+    monkeypatch.setattr(generation, "COPIED_BYTES", 1 << 20)
+
+    def run(job):
+        if job.function == "torch_generation":
+            return {"prefill": [0.1], "decode": [0.5 if job.arguments["how"] == "flex" else 0.9], "copy": 1e9}
+        return generation.jax_generation(**job.arguments)
+
+    records, remarks = generation.generation(TINY, [LOAD], runs=1, run=run)
+    found = {record.name: record.value.median for record in records}
+    assert remarks == []
+    assert len(found) == len(records) == 4 * 5 + 2
+    assert found["batch 2, torch flex: decode"] == pytest.approx(2 * 9 / 0.5)
+    assert found["batch 2, torch flex: prompt"] == pytest.approx(2 * 20 / 0.1)
+    share = 100 * step_bytes(TINY, LOAD) * 9 / 0.5 / 1e9
+    assert found["batch 2, torch flex: share of the copy rate"] == pytest.approx(share, rel=1e-3)
+    for cache in ("dense", "paged"):
+        ratio = found[f"batch 2, jflex {cache}: decode over that of the faster torch"]
+        assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
+
+
+def test_the_bytes_of_a_step():
+    """Weights without embeddings: 2 layers of attention and MLP, and the head; keys and values of 25 tokens."""
+    weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 300
+    assert step_bytes(TINY, LOAD) == 2 * (weights + 2 * 25 * 2 * 2 * 2 * 16)
+
+
+def test_the_torch_peers_write_the_same_tokens():
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers.torch_generation import programs
+
+    found = []
+    with torch.no_grad():
+        for how in ("sdpa", "flex"):
+            torch.manual_seed(0)
+            compiled, tokens = programs(TINY, LOAD, how), [torch.randint(300, (2, 20))]
+            tokens.append(compiled.prefill(tokens[0]))
+            for position in range(20, 25):
+                tokens.append(compiled.step(tokens[-1], torch.tensor([position])))
+            found.append(torch.cat(tokens, dim=1).tolist())
+    assert found[0] == found[1]
