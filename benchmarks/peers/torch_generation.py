@@ -34,7 +34,7 @@ class Block(nn.Module):
             cache = torch.zeros((batch, shape.kv_heads, room, self.size), dtype=torch.bfloat16)
             self.register_buffer(name, cache)
 
-    def forward(self, stream: Tensor, angles: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # noqa: D102
+    def forward(self, stream: Tensor, angles: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         projected = self.project(self.attention_norm(stream)).unflatten(-1, (sum(self.heads), self.size))
         query, key, value = projected.transpose(1, 2).split(self.heads, dim=1)
         query, key = rotate(query, angles), rotate(key, angles)
@@ -68,7 +68,7 @@ class Model(nn.Module):
             if weight.ndim > 1:
                 nn.init.normal_(weight, std=0.02)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # noqa: D102
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         stream, angles = self.embed(tokens), self.angles[positions]
         for block in self.blocks:
             stream = block(stream, angles, positions, attend)
