@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
@@ -59,6 +59,7 @@ class Mods(NamedTuple):
         return Mods(move(self.score_mod), move(self.mask_mod))
 
 
+@runtime_checkable
 class Layer(Protocol):
     """What the functions below read of a layer, of either family."""
 

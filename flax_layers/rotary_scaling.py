@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+@runtime_checkable
 class RotaryScaling(Protocol):
     """Changes the frequencies of `flax_layers.functional.rotate`."""
 

@@ -1,7 +1,7 @@
 """How text becomes tokens: bytes as they are, or the tokenizer of a checkpoint."""
 
 import pathlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt32
@@ -11,6 +11,7 @@ from flax_layers.models import Tokenizer
 Tokens = UInt32[np.ndarray, " tokens"]
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """Turns text into tokens."""
 
