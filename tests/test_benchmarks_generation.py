@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.questions import generation
 from benchmarks.questions.generation import Load, Shape, step_bytes
+from benchmarks.results import schema
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -19,7 +20,7 @@ def test_records_of_all_peers(monkeypatch):
             return {"prefill": [0.1], "decode": [0.5 if job.arguments["how"] == "flex" else 0.9], "copy": 1e9}
         return generation.jax_generation(**job.arguments)
 
-    records, remarks = generation.generation(TINY, [LOAD], runs=1, run=run)
+    records, remarks = generation.generation(TINY, LOAD, runs=1, run=run)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
     assert len(found) == len(records) == 4 * 5 + 2
@@ -30,6 +31,27 @@ def test_records_of_all_peers(monkeypatch):
     for cache in ("dense", "paged"):
         ratio = found[f"batch 2, jflex {cache}: decode over that of the faster torch"]
         assert ratio == pytest.approx(found[f"batch 2, jflex {cache}: decode"] / 36, rel=0.02)
+
+
+def test_the_file_keeps_other_batches(monkeypatch, tmp_path, capsys):
+    """Of one run after the other; a peer that fails is a remark."""
+    monkeypatch.setattr(generation, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+
+    def run_jobs(jobs, run, at_once):
+        assert at_once == 1
+        return {job.label: {"prefill": [1.0], "decode": [2.0], "copy": 1e12} for job in jobs[:-1]}, [
+            f"{jobs[-1].label} is left out: no"
+        ]
+
+    monkeypatch.setattr(generation, "run_jobs", run_jobs)
+    for batch in ("1", "32", "1"):
+        generation.main(
+            ["--batches", batch, "--peers", "jflex dense", "torch sdpa", "torch flex", "--out", str(tmp_path)]
+        )
+    file = schema.read(tmp_path / "generation.json")
+    assert file.about["remarks"] == [f"batch {n}, torch flex is left out: no" for n in (32, 1)]
+    assert len(file.records) == 2 * (2 * 5 + 1)
+    assert "batch 32, jflex dense: decode: 4080 tokens/s" in capsys.readouterr().out
 
 
 def test_the_bytes_of_a_step():

@@ -4,17 +4,23 @@ The model has the shape of Llama 3 8B and random weights in bfloat16. jflex deco
 the dense and from the paged cache; the peer is `benchmarks.peers.torch_generation`, with SDPA and with FlexAttention,
 of which the faster counts. A step reads all weights but the embeddings, and the keys and values of all tokens: its
 share of the copy rate is those bytes a second, over the bytes that a copy reads and writes a second in that process.
+
+In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
+`JAX_COMPILATION_CACHE_DIR` and `TORCHINDUCTOR_CACHE_DIR`, a second call on the same machine need not compile again.
 """
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.questions import command
-from benchmarks.questions.command import Measured, Questions
+from benchmarks.environment import gpu_facts, results_folder
+from benchmarks.questions.command import Measured
+from benchmarks.results import schema
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
@@ -22,7 +28,13 @@ _HERE, _PEER = "benchmarks.questions.generation", "benchmarks.peers.torch_genera
 _VARIABLES = {**SHARED_GPU, "TORCHINDUCTOR_COMPILE_THREADS": "8"}
 _ITEM = 2  # bytes of bfloat16
 COPIED_BYTES = 1 << 30  # bytes of the array that is copied
-QUESTIONS = Questions()
+_TITLE = "generation with the shape of Llama 3 8B, random weights, bfloat16, greedy; prompts of 1024 tokens, 256 more"
+_PEERS = {
+    "jflex dense": (_HERE, "jax_generation", {"cache": "dense"}),
+    "jflex paged": (_HERE, "jax_generation", {"cache": "paged"}),
+    "torch sdpa": (_PEER, "torch_generation", {"how": "sdpa"}),
+    "torch flex": (_PEER, "torch_generation", {"how": "flex"}),
+}
 
 
 class Shape(NamedTuple):
@@ -58,31 +70,34 @@ def step_bytes(shape: Shape, load: Load) -> int:
     return round(_ITEM * (weights + cache))
 
 
-@QUESTIONS.of(
-    "generation with the shape of Llama 3 8B, random weights, bfloat16, greedy; prompts of 1024 tokens, 256 tokens each"
-)
 def generation(
-    shape: Shape = Shape(),  # noqa: B008  immutable
-    loads: Sequence[Load] = (Load(1), Load(32)),
+    shape: Shape,
+    load: Load,
+    peers: Sequence[str] = tuple(_PEERS),
     runs: int = 5,
+    seconds: float = 240.0,
     run: RunJob = run_job,
 ) -> Measured:
-    """How many tokens a second, which share of the copy rate, and how does it compare to torch?"""
-    records, remarks = [], []
-    for load in loads:
-        shared = {"shape": list(shape), "load": list(load), "runs": runs}
-        calls = [(f"jflex {cache}", _HERE, "jax_generation", {"cache": cache}) for cache in ("dense", "paged")]
-        calls += [(f"torch {how}", _PEER, "torch_generation", {"how": how}) for how in ("sdpa", "flex")]
-        jobs = [Job(label, module, function, shared | own, _VARIABLES, 400.0) for label, module, function, own in calls]
-        found, failed = run_jobs(jobs, run, at_once=1)
-        remarks += [f"batch {load.batch}: {remark}" for remark in failed]
-        records += [record for peer, one in found.items() for record in _records(peer, one, shape, load)]
-        records += _ratios(found, load)
-    return records, remarks
+    """How many tokens a second, which share of the copy rate, and how does it compare to torch?
+
+    Args:
+      shape: Of the model.
+      load: What is generated.
+      peers: Names in `_PEERS`, one after the other, each in a process of its own.
+      runs: Of each, after one that compiles.
+      seconds: After which a process is ended.
+      run: Runs a job.
+    """
+    shared, jobs = {"shape": list(shape), "load": list(load), "runs": runs}, []
+    for peer in peers:
+        module, function, own = _PEERS[peer]
+        jobs.append(Job(f"batch {load.batch}, {peer}", module, function, shared | own, _VARIABLES, seconds))
+    found, remarks = run_jobs(jobs, run, at_once=1)
+    records = [record for label, one in found.items() for record in _records(label, one, shape, load)]
+    return [*records, *_ratios(found)], remarks
 
 
-def _records(peer: str, found: dict[str, Any], shape: Shape, load: Load) -> list[Record]:
-    label = f"batch {load.batch}, {peer}"
+def _records(label: str, found: dict[str, Any], shape: Shape, load: Load) -> list[Record]:
     steps, moved = load.tokens - 1, step_bytes(shape, load)
     rates = [moved * steps / seconds for seconds in found["decode"]]
     return [
@@ -94,13 +109,13 @@ def _records(peer: str, found: dict[str, Any], shape: Shape, load: Load) -> list
     ]
 
 
-def _ratios(found: dict[str, dict[str, Any]], load: Load) -> list[Record]:
+def _ratios(found: dict[str, dict[str, Any]]) -> list[Record]:
     """Of the tokens per second of jflex to those of the faster torch."""
-    decode = {peer: statistics.median(one["decode"]) for peer, one in found.items()}
-    torch = [seconds for peer, seconds in decode.items() if peer.startswith("torch")]
-    ours = {peer: seconds for peer, seconds in decode.items() if peer.startswith("jflex")}
-    name = lambda peer: f"batch {load.batch}, {peer}: decode over that of the faster torch"
-    return [Record.single(name(peer), round(min(torch) / s, 3), "x") for peer, s in ours.items() if torch]
+    decode = {label: statistics.median(one["decode"]) for label, one in found.items()}
+    torch = [seconds for label, seconds in decode.items() if "torch" in label]
+    ours = {label: seconds for label, seconds in decode.items() if "jflex" in label}
+    name = lambda label: f"{label}: decode over that of the faster torch"
+    return [Record.single(name(label), round(min(torch) / s, 3), "x") for label, s in ours.items() if torch]
 
 
 def copy_rate(copy: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
@@ -159,8 +174,25 @@ def _jax_model(sizes: Shape) -> Any:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command."""
-    command.run("generation", QUESTIONS, words, on_gpu=True)
+    """The command: measures on a GPU, and writes `generation.json` after each batch."""
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.questions.generation", formatter_class=form)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--peers", nargs="+", choices=list(_PEERS), default=list(_PEERS))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="of a process")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
+    options = parser.parse_args(words)
+    if not (machine := gpu_facts()):
+        parser.error("`nvidia-smi` finds no GPU.")
+    path = (options.out or schema.FOLDER / results_folder(machine["device"])) / "generation.json"
+    for batch in options.batches:
+        records, remarks = generation(Shape(), Load(batch), options.peers, options.runs, options.limit)
+        old = schema.read(path)
+        kept = [] if old is None else [x for x in old.about["remarks"] if not x.startswith(f"batch {batch},")]
+        about = {"title": _TITLE, "machine": gpu_facts(), "remarks": kept + remarks}
+        schema.write(path, schema.merged(old, records), about)
+        print("\n".join([f"{x.name}: {x.value.median:g} {x.unit}" for x in records] + remarks), flush=True)
 
 
 if __name__ == "__main__":
