@@ -11,6 +11,8 @@ COMMANDS = {
     "gpu": ("benchmarks.questions.gpu", "memory, mask creation and the first call on a GPU"),
     "cpu": ("benchmarks.questions.cpu", "the same and more on a CPU"),
     "numerics": ("benchmarks.questions.numerics", "errors of 16-bit attention against float64"),
+    "training": ("benchmarks.questions.training", "training steps of whole models beside peers"),
+    "generation": ("benchmarks.questions.generation", "prefill and decoding with a whole model beside torch"),
     "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
     "report": ("benchmarks.results.report", "render the result files"),
 }

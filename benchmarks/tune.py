@@ -30,6 +30,7 @@ from benchmarks.environment import ROOT, describe, gpu_facts
 from benchmarks.run.check_outputs import mismatch
 from benchmarks.run.jax_runner import samples, timer
 from benchmarks.run.jobs import Job, exclusive, run_job
+from benchmarks.run.timing import failures
 from benchmarks.search_space import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Tiles, table_name
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
@@ -177,7 +178,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
     def compiled(lowered: list[Any]) -> list[Any] | None:
         try:
             return [x.compile() for x in lowered]
-        except Exception:  # each stage of a compiler has errors of its own
+        except failures():  # each stage of a compiler has errors of its own
             return None
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -186,7 +187,7 @@ def _compiled(head_size: int, condition: tuple[str, str, str], scope: Scope) -> 
             programs = [search_space.program(attention, kernel, x) for attention in attentions]
             try:
                 lowered = [jax.jit(run).lower(*a) for run, a in zip(programs, arrays, strict=True)]
-            except Exception:
+            except failures():
                 continue
             if not all(_runs(kernel, program.as_text()) for program in lowered):
                 continue  # jflex would take kernels of Triton instead
@@ -262,7 +263,7 @@ def prune(heads: Sequence[int], scope: Scope) -> dict[str, list[list[int]]]:
         for tiles in scope.configurations(D, kernel, mods):
             try:
                 compiled = gpu_compile.compile_kernels(search_space.program(attention, kernel, tiles), *arrays)
-            except Exception:
+            except failures():
                 continue
             if all(x.spill <= MAX_SPILLED for x in compiled if x.name.endswith(kernel)):
                 fine.append(list(dataclasses.astuple(tiles)))

@@ -1,8 +1,8 @@
-"""Generation with a whole model beside torch: ``python -m benchmarks.questions.generation``.
+"""Generation with a whole model beside torch: ``python -m benchmarks generation``.
 
 The model has the shape of Llama 3 8B and random weights in bfloat16. jflex decodes with `flax_layers.generate`, from
 the dense and from the paged cache; the peer is `benchmarks.peers.torch_generation`, with SDPA and with FlexAttention,
-of which the faster counts. A step reads all weights but the embeddings, and the keys and values of all tokens: its
+and the faster counts. A step reads all weights but the embeddings, and the keys and values of all tokens: its
 share of the copy rate is those bytes a second, over the bytes that a copy reads and writes a second in that process.
 
 In a limited time, one batch at a time: a file that is there keeps the records of others. With the variables
@@ -176,7 +176,7 @@ def _jax_model(sizes: Shape) -> Any:
 def main(words: Sequence[str] | None = None) -> None:
     """The command: measures on a GPU, and writes `generation.json` after each batch."""
     form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.questions.generation", formatter_class=form)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks generation", formatter_class=form)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--peers", nargs="+", choices=list(_PEERS), default=list(_PEERS))
     parser.add_argument("--runs", type=int, default=5)

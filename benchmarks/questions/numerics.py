@@ -25,7 +25,7 @@ from benchmarks.questions import command
 from benchmarks.questions.command import Measured, Questions
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
-from benchmarks.run.timing import describe_error
+from benchmarks.run.timing import describe_error, failures
 from benchmarks.variants import CAP, VARIANTS
 
 TESTED = ("noop", "causal", "alibi", "softcap")  # all but noop are causal, too
@@ -216,7 +216,7 @@ def _each_case(
             held = dict(arrays)
         try:
             found[case_name(case)] = _errors(held, results_of(case, held))
-        except Exception as error:
+        except failures() as error:
             found[case_name(case)] = describe_error(error)
     return found
 

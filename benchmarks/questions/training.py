@@ -1,4 +1,4 @@
-"""Training steps of whole models beside peers: `python -m benchmarks.questions.training --out DIR`.
+"""Training steps of whole models beside peers: ``python -m benchmarks training``.
 
 Each case runs in a process of its own, so that its peak memory is its own. The JAX peers are one model, one optimizer
 and one loss, those of `flax_layers.train`; only the attention is exchanged. So they need Flax and
@@ -12,20 +12,22 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-TARGETS = {
-    "jflex / cudnn": 1.0,  # of tokens/s; the issue's
-    "jflex / torch": 1.15,
-    "jflex / dense": 2.0,
-}
+from benchmarks.environment import ROOT, gpu_facts, results_folder
+from benchmarks.results import schema
+from benchmarks.results.schema import Record
+
+_TITLE = "training steps of whole models, bfloat16 with float32 masters, 32,768 tokens; MFU of the dense bfloat16 peak"
 
 ATTENTION = {
     "jflex": "jflex.flex_attention with the BlockMask of the documents, made in every step",
@@ -247,55 +249,65 @@ def run_case(name: str, peer: str, mesh: str, steps: int, limit: float) -> dict[
     return record | {"remark": "; ".join(remarks)}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the cases and writes `training.json`, anew after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the cases and writes `training.json`, anew after each; what an earlier run measured of others is kept."""
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks training", description=__doc__, formatter_class=form)
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=[n for n in PROBLEMS if n != "tiny"])
     parser.add_argument("--peers", nargs="+", choices=list(ATTENTION), default=list(ATTENTION))
     parser.add_argument("--meshes", nargs="+", default=["data=1"], help="for jflex; peers have one device")
     parser.add_argument("--steps", type=int, default=10, help="that are timed")
     parser.add_argument("--limit", type=float, default=240, help="seconds of a process")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case is not None:
         case = json.loads(options.case)
         print(json.dumps(measure(PROBLEMS[case.pop("problem")], **case)))
         return
-    from benchmarks import environment
-    from flax_layers.train.flops import peak_flops
-
-    about = environment.gpu_facts() | environment.describe()
-    peak = peak_flops(about.get("device", "cpu"))
-    records: list[dict[str, Any]] = []
+    device = gpu_facts().get("device", "cpu")
+    path = (options.out or schema.FOLDER / results_folder(device)) / "training.json"
     for name in options.problems:
         for peer in options.peers:
             for mesh in options.meshes if peer == "jflex" else options.meshes[:1]:
-                record = run_case(name, peer, mesh, options.steps, options.limit)
-                devices = np.prod([int(part.partition("=")[2]) for part in mesh.split(",")])
-                if peak is not None and "seconds" in record:
-                    record["utilisation"] = record["model_flops_per_second"] / peak / float(devices)
-                records.append(record)
-                print(in_words(record), flush=True)
-                options.out.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"about": about | {"peak_flops": peak}, "records": records}, indent=1)
-                (options.out / "training.json").write_text(text + "\n")
+                case = run_case(name, peer, mesh, options.steps, options.limit)
+                records, remark = records_of(case, device)
+                old = schema.read(path)
+                kept = [] if old is None else [x for x in old.about["remarks"] if not x.startswith(title_of(case))]
+                about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*kept, remark]}
+                schema.write(path, schema.merged(old, records), about)
+                print("\n".join([remark, *(f"  {x.name}: {x.value.median:g} {x.unit}" for x in records)]), flush=True)
 
 
-def in_words(record: dict[str, Any]) -> str:
-    """A line of a record."""
-    case = f"{record['problem']} {record['peer']} {record['mesh']}: "
-    if "seconds" not in record:
-        return case + record["remark"]
-    memory = "" if record["peak_bytes"] is None else f", {record['peak_bytes'] / 1e9:.1f} GB"
-    share = f", {record['utilisation']:.1%} of peak" if "utilisation" in record else ""
-    return (
-        f"{case}{record['tokens_per_second']:,.0f} tokens/s, {record['seconds'] * 1e3:.0f} ms{share}{memory}; remat "
-        f"{record['remat']}, {record['accumulate']} parts"
-    )
+def title_of(case: dict[str, Any]) -> str:
+    """The problem, the peer and, of several devices, the mesh."""
+    mesh = "" if case["mesh"] == "data=1" else f", {case['mesh']}"
+    return f"{case['problem']}, {case['peer']}{mesh}: "
 
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+def records_of(case: dict[str, Any], device: str) -> tuple[list[Record], str]:
+    """What `run_case` returned, as records of a result file and a remark.
+
+    Args:
+      case: Of `run_case`.
+      device: Its name, for the peak rate that the utilisation is a share of.
+    """
+    from flax_layers.train.flops import peak_flops
+
+    title = title_of(case)
+    if "seconds" not in case:
+        return [], title + case["remark"]
+    values = [("tokens", case["tokens_per_second"], "tokens/s"), ("step", case["seconds"], "s")]
+    devices = math.prod(int(part.partition("=")[2]) for part in case["mesh"].split(","))
+    if (peak := peak_flops(device)) is not None:
+        values.append(("model FLOP utilisation", 100 * case["model_flops_per_second"] / peak / devices, "%"))
+    if case["peak_bytes"] is not None:
+        values.append(("peak memory", case["peak_bytes"] / 1e9, "GB"))
+    values.append(("first two steps", case["first_two_steps_seconds"], "s"))
+    records = [Record.single(title + what, float(f"{value:.5g}"), unit) for what, value, unit in values]
+    parts = "" if case["accumulate"] == 1 else f", {case['accumulate']} parts of the batch"
+    return records, f"{title}{case['attention']}; rematerialised: {case['remat']}{parts}"
+
 
 if __name__ == "__main__":
     main()

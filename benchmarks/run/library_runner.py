@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.problems import Problem
-from benchmarks.run.timing import Call, Timer, describe_error
+from benchmarks.run.timing import Call, Timer, describe_error, failures
 
 DIRECTIONS = ("forward", "backward")
 _MAX_SECONDS = 1.5  # of kernels that one measurement may take, if it has three repetitions
@@ -99,7 +99,7 @@ class LibraryRunner(abc.ABC):
                 warm = {direction: self._warm(call) for direction, call in self.build(peer, directions).items()}
                 self._prepared[peer] = self._prepared.get(peer, {}) | warm
             return {}
-        except Exception as error:  # each library's compiler has errors of its own
+        except failures() as error:  # each library's compiler has errors of its own
             if len(directions) == 1:
                 return {directions[0]: describe_error(error)}
         found: dict[str, str] = {}
@@ -122,7 +122,7 @@ class LibraryRunner(abc.ABC):
         try:
             seconds, method = self.timer.timed(prepared.call, runs)
             queued = self.timer.queue_seconds(prepared.call, runs) if queue else []
-        except Exception as error:
+        except failures() as error:
             return {"failed": describe_error(error)}
         return {"seconds": seconds, "method": method, "queue": queued}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -77,7 +79,7 @@ class Timer(NamedTuple):
         """`device_seconds` and the method; where the profiler fails, a GPU is timed by the wall."""
         try:
             return self.device_seconds(call, runs), WALL if self.profiled is None else PROFILER
-        except Exception as error:
+        except failures() as error:
             return self.queue_seconds(call, runs), f"{QUEUE}: {first_line(error)}"
 
     def queue_seconds(self, call: Call, runs: int) -> list[float]:
@@ -95,6 +97,17 @@ class Timer(NamedTuple):
             self.wait(result)
             seconds.append((time.perf_counter() - started) / queued)
         return seconds
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What libraries raise where they cannot compile or run a call; Triton and MLIR have errors of their own."""
+    found: list[type[BaseException]] = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError]
+    found += [MemoryError, OSError, RuntimeError, TypeError, ValueError]
+    if "triton" in sys.modules:
+        found.append(importlib.import_module("triton.errors").TritonError)
+    if "jaxlib.mlir.ir" in sys.modules:
+        found.append(sys.modules["jaxlib.mlir.ir"].MLIRError)
+    return tuple(found)
 
 
 def describe_error(error: BaseException) -> str:
