@@ -45,7 +45,7 @@ class Case:
       block: Block size of a BlockMask; None to pass the mask as `mask_mod`.
       by_batch: Whether the BlockMask has lists for each batch entry.
       by_head: Whether it has lists for each query head.
-      kinds: Blocks for `BlockMask.from_kv_blocks`, [B or 1, Hq or 1, R, C]: 0 empty, 1 partial, 2 full.
+      states: Blocks for `BlockMask.from_kv_blocks`, [B or 1, Hq or 1, R, C]: 0 empty, 1 partial, 2 full.
       dtype: Of query, key and value.
       layout: As in the call.
       scale: As in the call.
@@ -62,7 +62,7 @@ class Case:
     block: int | tuple[int, int] | None = None
     by_batch: bool = False
     by_head: bool = False
-    kinds: Any = None
+    states: Any = None
     dtype: str = "float32"
     layout: str = "BTNH"
     scale: float | None = None
@@ -211,14 +211,18 @@ MASKED = [
     Case("high_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(128, 32), **BF16),
     Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
     Case(
-        "own_lists", sizes=N(T=130, S=96), block=32, kinds=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)), **BF16
+        "own_lists",
+        sizes=N(T=130, S=96),
+        block=32,
+        states=np.random.default_rng(0).integers(0, 2, (1, 1, 5, 3)),
+        **BF16,
     ),
     Case(
         "own_lists_mixed",
         mask=masks.random_elements,
         sizes=N(T=128, Hq=4, Hkv=2),
         block=32,
-        kinds=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)),
+        states=np.random.default_rng(1).integers(0, 3, (2, 4, 4, 4)),
         **BF16,
     ),
     Case(
@@ -319,7 +323,7 @@ LENGTHS = [
     ),
     Case(
         "length_own_lists", captured.bias_bq, sizes=N(T=130, S=96), block=32, kv_lengths=(95, 20),
-        kinds=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16,
+        states=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16,
     ),
     Case("length_many_shared_keys", captured.slopes, sizes=N(B=3, T=37, S=67, Bkv=1), kv_lengths=(67, 4, 0), **BF16),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def dense_values(seed, shape, block=8):
     return (spread == 2) | ((spread == 1) & (rng.random(shape) < 0.5))
 
 
-def pooled_kinds(dense, block_size):
+def pooled_states(dense, block_size):
     """The oracle: 0 empty, 1 partial, 2 full; a block that reaches past a length is never full."""
     batch, heads, q_length, kv_length = dense.shape
     rows, columns = -(-q_length // block_size[0]), -(-kv_length // block_size[1])
@@ -39,11 +39,11 @@ def pooled_kinds(dense, block_size):
     return tiles.any((3, 5)).astype(int) + tiles.all((3, 5))
 
 
-def check_lists(block_mask, kinds):
-    """The eight lists say exactly `kinds`, in ascending order."""
+def check_lists(block_mask, states):
+    """The eight lists say exactly `states`, in ascending order."""
     lists = block_mask.lists
     for transposed, pairs in ((False, (lists[0:2], lists[2:4])), (True, (lists[4:6], lists[6:8]))):
-        matrix = np.swapaxes(kinds, 2, 3) if transposed else kinds
+        matrix = np.swapaxes(states, 2, 3) if transposed else states
         for kind, (counts, numbers) in zip((1, 2), pairs, strict=True):
             assert counts.dtype == numbers.dtype == jnp.int32
             assert counts.shape == matrix.shape[:3]
@@ -54,14 +54,14 @@ def check_lists(block_mask, kinds):
 
 
 def check_same_mask(block_mask, dense, *, exact=True):
-    """The mask shows `dense`; its kinds are the pooled ones or, unless `exact`, partial where those are not."""
+    """The mask shows `dense`; its states are the pooled ones or, unless `exact`, partial where those are not."""
     assert block_mask.shape == dense.shape
     np.testing.assert_array_equal(block_mask.to_elements(), dense)
-    kinds, pooled = np.asarray(block_mask.kinds()), pooled_kinds(dense, block_mask.block_size)
-    assert np.all((kinds == pooled) | ((kinds == 1) & (not exact)))
-    check_lists(block_mask, kinds)
+    states, pooled = np.asarray(block_mask.states()), pooled_states(dense, block_mask.block_size)
+    assert np.all((states == pooled) | ((states == 1) & (not exact)))
+    check_lists(block_mask, states)
     if block_mask.lists_follow_mod:  # then the mod alone tells the same; the program is the one compiled above
-        everywhere = jnp.ones_like(block_mask.kinds())
+        everywhere = jnp.ones_like(block_mask.states())
         sizes = (block_mask.seq_lengths, block_mask.block_size)
         shown = dense_elements(block_mask.traced, block_mask.mask_operands, everywhere, *sizes)
         np.testing.assert_array_equal(shown, dense)
@@ -83,15 +83,15 @@ def random_documents(seed, batch=2, length=100):
     return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 5, (batch, length)), axis=1), jnp.int32)
 
 
-def lists_of(kinds, seed=0):
+def lists_of(states, seed=0):
     """Lists in any order with rubbish behind the counts."""
     rng = np.random.default_rng(seed)
     pairs = []
     for kind in (1, 2):
-        counts = (kinds == kind).sum(-1)
-        numbers = rng.integers(-99, 99, kinds.shape)
-        for place in np.ndindex(*kinds.shape[:3]):
-            listed = rng.permutation(np.flatnonzero(kinds[place] == kind))
+        counts = (states == kind).sum(-1)
+        numbers = rng.integers(-99, 99, states.shape)
+        for place in np.ndindex(*states.shape[:3]):
+            listed = rng.permutation(np.flatnonzero(states[place] == kind))
             numbers[place][: len(listed)] = listed
         pairs += [counts, numbers]
     return pairs

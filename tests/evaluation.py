@@ -94,10 +94,10 @@ def _visible(case: Case, b, h, q, k, _) -> Any:
 
 def _visible_of_all(case: Case, b, h, q, k) -> Any:
     visible = True if case.mask is None else case.mask.exact(b, h, q, k, draw(case).mask)
-    if case.kinds is None:
+    if case.states is None:
         return visible
-    kinds = np.kron(case.kinds, np.ones((1, 1, case.block, case.block), int))[:, :, : case.sizes.T, : case.sizes.S]
-    return (kinds == 2) | ((kinds == 1) & visible)
+    states = np.kron(case.states, np.ones((1, 1, case.block, case.block), int))[:, :, : case.sizes.T, : case.sizes.S]
+    return (states == 2) | ((states == 1) & visible)
 
 
 def block_mask(case: Case) -> jflex.BlockMask | None:
@@ -106,12 +106,12 @@ def block_mask(case: Case) -> jflex.BlockMask | None:
         return None
     n, captures = case.sizes, jax.tree.map(jnp.asarray, draw(case).mask)
     mod = None if case.mask is None else case.mask.jax(captures)
-    if case.kinds is None:
+    if case.states is None:
         by_batch, by_head = n.B if case.by_batch else None, n.Hq if case.by_head else None
         return jflex.create_block_mask(mod, by_batch, by_head, n.T, n.S, block_size=case.block)
     lists = []
     for kind in (1, 2):
-        is_kind = case.kinds == kind
+        is_kind = case.states == kind
         lists += [is_kind.sum(-1), np.argsort(~is_kind, axis=-1, stable=True)]
     return jflex.BlockMask.from_kv_blocks(*lists, block_size=case.block, mask_mod=mod, seq_lengths=(n.T, n.S))
 

@@ -70,7 +70,7 @@ WIDE = [
         mask=masks.random_elements,
         sizes=Sizes(T=384, Hq=2, D=64),
         block=128,
-        kinds=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)),
+        states=np.random.default_rng(2).integers(0, 3, (2, 2, 3, 3)),
         **BF16,
     ),
 ]
@@ -88,7 +88,7 @@ MANY = [
     Case("many_one_group", captured.table, masks.causal, Sizes(B=6, T=260, Hq=11, D=64), block=64, **BF16),
     Case("many_wide", mask=masks.window, sizes=Sizes(B=7, T=260, Hq=17, D=192), block=128, layout="BNTH", **BF16),
 ]
-HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.kinds is None] + WIDE + MANY
+HOPPER = [_on_hopper(case) for case in (*CASES, *LENGTHS) if case.states is None] + WIDE + MANY
 # Computed in one pass too, which short sequences take two for.
 _OF_TABLE = [
     "identity",

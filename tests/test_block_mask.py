@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from jflex._call.checks import block_mask_mismatch
 from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import BlockMask, create_block_mask
-from jflex.block_mask.states import block_kinds
+from jflex.block_mask.states import block_states
 from jflex.mods.trace import trace_mask_mod
 from tests.dense_masks import (
     causal,
@@ -22,7 +22,7 @@ from tests.dense_masks import (
     dense_values,
     lists_of,
     packed,
-    pooled_kinds,
+    pooled_states,
     random_documents,
     random_mask,
 )
@@ -58,7 +58,7 @@ def test_random_masks_match_dense(seed, leading, sizes):
     values = dense_values(seed, (*leading, *lengths))
     block_mask = create_block_mask(dense_mod(values), *leading, *lengths, block_size=block_size)
     check_same_mask(block_mask, values)
-    listed = pooled_kinds(values, block_size) > 0
+    listed = pooled_states(values, block_size) > 0
     np.testing.assert_array_equal(block_mask.to_dense(), listed.astype(int))
     skipped = ~listed.repeat(block_size[0], 2).repeat(block_size[1], 3)[:, :, : lengths[0], : lengths[1]]
     assert block_mask.sparsity() == pytest.approx(100 * skipped.mean())
@@ -67,12 +67,12 @@ def test_random_masks_match_dense(seed, leading, sizes):
 def test_many_steps_match_one(monkeypatch):
     # As many elements at once as one block has: several units in every row, and a last step that is not filled.
     values = dense_values(7, (2, 3, 100, 70))
-    expected = pooled_kinds(values, (32, 16))
+    expected = pooled_states(values, (32, 16))
     for elements in (32 * 16, 2 * 32 * 16, 7 * 32 * 16, 4 * 5 * 32 * 16):
         monkeypatch.setattr("jflex.block_mask.states._ELEMENTS_PER_STEP", elements)
         traced, operands = trace_mask_mod(dense_mod(values))
-        kinds = inspect.unwrap(block_kinds)(traced, operands, values.shape, (32, 16))
-        np.testing.assert_array_equal(kinds, expected)
+        states = inspect.unwrap(block_states)(traced, operands, values.shape, (32, 16))
+        np.testing.assert_array_equal(states, expected)
 
 
 def test_figures_of_an_offset_causal_mask():
@@ -111,7 +111,7 @@ def test_under_jit_with_traced_captures_as_eagerly():
 
 def test_fresh_lambda_with_new_values_compiles_once():
     packed(random_documents(0), block_size=20)
-    compiled = block_kinds._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+    compiled = block_states._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
     traces = []
 
     @jax.jit
@@ -121,7 +121,7 @@ def test_fresh_lambda_with_new_values_compiles_once():
 
     counts = {int(use(packed(random_documents(seed), block_size=20))) for seed in range(6)}
     assert len(counts) > 1
-    assert block_kinds._cache_size() == compiled  # pyright: ignore[reportAttributeAccessIssue]
+    assert block_states._cache_size() == compiled  # pyright: ignore[reportAttributeAccessIssue]
     assert len(traces) == 1
 
 
@@ -163,13 +163,13 @@ def test_from_kv_blocks_equals_the_built_mask():
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("lengths", [(96, 128), (90, 121)])
 def test_from_kv_blocks_without_a_mod_shows_all_of_a_listed_block(jit, lengths):
-    kinds = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
 
     def make(*given_lists):
         return BlockMask.from_kv_blocks(*given_lists, block_size=32, seq_lengths=lengths)
 
-    block_mask = (jax.jit(make) if jit else make)(*map(jnp.asarray, lists_of(kinds)))
-    dense = (kinds > 0).repeat(32, 2).repeat(32, 3)[:, :, : lengths[0], : lengths[1]]
+    block_mask = (jax.jit(make) if jit else make)(*map(jnp.asarray, lists_of(states)))
+    dense = (states > 0).repeat(32, 2).repeat(32, 3)[:, :, : lengths[0], : lengths[1]]
     check_same_mask(block_mask, dense)
     assert block_mask.mask_mod is None
 

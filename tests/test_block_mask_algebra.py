@@ -56,9 +56,9 @@ def test_getitem_with_traced_numbers():
 
 
 def test_getitem_of_a_mask_without_a_mod():
-    kinds = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
-    block_mask = BlockMask.from_kv_blocks(*lists_of(kinds), block_size=8)
-    dense = (kinds > 0).repeat(8, 2).repeat(8, 3)
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=8)
+    dense = (states > 0).repeat(8, 2).repeat(8, 3)
     check_same_mask(block_mask[1, :, 1:], dense[1:, :, 8:])
 
 
@@ -117,16 +117,16 @@ def test_with_lengths_equals_the_mask_made_for_them(lengths):
 
 @pytest.mark.parametrize("lengths", [(64, 96), (50, 40), (96, 128)])
 def test_listed_masks_are_cropped(lengths):
-    kinds = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
-    block_mask = BlockMask.from_kv_blocks(*lists_of(kinds), block_size=32)
-    dense = (kinds > 0).repeat(32, 2).repeat(32, 3)
+    states = np.random.default_rng(3).integers(0, 3, (2, 1, 3, 4))
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states), block_size=32)
+    dense = (states > 0).repeat(32, 2).repeat(32, 3)
     check_same_mask(block_mask.with_lengths(*lengths), dense[:, :, : lengths[0], : lengths[1]])
 
 
 def test_listed_masks_are_extended_by_their_mod_alone():
-    kinds = np.array([[[[1, 0, 0], [1, 0, 0], [0, 0, 1]]]])  # of causal, block (1, 1) and (2, 0), (2, 1) are left out
-    block_mask = BlockMask.from_kv_blocks(*lists_of(kinds)[:2], block_size=32, mask_mod=causal, seq_lengths=(90, 90))
-    inside = kinds.repeat(32, 2).repeat(32, 3)[:, :, :90, :90].astype(bool) & np.tri(90, dtype=bool)
+    states = np.array([[[[1, 0, 0], [1, 0, 0], [0, 0, 1]]]])  # of causal, block (1, 1) and (2, 0), (2, 1) are left out
+    block_mask = BlockMask.from_kv_blocks(*lists_of(states)[:2], block_size=32, mask_mod=causal, seq_lengths=(90, 90))
+    inside = states.repeat(32, 2).repeat(32, 3)[:, :, :90, :90].astype(bool) & np.tri(90, dtype=bool)
     check_same_mask(block_mask, inside, exact=False)
     dense = np.tri(110, 130, dtype=bool)[None, None].copy()
     dense[:, :, :90, :90] = inside
@@ -143,9 +143,9 @@ def test_masks_without_a_mod_are_not_extended():
 
 
 def listed_mask(seed, mask_mod=None, dense=None):
-    kinds = np.random.default_rng(seed).integers(0, 2, (2, 1, 4, 3))
-    mask = BlockMask.from_kv_blocks(*lists_of(kinds)[:2], block_size=32, mask_mod=mask_mod, seq_lengths=(100, 70))
-    listed = kinds.astype(bool).repeat(32, 2).repeat(32, 3)[:, :, :100, :70]
+    states = np.random.default_rng(seed).integers(0, 2, (2, 1, 4, 3))
+    mask = BlockMask.from_kv_blocks(*lists_of(states)[:2], block_size=32, mask_mod=mask_mod, seq_lengths=(100, 70))
+    listed = states.astype(bool).repeat(32, 2).repeat(32, 3)[:, :, :100, :70]
     return mask, listed if dense is None else listed & dense
 
 
@@ -185,10 +185,10 @@ def test_invert_matches_dense(name):
 @QUICK
 def test_laws_of_joining(seed):
     (one, dense_one), (two, dense_two) = random_mask(seed), random_mask(seed + 1)
-    empty = np.asarray(one.kinds() == 0) | np.asarray(two.kinds() == 0)
-    np.testing.assert_array_equal(np.asarray((one & two).kinds()) == 0, empty)
-    full = np.asarray(one.kinds() == 2) | np.asarray(two.kinds() == 2)
-    np.testing.assert_array_equal(np.asarray((one | two).kinds()) == 2, full)
+    empty = np.asarray(one.states() == 0) | np.asarray(two.states() == 0)
+    np.testing.assert_array_equal(np.asarray((one & two).states()) == 0, empty)
+    full = np.asarray(one.states() == 2) | np.asarray(two.states() == 2)
+    np.testing.assert_array_equal(np.asarray((one | two).states()) == 2, full)
     np.testing.assert_array_equal((~(one | two)).to_elements(), (~one & ~two).to_elements())
     np.testing.assert_array_equal((one & ~two).to_elements(), dense_one & ~dense_two)
 

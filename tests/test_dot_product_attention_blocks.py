@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.block_mask.bands import Band, band_block_mask, dense_kinds
+from jflex.block_mask.bands import Band, band_block_mask, dense_states
 from jflex.jax_nn import translate
 from tests import gpu_compile
 
@@ -51,12 +51,12 @@ def test_blocks_are_skipped():
 
 
 def test_lengths_may_be_traced():
-    def kinds(lengths):
-        return translated(512, is_causal=True, query_seq_lengths=lengths).block_mask.kinds()
+    def states(lengths):
+        return translated(512, is_causal=True, query_seq_lengths=lengths).block_mask.states()
 
-    found = jax.jit(kinds)(jnp.array([512, 130], I32))
+    found = jax.jit(states)(jnp.array([512, 130], I32))
     assert (found > 0).sum((1, 2, 3)).tolist() == [10, 3]
-    assert jax.jit(kinds)(jnp.array([9999, -3], I32)).sum((1, 2, 3)).tolist() == [16, 0]
+    assert jax.jit(states)(jnp.array([9999, -3], I32)).sum((1, 2, 3)).tolist() == [16, 0]
 
 
 def test_lists_are_left_out_where_they_would_say_nothing():
@@ -99,9 +99,9 @@ def test_blocks_of_bands_are_exact(with_lengths):
         found = band_block_mask(visible, band, (batch or 1, 1, T, S), block, lengths)
         expected = jflex.create_block_mask(visible, batch, None, T, S, block_size=block)
         if found is None:
-            assert (expected.kinds() == 1).all()
+            assert (expected.states() == 1).all()
             continue
-        np.testing.assert_array_equal(found.kinds(), expected.kinds())
+        np.testing.assert_array_equal(found.states(), expected.states())
         for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
         for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
@@ -115,8 +115,8 @@ def test_blocks_of_a_dense_mask_are_exact():
         block_mask = jflex.create_block_mask(
             lambda b, h, q, k, full=full: full[b, h, q, k], *shape[:2], 70, 50, block_size=(16, 8)
         )
-        inside = block_mask.kinds()[..., :4, :6]  # there, tails of full blocks are partial
-        found = jnp.broadcast_to(dense_kinds(mask, (16, 8)), (*shape[:2], 5, 7))
+        inside = block_mask.states()[..., :4, :6]  # there, tails of full blocks are partial
+        found = jnp.broadcast_to(dense_states(mask, (16, 8)), (*shape[:2], 5, 7))
         np.testing.assert_array_equal(found[..., :4, :6], inside)
 
 

@@ -228,8 +228,8 @@ def test_the_worked_example():
     physical = convert_block_mask(mask, table, page_size=2, num_pages=6)
     assert physical.shape == (2, 1, 4, 12)
     assert physical.block_size == (2, 2)
-    kinds = [[0, 2, 0, 2, 1, 0], [0, 2, 2, 0, 0, 0]]
-    assert physical.kinds()[:, 0].tolist() == [[row, row] for row in kinds]
+    states = [[0, 2, 0, 2, 1, 0], [0, 2, 2, 0, 0, 0]]
+    assert physical.states()[:, 0].tolist() == [[row, row] for row in states]
     assert physical.kv_num_blocks[:, 0].tolist() == [[1, 1], [0, 0]]
     assert physical.full_kv_num_blocks[:, 0].tolist() == [[2, 2], [2, 2]]
     assert physical.full_q_num_blocks[:, 0].tolist() == [[0, 2, 0, 2, 0, 0], [0, 2, 2, 0, 0, 0]]
@@ -257,7 +257,7 @@ def test_full_blocks_are_hidden_beyond_a_length():
     physical = convert_block_mask(
         full, INT([[2, 1], [1, 2], [2, 1]]), page_size=4, num_pages=3, kv_lengths=INT([6, 4, 0])
     )
-    assert physical.kinds()[:, 0, 0].tolist() == [[0, 1, 2], [0, 2, 0], [0, 0, 0]]
+    assert physical.states()[:, 0, 0].tolist() == [[0, 1, 2], [0, 2, 0], [0, 0, 0]]
     shown = physical.to_elements()[:, 0, 0].astype(int)
     assert shown.tolist() == [[0] * 4 + [1, 1, 0, 0] + [1] * 4, [0] * 4 + [1] * 4 + [0] * 4, [0] * 12]
 

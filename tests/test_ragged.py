@@ -204,7 +204,7 @@ def test_lists_tell_what_the_elements_tell(lengths, block_size, is_masked):
     padded[:N, :M] = dense
     blocks = padded.reshape(shape[0], block_size[0], shape[1], block_size[1])
     right = blocks.any((1, 3)).astype(int) + blocks.all((1, 3)).astype(int)
-    np.testing.assert_array_equal(mask.kinds()[0, 0], right)
+    np.testing.assert_array_equal(mask.states()[0, 0], right)
     np.testing.assert_array_equal(mask.to_elements()[0, 0], dense)
 
 
@@ -224,7 +224,7 @@ def test_a_mask_by_head_over_several_steps(monkeypatch):
     ends, by_head = boundaries(50, 3, 60), lambda b, h, q_idx, kv_idx: q_idx - kv_idx >= 9 * h
     mask = varlen_block_mask(ends, ends, 119, 119, mask_mod=by_head, H=3, block_size=16)
     right = jflex.create_block_mask(mask.mask_mod, None, 3, 119, 119, block_size=16)
-    np.testing.assert_array_equal(mask.kinds(), right.kinds())
+    np.testing.assert_array_equal(mask.states(), right.states())
     assert mask.shape == (1, 3, 119, 119)
 
 

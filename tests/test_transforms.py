@@ -317,7 +317,7 @@ def sloped(tree, s, b, h, q, k):
 
 
 @pytest.mark.parametrize("kind", ["lambda", "partial", "object", "method", "jitted"])
-def test_kinds_of_functions(kind):
+def test_states_of_functions(kind):
     q, k, v = drawn()
     slopes = jnp.array([0.1, 0.2])
     make = {

@@ -26,8 +26,8 @@ from jflex.block_mask.lists import (
     BlockLists,
     block_count,
     demote_tails,
-    kinds_from_lists,
-    lists_from_kinds,
+    lists_from_states,
+    states_from_lists,
 )
 from jflex.mods.fingerprint import fingerprint
 from jflex.mods.trace import TracedMod
@@ -129,24 +129,24 @@ def bounded_lists(
     if lists is None:
         shape = (spec.T, spec.S)
         matrix = tuple(block_count(n, block) for n, block in zip(shape, size, strict=True))
-        kinds = jnp.full((1, 1, *matrix), FULL if spec.mask_mod is None else PARTIAL, jnp.int8)
-        kinds = demote_tails(kinds, shape, size)
+        states = jnp.full((1, 1, *matrix), FULL if spec.mask_mod is None else PARTIAL, jnp.int8)
+        states = demote_tails(states, shape, size)
     else:
-        kinds = kinds_from_lists(lists)
-    return lists_from_kinds(bounded_kinds(kinds, lengths, size[1]))
+        states = states_from_lists(lists)
+    return lists_from_states(bounded_states(states, lengths, size[1]))
 
 
-def bounded_kinds(kinds: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], block: int) -> Int8[Array, "B H R C"]:
-    """The matrix of kinds in which blocks beyond a length are empty, and those that it cuts at most partial.
+def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], block: int) -> Int8[Array, "B H R C"]:
+    """The matrix of states in which blocks beyond a length are empty, and those that it cuts at most partial.
 
-    >>> bounded_kinds(jnp.full((1, 1, 1, 3), FULL, jnp.int8), jnp.array([96, 70]), 32).tolist()
+    >>> bounded_states(jnp.full((1, 1, 1, 3), FULL, jnp.int8), jnp.array([96, 70]), 32).tolist()
     [[[[2, 2, 2]]], [[[2, 2, 1]]]]
     """
-    first = jnp.arange(kinds.shape[-1], dtype=jnp.int32)[None, None, None, :] * block
+    first = jnp.arange(states.shape[-1], dtype=jnp.int32)[None, None, None, :] * block
     lengths = lengths[:, None, None, None]
     most = jnp.where(first + block <= lengths, FULL, jnp.where(first < lengths, PARTIAL, EMPTY)).astype(jnp.int8)
-    shape = jnp.broadcast_shapes(kinds.shape, most.shape)
-    return jnp.minimum(jnp.broadcast_to(kinds, shape), jnp.broadcast_to(most, shape))
+    shape = jnp.broadcast_shapes(states.shape, most.shape)
+    return jnp.minimum(jnp.broadcast_to(states, shape), jnp.broadcast_to(most, shape))
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:

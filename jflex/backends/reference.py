@@ -13,7 +13,7 @@ from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla.containment import all_finite, cleared
-from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, kinds_from_lists
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
@@ -46,8 +46,8 @@ class Reference(Backend):
         if spec.mask_mod is not None:
             visible = over_indices(spec.mask_mod, inputs.mask_operands, visible.shape)
         if spec.blocks is not None and inputs.lists is not None:
-            kinds = _kinds_of_elements(spec, spec.blocks, inputs.lists)
-            visible = jnp.broadcast_to((kinds == FULL) | ((kinds == PARTIAL) & visible), visible.shape)
+            states = _states_of_elements(spec, spec.blocks, inputs.lists)
+            visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
 
         def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
             score = scores(query, key) * jnp.asarray(spec.scale, exact)
@@ -171,11 +171,11 @@ def _modified(mod: Mod, operands: tuple[jax.Array, ...], score: jax.Array, visib
     return call(instead(score), b, h, instead(q_idx), instead(kv_idx))
 
 
-def _kinds_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) -> jax.Array:
-    """The kind of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
-    kinds = kinds_from_lists(lists)
+def _states_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) -> jax.Array:
+    """The state of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
+    states = states_from_lists(lists)
     Bq, Bk = blocks.size
-    return jnp.repeat(jnp.repeat(kinds, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
+    return jnp.repeat(jnp.repeat(states, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
 
 
 def _softmax(score: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -54,24 +54,24 @@ class ExtendedMask(SizedMod):
         return requirements_of(self.outside)
 
 
-def solid_kinds(kinds: Int8[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
+def solid_states(states: Int8[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
     """Every listed block full: what the lists of a mask without a mask_mod mean."""
-    return jnp.where(kinds >= PARTIAL, jnp.int8(FULL), jnp.int8(EMPTY))
+    return jnp.where(states >= PARTIAL, jnp.int8(FULL), jnp.int8(EMPTY))
 
 
 def element_mod(mask: BlockMatrix) -> MaskMod:
     """A mask_mod that alone tells what is visible inside of the lengths."""
     if mask.mask_mod is not None and mask.lists_follow_mod:
         return mask.mask_mod
-    return ListedMask(mask.kinds > 0, mask.mask_mod, mask.block_size)
+    return ListedMask(mask.states > 0, mask.mask_mod, mask.block_size)
 
 
 def invert(mask: BlockMatrix) -> BlockMatrix:
     """Visible becomes hidden: full and empty blocks change places, partial ones stay."""
-    kinds = jnp.int8(FULL) - _meant_kinds(mask)
+    states = jnp.int8(FULL) - _meant_states(mask)
     if mask.mask_mod is None:
-        return mask._replace(kinds=kinds)
-    return mask._replace(kinds=kinds, mask_mod=not_mask(element_mod(mask)), source=f"~{mask.source}")
+        return mask._replace(states=states)
+    return mask._replace(states=states, mask_mod=not_mask(element_mod(mask)), source=f"~{mask.source}")
 
 
 def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
@@ -80,10 +80,10 @@ def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     A block is full only where both are, and empty where either is; a partial one may turn out to show nothing.
     """
     shape = _joined_shape(first, second, "&")
-    kinds = jnp.minimum(*(_spread_kinds(mask, shape) for mask in (first, second)))
+    states = jnp.minimum(*(_spread_states(mask, shape) for mask in (first, second)))
     # The lists already hide what either list hides, so a mask without a mask_mod has nothing to add to the elements.
     mods = [_shared(mask, mask.mask_mod, shape) for mask in (first, second) if mask.mask_mod is not None]
-    return _joined(first, second, "&", kinds, and_masks(*mods) if mods else None)
+    return _joined(first, second, "&", states, and_masks(*mods) if mods else None)
 
 
 def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
@@ -92,40 +92,40 @@ def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     A block is full where either is, and empty only where both are; two partial ones may turn out to show everything.
     """
     shape = _joined_shape(first, second, "|")
-    kinds = jnp.maximum(*(_spread_kinds(mask, shape) for mask in (first, second)))
+    states = jnp.maximum(*(_spread_states(mask, shape) for mask in (first, second)))
     if first.mask_mod is None and second.mask_mod is None:
-        return _joined(first, second, "|", kinds, None)
+        return _joined(first, second, "|", states, None)
     mods = [_shared(mask, element_mod(mask), shape) for mask in (first, second)]
-    return _joined(first, second, "|", kinds, or_masks(*mods))
+    return _joined(first, second, "|", states, or_masks(*mods))
 
 
 def crop(mask: BlockMatrix, seq_lengths: tuple[int, int]) -> BlockMatrix:
     """The blocks that begin inside of shorter lengths."""
     rows, columns = map(block_count, seq_lengths, mask.block_size)
-    return mask._replace(kinds=mask.kinds[:, :, :rows, :columns], seq_lengths=seq_lengths, lists_follow_mod=False)
+    return mask._replace(states=mask.states[:, :, :rows, :columns], seq_lengths=seq_lengths, lists_follow_mod=False)
 
 
 def _joined(
-    first: BlockMatrix, second: BlockMatrix, symbol: str, kinds: Int8[Array, "B H R C"], mask_mod: MaskMod | None
+    first: BlockMatrix, second: BlockMatrix, symbol: str, states: Int8[Array, "B H R C"], mask_mod: MaskMod | None
 ) -> BlockMatrix:
     follows = first.lists_follow_mod and second.lists_follow_mod
     names = ("listed blocks" if mask.mask_mod is None else mask.source for mask in (first, second))
     source = f"({f' {symbol} '.join(map(str, names))})"
-    return first._replace(kinds=kinds, mask_mod=mask_mod, lists_follow_mod=follows, source=source)
+    return first._replace(states=states, mask_mod=mask_mod, lists_follow_mod=follows, source=source)
 
 
-def _meant_kinds(mask: BlockMatrix) -> Int8[Array, "B H R C"]:
-    return solid_kinds(mask.kinds) if mask.mask_mod is None else mask.kinds
+def _meant_states(mask: BlockMatrix) -> Int8[Array, "B H R C"]:
+    return solid_states(mask.states) if mask.mask_mod is None else mask.states
 
 
-def _spread_kinds(mask: BlockMatrix, shape: tuple[int, int]) -> Int8[Array, "B H R C"]:
-    kinds = _meant_kinds(mask)
-    return jnp.broadcast_to(kinds, (*shape, *kinds.shape[2:]))
+def _spread_states(mask: BlockMatrix, shape: tuple[int, int]) -> Int8[Array, "B H R C"]:
+    states = _meant_states(mask)
+    return jnp.broadcast_to(states, (*shape, *states.shape[2:]))
 
 
 def _shared(mask: BlockMatrix, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
     """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
-    own = mask.kinds.shape
+    own = mask.states.shape
     shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
     if not (shares_batch or shares_heads):
         return mask_mod
@@ -153,7 +153,7 @@ def _joined_shape(first: BlockMatrix, second: BlockMatrix, symbol: str) -> tuple
         )
     sizes = []
     for axis, name in enumerate(("batch", "heads")):
-        one, other = first.kinds.shape[axis], second.kinds.shape[axis]
+        one, other = first.states.shape[axis], second.states.shape[axis]
         if one != other and 1 not in (one, other):
             raise ValueError(
                 f"`{symbol}` joins BlockMasks whose {name} are equal or 1. Got {one} and {other}. "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
@@ -79,14 +79,14 @@ def band_block_mask(
         if shape[:2] != (1, 1):
             lists = BlockLists(*(jnp.broadcast_to(x, (*shape[:2], *x.shape[2:])) for x in lists))
     else:
-        kinds = jnp.asarray(_static_kinds(band, seq_lengths, block_size))
+        states = jnp.asarray(_static_states(band, seq_lengths, block_size))
         if q_lengths is not None:
-            kinds = _cut_by_queries(kinds, band, seq_lengths, block_size, q_lengths)
+            states = _cut_by_queries(states, band, seq_lengths, block_size, q_lengths)
         if mask is not None:
-            kinds = jnp.minimum(*jnp.broadcast_arrays(kinds, dense_kinds(mask, block_size)))
-        kinds = jnp.minimum(kinds, jnp.int8(PARTIAL)) if hides_more else kinds
-        kinds = jnp.broadcast_to(kinds, (*shape[:2], R, C))
-        lists = lists_from_kinds(demote_tails(kinds, seq_lengths, block_size))
+            states = jnp.minimum(*jnp.broadcast_arrays(states, dense_states(mask, block_size)))
+        states = jnp.minimum(states, jnp.int8(PARTIAL)) if hides_more else states
+        states = jnp.broadcast_to(states, (*shape[:2], R, C))
+        lists = lists_from_states(demote_tails(states, seq_lengths, block_size))
     traced, operands = trace_mask_mod(mask_mod)
     return BlockMask(
         **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
@@ -95,10 +95,10 @@ def band_block_mask(
 
 
 @jax.jit(static_argnames="block_size")
-def dense_kinds(mask: Bool[Array, "b h t s"], block_size: tuple[int, int]) -> Int8[Array, "b h r c"]:
-    """The kinds of the blocks of a dense mask; an axis of size 1 keeps it, and padding changes nothing.
+def dense_states(mask: Bool[Array, "b h t s"], block_size: tuple[int, int]) -> Int8[Array, "b h r c"]:
+    """The states of the blocks of a dense mask; an axis of size 1 keeps it, and padding changes nothing.
 
-    >>> dense_kinds(jnp.tril(jnp.ones((1, 1, 5, 5), bool)), (2, 2))[0, 0].tolist()
+    >>> dense_states(jnp.tril(jnp.ones((1, 1, 5, 5), bool)), (2, 2))[0, 0].tolist()
     [[1, 0, 0], [2, 1, 0], [2, 2, 2]]
     """
     t, s = (min(size, block) for size, block in zip(mask.shape[2:], block_size, strict=True))
@@ -117,15 +117,15 @@ def _static_lists(
     band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], hides_more: bool
 ) -> BlockLists | None:
     """The lists of a band alone, or None if all of its blocks are partial."""
-    kinds = _static_kinds(band, seq_lengths, block_size)
+    states = _static_states(band, seq_lengths, block_size)
     if hides_more:
-        kinds = np.minimum(kinds, PARTIAL)
+        states = np.minimum(states, PARTIAL)
     ends = [(np.arange(block_count(n, block)) + 1) * block for n, block in zip(seq_lengths, block_size, strict=True)]
     inside = (ends[0] <= seq_lengths[0])[:, None] & (ends[1] <= seq_lengths[1])
-    kinds = np.where((kinds == FULL) & ~inside, PARTIAL, kinds)
-    if (kinds == PARTIAL).all():
+    states = np.where((states == FULL) & ~inside, PARTIAL, states)
+    if (states == PARTIAL).all():
         return None
-    rows = [_list_row(k == kind) for k in (kinds, kinds.swapaxes(-1, -2)) for kind in (PARTIAL, FULL)]
+    rows = [_list_row(x == state) for x in (states, states.swapaxes(-1, -2)) for state in (PARTIAL, FULL)]
     return BlockLists(*(x for row in rows for x in row))  # pyright: ignore[reportArgumentType]  # numpy, as constants
 
 
@@ -135,10 +135,10 @@ def _list_row(listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=64)
-def _static_kinds(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> np.ndarray:
-    """The kinds of the blocks of a band, int8 [1, 1, R, C]; what lies beyond the lengths changes nothing."""
+def _static_states(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> np.ndarray:
+    """The states of the blocks of a band, int8 [1, 1, R, C]; what lies beyond the lengths changes nothing."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
-    return _kinds(first_q[:, None], last_q[:, None], first_kv, last_kv, band)[None, None]
+    return _states(first_q[:, None], last_q[:, None], first_kv, last_kv, band)[None, None]
 
 
 def _ends(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ def _ends(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     return first, np.minimum(first + (block - 1), length - 1)
 
 
-def _kinds(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -> Any:
+def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -> Any:
     """Kinds of blocks by their corners: ``kv_idx - q_idx`` takes every value between its least and its largest."""
     least, most = first_kv - last_q, last_kv - first_q
     sees, sees_all = least <= most, least <= most
@@ -158,15 +158,15 @@ def _kinds(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -
 
 
 def _cut_by_queries(
-    kinds: Any, band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], q_lengths: Int32[Array, " B"]
+    states: Any, band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], q_lengths: Int32[Array, " B"]
 ) -> Int8[Array, "B 1 R C"]:
     """Kinds in which queries beyond the length of their batch entry see nothing."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
     first, last = (jnp.asarray(x)[None, None, :, None] for x in (first_q, last_q))
     ends = q_lengths[:, None, None, None]
     last_seen = jnp.minimum(last, ends - 1)
-    cut = _kinds(
+    cut = _states(
         first, last_seen, jnp.asarray(first_kv)[None, None, None], jnp.asarray(last_kv)[None, None, None], band
     )
-    cut = jnp.where(last < ends, kinds, jnp.minimum(cut, jnp.int8(PARTIAL)))
+    cut = jnp.where(last < ends, states, jnp.minimum(cut, jnp.int8(PARTIAL)))
     return jnp.where(first < ends, cut, jnp.int8(0))

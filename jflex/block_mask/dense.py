@@ -44,27 +44,27 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
 def dense_elements(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
-    kinds: Int8[Array, "B H R C"],
+    states: Int8[Array, "B H R C"],
     seq_lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Bool[Array, "B H Q KV"]:
     """The dense mask: a full block is visible, a partial one where the mod says so."""
     indices = (jnp.arange(seq_lengths[0], dtype=jnp.int32), jnp.arange(seq_lengths[1], dtype=jnp.int32))
-    return elements_at(traced, operands, kinds, indices, seq_lengths, block_size)
+    return elements_at(traced, operands, states, indices, seq_lengths, block_size)
 
 
 @jax.jit(static_argnames=("traced", "seq_lengths", "block_size"))
 def elements_at(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
-    kinds: Int8[Array, "B H R C"],
+    states: Int8[Array, "B H R C"],
     indices: tuple[Int32[Array, " Q"], Int32[Array, " KV"]],
     seq_lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Bool[Array, "B H Q KV"]:
     """Likewise for some queries and keys, whose numbers lie inside of the lengths."""
     q_idx, kv_idx = indices
-    batch, heads = kinds.shape[:2]
+    batch, heads = states.shape[:2]
     if 0 in (batch, heads, q_idx.size, kv_idx.size):
         return jnp.zeros((batch, heads, q_idx.size, kv_idx.size), jnp.bool_)
 
@@ -74,5 +74,5 @@ def elements_at(
     of_batch = jax.vmap(of_head, in_axes=(None, 0))
     numbers = jnp.arange(batch, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
     visible = jax.vmap(of_batch, in_axes=(0, None))(*numbers)
-    spread = kinds[:, :, q_idx // block_size[0]][:, :, :, kv_idx // block_size[1]]
+    spread = states[:, :, q_idx // block_size[0]][:, :, :, kv_idx // block_size[1]]
     return (spread == FULL) | ((spread == PARTIAL) & visible)

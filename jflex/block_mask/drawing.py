@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, kinds_from_lists
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,17 +24,17 @@ def is_concrete(lists: BlockLists) -> bool:
     return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in lists)
 
 
-def sparsity(kinds: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
+def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
     """Per cent of the elements that lie in empty blocks.
 
     >>> sparsity(np.array([[[[1, 0], [2, 1]]]]), (100, 100), (64, 64))
     23.04
     """
     heights, widths = (_clipped_sizes(length, block) for length, block in zip(seq_lengths, block_size, strict=True))
-    total = kinds.shape[0] * kinds.shape[1] * seq_lengths[0] * seq_lengths[1]
+    total = states.shape[0] * states.shape[1] * seq_lengths[0] * seq_lengths[1]
     if total == 0:
         return 0.0
-    listed = int(np.einsum("bhrc,r,c->", (kinds > 0).astype(np.int64), heights, widths))
+    listed = int(np.einsum("bhrc,r,c->", (states > 0).astype(np.int64), heights, widths))
     return 100.0 * (total - listed) / total
 
 
@@ -56,27 +56,27 @@ def draw(
     head = f"BlockMask(shape={shape}, block_size={block_size}"
     if not is_concrete(lists) or len(shape) != 4:
         return f"{head})"
-    kinds = np.asarray(kinds_from_lists(lists))
-    lines = [f"{head}, sparsity={sparsity(kinds, seq_lengths, block_size):.2f}%)"]
+    states = np.asarray(states_from_lists(lists))
+    lines = [f"{head}, sparsity={sparsity(states, seq_lengths, block_size):.2f}%)"]
     grid = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     pictures = [(b, h) for b in range(shape[0]) for h in range(shape[1])]
     for b, h in pictures[:limit]:
         lines.append(f"batch {b}, head {h}")
-        lines += ["".join(_CHARACTERS[int(kind)] for kind in row) + "|" for row in _coarser(kinds[b, h], grid)]
+        lines += ["".join(_CHARACTERS[int(state)] for state in row) + "|" for row in _coarser(states[b, h], grid)]
     if len(pictures) > limit:
         lines.append(f"... and {len(pictures) - limit} more")
     return "\n".join(lines)
 
 
-def _coarser(kinds: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
-    if 0 in kinds.shape or grid is None:
-        return kinds
+def _coarser(states: np.ndarray, grid: tuple[int, int] | None) -> np.ndarray:
+    if 0 in states.shape or grid is None:
+        return states
     for axis, cells in enumerate(grid):
-        step = -(-kinds.shape[axis] // max(1, cells))
-        starts = np.arange(0, kinds.shape[axis], step)
-        least, most = np.minimum.reduceat(kinds, starts, axis), np.maximum.reduceat(kinds, starts, axis)
-        kinds = np.where(least == most, least, PARTIAL)
-    return kinds
+        step = -(-states.shape[axis] // max(1, cells))
+        starts = np.arange(0, states.shape[axis], step)
+        least, most = np.minimum.reduceat(states, starts, axis), np.maximum.reduceat(states, starts, axis)
+        states = np.where(least == most, least, PARTIAL)
+    return states
 
 
 def to_figure(
@@ -104,14 +104,14 @@ def to_figure(
         raise ImportError(f"`BlockMask.to_image` needs matplotlib. {remedy}") from None
     if not is_concrete(lists):
         raise TypeError("`BlockMask.to_image` needs the values of the lists, traced here. Call it outside `jit`.")
-    kinds, (q_length, kv_length) = np.asarray(kinds_from_lists(lists)), seq_lengths
+    states, (q_length, kv_length) = np.asarray(states_from_lists(lists)), seq_lengths
     figure = Figure(figsize=(6.0 if zoom is None else 11.0, 5.5), layout="constrained")
     axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)[0]
     sides = [np.append(np.arange(0, n, size), n) for n, size in zip(seq_lengths, block_size, strict=True)]
     if q_length and kv_length:
         colours = ListedColormap(list(_COLOURS.values()))
-        axes[0].pcolormesh(sides[1], sides[0], kinds[0, 0], cmap=colours, vmin=0, vmax=2)
-    percent = sparsity(kinds, seq_lengths, block_size)
+        axes[0].pcolormesh(sides[1], sides[0], states[0, 0], cmap=colours, vmin=0, vmax=2)
+    percent = sparsity(states, seq_lengths, block_size)
     axes[0].set_title(f"blocks of {block_size[0]} x {block_size[1]}, {percent:.1f}% skipped")
     axes[0].set_xlim(0, kv_length or 1)
     axes[0].set_ylim(q_length or 1, 0)

@@ -1,4 +1,4 @@
-"""Block lists that a user made: checked, and turned into a matrix of block kinds."""
+"""Block lists that a user made: checked, and turned into a matrix of block states."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int8
 
-from jflex.block_mask.lists import block_count, join_kinds, listed_blocks
+from jflex.block_mask.lists import block_count, join_states, listed_blocks
 from jflex.types import AnyArray
 
 _NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-def kinds_from_given(
+def states_from_given(
     given: tuple[ArrayLike, ArrayLike, ArrayLike | None, ArrayLike | None],
     block_size: tuple[int, int],
     seq_lengths: tuple[int, int] | None,
@@ -23,7 +23,7 @@ def kinds_from_given(
     """Checks the four arguments of `BlockMask.from_kv_blocks`.
 
     Returns:
-      The matrix of kinds, and the lengths.
+      The matrix of states, and the lengths.
 
     Raises:
       TypeError: The lists are not integers.
@@ -62,7 +62,7 @@ def kinds_from_given(
                 f"a block is partial or full, not both: key block {column} is in `kv_indices` and in "
                 f"`full_kv_indices` of batch {b}, head {h}, query block {row}."
             )
-    return join_kinds(partial, full), seq_lengths
+    return join_states(partial, full), seq_lengths
 
 
 def _checked_pair(counts: ArrayLike, numbers: ArrayLike, names: tuple[str, ...]) -> tuple[AnyArray, AnyArray]:

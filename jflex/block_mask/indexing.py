@@ -42,11 +42,11 @@ class Selection:
 
 def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMatrix:
     """What ``block_mask[index]`` says; its errors are those of `BlockMask.__getitem__`."""
-    batch, heads, rows = mask.kinds.shape[:3]
+    batch, heads, rows = mask.states.shape[:3]
     selections = _selections(index, (batch, heads, rows))
     q_length = _selected_length(selections[2], mask.seq_lengths[0], mask.block_size[0])
     return mask._replace(
-        kinds=_selected_kinds(mask.kinds, selections),
+        states=_selected_states(mask.states, selections),
         mask_mod=None if mask.mask_mod is None else _selected_mask(mask.mask_mod, selections, mask.block_size[0]),
         seq_lengths=(q_length, mask.seq_lengths[1]),
     )
@@ -160,12 +160,12 @@ def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
     return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
 
 
-def _selected_kinds(kinds: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
-    """Takes the selected batches, heads and rows of a matrix of kinds."""
+def _selected_states(states: Int8[Array, "B H R C"], selections: tuple[Selection, ...]) -> Int8[Array, "B2 H2 R2 C"]:
+    """Takes the selected batches, heads and rows of a matrix of states."""
     for axis, selection in enumerate(selections):
         if selection.blocks is not None:
-            kinds = _take(kinds, selection.blocks, axis=axis)
-    return kinds
+            states = _take(states, selection.blocks, axis=axis)
+    return states
 
 
 _take = jax.jit(jnp.take, static_argnames="axis")

@@ -1,8 +1,8 @@
 """Lists of the visible blocks of every row and column, and the block matrix that they stand for.
 
-The *kind* of a block of queries and keys is ``EMPTY`` (no element is visible), ``PARTIAL`` (the mask decides element by
+The *state* of a block of queries and keys is ``EMPTY`` (no element is visible), ``PARTIAL`` (the mask decides for each
 element) or ``FULL`` (every element is visible and the block lies wholly inside the lengths, so that a kernel need not
-look at the mask). A matrix of kinds and the lists of block numbers are two forms of the same thing: the matrix is easy
+look at the mask). A matrix of states and the lists of block numbers are two forms of the same thing: the matrix is easy
 to reason about, the lists are what a kernel walks.
 """
 
@@ -39,10 +39,10 @@ class BlockLists(NamedTuple):
 
 
 class BlockMatrix(NamedTuple):
-    """What a BlockMask says, with a matrix of kinds in place of lists: what joins, crops and selects is written in it.
+    """What a BlockMask says, with a matrix of states in place of lists: what joins, crops and selects is written in it.
 
     Attributes:
-      kinds: The kind of every block.
+      states: The state of every block.
       mask_mod: What tells which elements of a partial block are visible; None: all.
       seq_lengths: ``(Q_LEN, KV_LEN)``.
       block_size: Of queries and of keys.
@@ -50,7 +50,7 @@ class BlockMatrix(NamedTuple):
       source: What messages call the mask_mod; None: its own name.
     """
 
-    kinds: Int8[Array, "B H R C"]
+    states: Int8[Array, "B H R C"]
     mask_mod: MaskMod | None
     seq_lengths: tuple[int, int]
     block_size: tuple[int, int]
@@ -68,16 +68,16 @@ def block_count(length: int, block: int) -> int:
 
 
 @jax.jit
-def lists_from_kinds(kinds: Int8[Array, "B H R C"]) -> BlockLists:
+def lists_from_states(states: Int8[Array, "B H R C"]) -> BlockLists:
     """Lists the partial and the full blocks of every row and of every column, in ascending order.
 
-    >>> lists = lists_from_kinds(jnp.array([[[[FULL, EMPTY], [PARTIAL, FULL]]]], jnp.int8))
+    >>> lists = lists_from_states(jnp.array([[[[FULL, EMPTY], [PARTIAL, FULL]]]], jnp.int8))
     >>> lists.full_kv_num_blocks.tolist(), lists.full_kv_indices[0, 0, 1, :1].tolist()
     ([[[1, 1]]], [1])
     """
-    transposed = jnp.swapaxes(kinds, -1, -2)
+    transposed = jnp.swapaxes(states, -1, -2)
     return BlockLists(
-        *_list_row(kinds == PARTIAL), *_list_row(kinds == FULL),
+        *_list_row(states == PARTIAL), *_list_row(states == FULL),
         *_list_row(transposed == PARTIAL), *_list_row(transposed == FULL),
     )  # fmt: skip
 
@@ -93,16 +93,16 @@ def _list_row(listed: Bool[Array, "*rows C"]) -> tuple[Int32[Array, "*rows"], In
 
 
 @jax.jit
-def kinds_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
-    """The matrix of kinds that the ``kv_`` lists stand for; their last axis must be as wide as the matrix."""
+def states_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
+    """The matrix of states that the ``kv_`` lists stand for; their last axis must be as wide as the matrix."""
     columns = lists.kv_indices.shape[-1]
     partial = listed_blocks(lists.kv_num_blocks, lists.kv_indices, columns)
     full = listed_blocks(lists.full_kv_num_blocks, lists.full_kv_indices, columns)
-    return join_kinds(partial, full)
+    return join_states(partial, full)
 
 
-def join_kinds(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
-    """The matrix of kinds with these partial and full blocks; a block in both is full."""
+def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
+    """The matrix of states with these partial and full blocks; a block in both is full."""
     return jnp.where(full, jnp.int8(FULL), jnp.where(partial, jnp.int8(PARTIAL), jnp.int8(EMPTY)))
 
 
@@ -122,11 +122,11 @@ def listed_blocks(
 
 @jax.jit(static_argnames=("seq_lengths", "block_size"))
 def demote_tails(
-    kinds: Int8[Array, "B H R C"], seq_lengths: tuple[int, int], block_size: tuple[int, int]
+    states: Int8[Array, "B H R C"], seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> Int8[Array, "B H R C"]:
     """Makes full blocks partial that reach past a length, because a kernel masks elements in partial blocks only."""
     inside = inside_blocks(seq_lengths, block_size)[None, None]
-    return jnp.where((kinds == FULL) & ~inside, jnp.int8(PARTIAL), kinds)
+    return jnp.where((states == FULL) & ~inside, jnp.int8(PARTIAL), states)
 
 
 def inside_blocks(seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> Bool[Array, "R C"]:

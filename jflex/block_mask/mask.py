@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
-from jflex.block_mask.from_lists import kinds_from_given
+from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
-from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, kinds_from_lists, lists_from_kinds
-from jflex.block_mask.states import block_kinds
+from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, lists_from_states, states_from_lists
+from jflex.block_mask.states import block_states
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index
@@ -128,11 +128,11 @@ class BlockMask:
             q_length, kv_length = seq_lengths
             seq_lengths = (checked_size(q_length, "seq_lengths"), checked_size(kv_length, "seq_lengths"))
         given = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        kinds, seq_lengths = kinds_from_given(given, block_size, seq_lengths)
-        check_mask_shape(mask_mod, (*kinds.shape[:2], *seq_lengths), "a BlockMask")
+        states, seq_lengths = states_from_given(given, block_size, seq_lengths)
+        check_mask_shape(mask_mod, (*states.shape[:2], *seq_lengths), "a BlockMask")
         if mask_mod is None:
-            kinds = algebra.solid_kinds(kinds)
-        return _assemble(BlockMatrix(kinds, mask_mod, seq_lengths, block_size, lists_follow_mod=False))
+            states = algebra.solid_states(states)
+        return _assemble(BlockMatrix(states, mask_mod, seq_lengths, block_size, lists_follow_mod=False))
 
     @property
     def lists(self) -> BlockLists:
@@ -153,9 +153,9 @@ class BlockMask:
         """Elements of the mask: the product of `shape`."""
         return math.prod(self.shape)
 
-    def kinds(self) -> Int8[Array, "B H R C"]:
+    def states(self) -> Int8[Array, "B H R C"]:
         """The matrix of blocks: 0 empty, 1 partial, 2 full."""
-        return kinds_from_lists(self.lists)
+        return states_from_lists(self.lists)
 
     def to_dense(self) -> Int32[Array, "B H R C"]:
         """The matrix of blocks: 1 where any element is visible or may be, else 0.
@@ -163,7 +163,7 @@ class BlockMask:
         >>> create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 384, 256).to_dense()[0, 0].tolist()
         [[1, 0], [1, 1], [1, 1]]
         """
-        return (self.kinds() > 0).astype(jnp.int32)
+        return (self.states() > 0).astype(jnp.int32)
 
     def to_elements(self) -> Bool[Array, "B H Q_LEN KV_LEN"]:
         """The mask of elements, dense: for references, pictures and tests of small masks."""
@@ -184,7 +184,7 @@ class BlockMask:
                 "`BlockMask.sparsity()` is a Python number and needs the values of the lists, which are not known here "
                 "(under `jit` or `vmap`). Call it outside, or compute with `block_mask.to_dense()`."
             )
-        return drawing.sparsity(np.asarray(self.kinds()), self.seq_lengths, self.block_size)
+        return drawing.sparsity(np.asarray(self.states()), self.seq_lengths, self.block_size)
 
     def __getitem__(self, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMask:
         """Selects batches, heads and query blocks; ``block_mask[b, h, q_block]``.
@@ -297,22 +297,22 @@ class BlockMask:
     def _elements(self, q_idx: Int32[Array, " Q"], kv_idx: Int32[Array, " KV"]) -> Bool[Array, "B H Q KV"]:
         """What these queries see of these keys, whose numbers lie inside of the lengths."""
         traced, indices = self.traced or trace_mask_mod(noop_mask)[0], (q_idx, kv_idx)
-        return elements_at(traced, self.mask_operands, self.kinds(), indices, self.seq_lengths, self.block_size)
+        return elements_at(traced, self.mask_operands, self.states(), indices, self.seq_lengths, self.block_size)
 
     def _matrix(self) -> BlockMatrix:
         source = None if self.traced is None else self.traced.source
         return BlockMatrix(
-            self.kinds(), self.mask_mod, self.seq_lengths, self.block_size, self.lists_follow_mod, source
+            self.states(), self.mask_mod, self.seq_lengths, self.block_size, self.lists_follow_mod, source
         )
 
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
         """Evaluates a mask_mod anew, for other lengths; it is named after the same function of the user."""
         shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
         check_mask_shape(mask_mod, shape, "a BlockMask")
-        kinds = block_kinds(*trace_mask_mod(mask_mod), shape, self.block_size)
+        states = block_states(*trace_mask_mod(mask_mod), shape, self.block_size)
         source = None if self.traced is None else self.traced.source
         return _assemble(
-            BlockMatrix(kinds, mask_mod, seq_lengths, self.block_size, lists_follow_mod=True, source=source)
+            BlockMatrix(states, mask_mod, seq_lengths, self.block_size, lists_follow_mod=True, source=source)
         )
 
 
@@ -368,7 +368,7 @@ def create_block_mask(
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
     check_mask_shape(mask_mod, shape, "a BlockMask")
-    lists = lists_from_kinds(block_kinds(traced, operands, shape, block_size))._asdict()
+    lists = lists_from_states(block_states(traced, operands, shape, block_size))._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
         lists_follow_mod=True,
@@ -376,11 +376,11 @@ def create_block_mask(
 
 
 def _assemble(mask: BlockMatrix) -> BlockMask:
-    """Makes a BlockMask of a matrix of kinds, whose tails may be full."""
+    """Makes a BlockMask of a matrix of states, whose tails may be full."""
     traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
     if traced is not None and mask.source is not None:
         traced = dataclasses.replace(traced, source=mask.source)
-    lists = lists_from_kinds(demote_tails(mask.kinds, mask.seq_lengths, mask.block_size))._asdict()
+    lists = lists_from_states(demote_tails(mask.states, mask.seq_lengths, mask.block_size))._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=mask.seq_lengths, block_size=mask.block_size,
         lists_follow_mod=mask.lists_follow_mod,

@@ -16,7 +16,7 @@ _ELEMENTS_PER_STEP = 1 << 24
 
 
 @jax.jit(static_argnames=("traced", "shape", "block_size"))
-def block_kinds(
+def block_states(
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
     shape: tuple[int, int, int, int],
@@ -51,9 +51,9 @@ def block_kinds(
         return jnp.any(visible, axis=(1, 2)).astype(jnp.int8) + jnp.all(visible, axis=(1, 2)).astype(jnp.int8)
 
     unit_ids = jnp.minimum(jnp.arange(steps * units_per_step, dtype=jnp.int32), units - 1)
-    kinds = lax.map(jax.vmap(classify_unit), unit_ids.reshape(steps, units_per_step))
-    kinds = kinds.reshape(steps * units_per_step, width)[:units]
-    return kinds.reshape(batch, heads, rows, groups * width)[..., :columns]
+    states = lax.map(jax.vmap(classify_unit), unit_ids.reshape(steps, units_per_step))
+    states = states.reshape(steps * units_per_step, width)[:units]
+    return states.reshape(batch, heads, rows, groups * width)[..., :columns]
 
 
 def visible_elements(

@@ -19,7 +19,7 @@ from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_kinds
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_states
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mod_sizes
@@ -108,10 +108,10 @@ def varlen_block_mask(
             "number of query heads."
         )
     size = checked_block_size(block_size)
-    kinds = _boundary_kinds(q_ends, kv_ends, lengths, size)
-    kinds = kinds[None] if mask_mod is None else _evaluated_kinds(kinds, traced, operands, heads, lengths, size)
+    states = _boundary_states(q_ends, kv_ends, lengths, size)
+    states = states[None] if mask_mod is None else _evaluated_states(states, traced, operands, heads, lengths, size)
     return VarlenBlockMask(
-        **lists_from_kinds(kinds[None])._asdict(),
+        **lists_from_states(states[None])._asdict(),
         mask_operands=operands,
         traced=traced,
         seq_lengths=lengths,
@@ -170,13 +170,13 @@ def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> I
 
 
 @jax.jit(static_argnames=("lengths", "block_size"))
-def _boundary_kinds(
+def _boundary_states(
     q_ends: Int32[Array, " R_and_1"],
     kv_ends: Int32[Array, " R_and_1"],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "R C"]:
-    """The kinds of blocks, by boundaries alone: full within one sequence, empty where they have none in common."""
+    """The states of blocks, by boundaries alone: full within one sequence, empty where they have none in common."""
     both = (q_ends[1:] > q_ends[:-1]) & (kv_ends[1:] > kv_ends[:-1])
     # Sequences that have both queries and keys, counted from 0: a block holds a range of them.
     rank = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(both, dtype=jnp.int32)])
@@ -200,25 +200,25 @@ def _range_of_blocks(ends: jax.Array, rank: jax.Array, length: int, block: int) 
 
 
 @jax.jit(static_argnames=("traced", "heads", "lengths", "block_size"))
-def _evaluated_kinds(
-    kinds: Int8[Array, "R C"],
+def _evaluated_states(
+    states: Int8[Array, "R C"],
     traced: TracedMod,
     operands: tuple[jax.Array, ...],
     heads: int,
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "H R C"]:
-    """The kinds of the blocks that are not empty, by their elements; a loop over as many as there are."""
-    if 0 in (*kinds.shape, heads):
-        return jnp.zeros((heads, *kinds.shape), jnp.int8)
+    """The states of the blocks that are not empty, by their elements; a loop over as many as there are."""
+    if 0 in (*states.shape, heads):
+        return jnp.zeros((heads, *states.shape), jnp.int8)
     operands = lax.stop_gradient(operands)
     columns, width = (
-        kinds.shape[1],
-        min(kinds.size, max(1, _ELEMENTS_PER_STEP // (heads * block_size[0] * block_size[1]))),
+        states.shape[1],
+        min(states.size, max(1, _ELEMENTS_PER_STEP // (heads * block_size[0] * block_size[1]))),
     )
-    seen = kinds.reshape(-1) != EMPTY
-    padded = block_count(kinds.size, width) * width
-    [numbers] = jnp.nonzero(seen, size=padded, fill_value=kinds.size)
+    seen = states.reshape(-1) != EMPTY
+    padded = block_count(states.size, width) * width
+    [numbers] = jnp.nonzero(seen, size=padded, fill_value=states.size)
 
     def classify(number: Int32[Array, ""], h: Int32[Array, ""]) -> Int8[Array, ""]:
         begin = number // columns * block_size[0], number % columns * block_size[1]
@@ -236,9 +236,9 @@ def _evaluated_kinds(
         return start + width, found.at[:, some].set(values, mode="drop")
 
     count = jnp.sum(seen, dtype=jnp.int32)
-    state = match_manual_axes((jnp.int32(0), jnp.zeros((heads, kinds.size), jnp.int8), count, operands))[:2]
+    state = match_manual_axes((jnp.int32(0), jnp.zeros((heads, states.size), jnp.int8), count, operands))[:2]
     _, found = lax.while_loop(lambda state: state[0] < count, step, state)
-    return found.reshape(heads, *kinds.shape)
+    return found.reshape(heads, *states.shape)
 
 
 def check_callable(mod: object, name: str, signature: str) -> None:

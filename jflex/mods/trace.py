@@ -25,7 +25,7 @@ from jflex.mods.array_sizes import Requirement, program_requirements
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
 
-Kind = Literal["score", "mask"]
+Role = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 # What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
@@ -40,7 +40,7 @@ class TracedMod:
     so a ``TracedMod`` is the key of every cache.
 
     Attributes:
-      kind: ``"score"`` or ``"mask"``.
+      role: ``"score"`` or ``"mask"``.
       fingerprint: The program as text; what equality compares.
       operands: Shape and dtype of each captured array.
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar.
@@ -48,7 +48,7 @@ class TracedMod:
       requirements: The sizes that a ready mod was made for.
     """
 
-    kind: Kind
+    role: Role
     fingerprint: str
     operands: tuple[tuple[tuple[int, ...], str], ...]
     jaxpr: core.ClosedJaxpr = dataclasses.field(compare=False, repr=False)
@@ -117,35 +117,35 @@ def describe(mod: Any) -> str:
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
 
 
-def _trace(mod: Callable[..., ArrayLike], kind: Kind) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+def _trace(mod: Callable[..., ArrayLike], role: Role) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     source = describe(mod)
-    _check_signature(mod, kind, source)
-    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if kind == "score" else []
+    _check_signature(mod, role, source)
+    scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if role == "score" else []
     scalars += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
 
     def call(*args):
-        return _checked_result(mod(*args), kind, source)
+        return _checked_result(mod(*args), role, source)
 
-    with _explained(kind, source):
+    with _explained(role, source):
         traced = jax.make_jaxpr(call)(*scalars)
     replay, operands = _hoist(traced)
     for x in operands:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"`{kind}_mod` cannot capture a random key; {source} captures {x.dtype}[{','.join(map(str, x.shape))}]."
+                f"`{role}_mod` cannot capture a random key; {source} captures {x.dtype}[{','.join(map(str, x.shape))}]."
                 " Draw the numbers outside of the function, and capture the array."
             )
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         residual = jax.make_jaxpr(replay)(*scalars, *avals)
-    key = fingerprint(residual, differentiable=kind == "score")
+    key = fingerprint(residual, differentiable=role == "score")
     signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
-    return TracedMod(kind, key, signature, residual, source, program_requirements(mod)), operands
+    return TracedMod(role, key, signature, residual, source, program_requirements(mod)), operands
 
 
-def _check_signature(mod: object, kind: Kind, source: str) -> None:
+def _check_signature(mod: object, role: Role, source: str) -> None:
     rule = (
-        f"`{kind}_mod` must be a function ({', '.join(_ARGUMENTS[kind])}) -> {'score' if kind == 'score' else 'bool'}"
+        f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
     )
     if not callable(mod):
         raise TypeError(f"{rule}. Got {type(mod).__name__}.")
@@ -154,9 +154,9 @@ def _check_signature(mod: object, kind: Kind, source: str) -> None:
     except ValueError:  # builtins have none; a wrong call shows itself while tracing
         return
     try:
-        signature.bind(*_ARGUMENTS[kind])
+        signature.bind(*_ARGUMENTS[role])
     except TypeError:
-        other = "mask" if kind == "score" else "score"
+        other = "mask" if role == "score" else "score"
         hint = ""
         with contextlib.suppress(TypeError):
             signature.bind(*_ARGUMENTS[other])
@@ -164,54 +164,54 @@ def _check_signature(mod: object, kind: Kind, source: str) -> None:
         raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
 
 
-def _checked_result(out: Any, kind: Kind, source: str) -> jax.Array:
-    wanted = "one boolean" if kind == "mask" else "one floating-point number"
+def _checked_result(out: Any, role: Role, source: str) -> jax.Array:
+    wanted = "one boolean" if role == "mask" else "one floating-point number"
     if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
-        raise TypeError(f"`{kind}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
+        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
     try:
         shape, dtype = jnp.shape(out), jax.dtypes.result_type(out)
     except TypeError:
-        raise TypeError(f"`{kind}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
+        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
     returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
     if shape != ():
         raise TypeError(
-            f"`{kind}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
+            f"`{role}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
             "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
         )
-    if kind == "mask" and dtype != jnp.bool_:
+    if role == "mask" and dtype != jnp.bool_:
         raise TypeError(
             f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
             "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
         )
-    if kind == "score" and not jnp.issubdtype(dtype, jnp.floating):
+    if role == "score" and not jnp.issubdtype(dtype, jnp.floating):
         hint = (
             " To hide scores rather than change them, pass it as `mask_mod`."
             if dtype == jnp.bool_
             else " Cast it with `.astype(jnp.float32)`."
         )
         raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
-    return jnp.asarray(out, jnp.bool_ if kind == "mask" else jnp.float32)
+    return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
 
 
 @contextlib.contextmanager
-def _explained(kind: Kind, source: str):
+def _explained(role: Role, source: str):
     """Turns JAX's errors about tracers into sentences about the user's function."""
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:
         raise ValueError(
-            f"`{kind}_mod` cannot branch in Python on its arguments, which are traced: {source} uses one as a "
+            f"`{role}_mod` cannot branch in Python on its arguments, which are traced: {source} uses one as a "
             "condition (`if`, `and`, `or`, `not`, `min`, `max`). Use `jnp.where`, `&`, `|`, `~`, "
             "`jnp.minimum`, `jnp.maximum`."
         ) from error
     except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
-            f"`{kind}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
+            f"`{role}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
             f"{source} does. Wrap what it captures in `jnp.asarray(...)`, outside of the function."
         ) from error
     except jax.errors.ConcretizationTypeError as error:
         raise ValueError(
-            f"`{kind}_mod` cannot turn its arguments, which are traced, into Python numbers: {source} does. "
+            f"`{role}_mod` cannot turn its arguments, which are traced, into Python numbers: {source} does. "
             "Use `jnp` functions on them."
         ) from error
 

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int8, Int32
 
 from jflex._call.kv_lengths import last_key
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_kinds
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, lists_from_states
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.array_sizes import check_mod_sizes, requirements_of, without
 from jflex.mods.compose import noop_mask
@@ -102,10 +102,10 @@ def convert_block_mask(
     traced, operands = trace_mask_mod(mask_mod)
     if block_mask.traced is not None:
         traced = dataclasses.replace(traced, source=block_mask.traced.source)
-    kinds = block_mask.kinds() if page_table.shape[0] else jnp.zeros((1, *block_mask.kinds().shape[1:]), jnp.int8)
-    kinds = _page_kinds(_kinds_within(kinds, lengths, page_size), slots)
+    states = block_mask.states() if page_table.shape[0] else jnp.zeros((1, *block_mask.states().shape[1:]), jnp.int8)
+    states = _page_states(_states_within(states, lengths, page_size), slots)
     return BlockMask(
-        **lists_from_kinds(kinds)._asdict(),
+        **lists_from_states(states)._asdict(),
         mask_operands=operands,
         traced=traced,
         seq_lengths=(block_mask.seq_lengths[0], num_pages * page_size),
@@ -234,20 +234,22 @@ def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:
     return ReindexedMod(mod, slots.positions, without(requirements_of(mod), "kv_idx"))
 
 
-def _kinds_within(kinds: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int) -> Int8[Array, "B H R C"]:
+def _states_within(
+    states: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int
+) -> Int8[Array, "B H R C"]:
     """Without the blocks beyond a length; a full one that reaches past it becomes partial, to hide what is beyond."""
-    starts = jnp.arange(kinds.shape[-1], dtype=jnp.int32) * page_size
+    starts = jnp.arange(states.shape[-1], dtype=jnp.int32) * page_size
     starts, lengths = starts[None, None, None], lengths[:, None, None, None]
-    kinds = jnp.where(starts < lengths, kinds, jnp.int8(EMPTY))
-    return jnp.where((kinds == FULL) & (starts + page_size > lengths), jnp.int8(PARTIAL), kinds)
+    states = jnp.where(starts < lengths, states, jnp.int8(EMPTY))
+    return jnp.where((states == FULL) & (starts + page_size > lengths), jnp.int8(PARTIAL), states)
 
 
-def _page_kinds(kinds: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:
+def _page_states(states: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:
     """Puts every block of keys in the place of its page."""
-    block = jnp.where(slots.starts < 0, kinds.shape[-1], slots.starts // slots.page_size)
+    block = jnp.where(slots.starts < 0, states.shape[-1], slots.starts // slots.page_size)
     # A table can have more entries than the mask has blocks. One more, empty, stands for all that are beyond.
-    kinds = jnp.pad(kinds, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
-    return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(kinds, block)
+    states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
+    return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(states, block)
 
 
 def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_size: int) -> None:

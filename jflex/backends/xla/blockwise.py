@@ -19,7 +19,7 @@ from jax import lax
 from jflex._call.kv_lengths import bounded_inputs, with_lengths_as_mask
 from jflex.backends.base import Inputs
 from jflex.backends.xla.narrow import read
-from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_kinds
+from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_states
 from pallas_kernels.spec import AttentionSpec, Mod
 
 # Tiles where no mask says otherwise: the smallest that lose nothing. Milliseconds of processor time on 2 cores,
@@ -87,10 +87,10 @@ class Walk:
             size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # of few queries, only these
             return cls(spec, lists, inputs.mask_operands, size, axes, kv_lengths)
         lengths = (spec.T, spec.S)
-        kind = FULL if spec.mask_mod is None else PARTIAL
+        state = FULL if spec.mask_mod is None else PARTIAL
         matrix = tuple(block_count(n, block) for n, block in zip(lengths, size, strict=True))
-        kinds = jnp.full((1, 1, *matrix), kind, jnp.int8)
-        lists = lists_from_kinds(demote_tails(kinds, lengths, size))
+        states = jnp.full((1, 1, *matrix), state, jnp.int8)
+        lists = lists_from_states(demote_tails(states, lengths, size))
         return cls(spec, lists, inputs.mask_operands, size, axes, None)
 
     @property
