@@ -21,7 +21,7 @@ class Mod(Protocol):
     """A traced mod: static, hashable, equal to those of the same program and the same shapes.
 
     Attributes:
-      kind: ``"score"`` or ``"mask"``.
+      role: ``"score"`` or ``"mask"``.
       fingerprint: The program as text; what equality compares.
       operands: Shape and dtype of each captured array.
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar.
@@ -29,7 +29,7 @@ class Mod(Protocol):
     """
 
     @property
-    def kind(self) -> Literal["score", "mask"]: ...  # noqa: D102
+    def role(self) -> Literal["score", "mask"]: ...  # noqa: D102
     @property
     def fingerprint(self) -> str: ...  # noqa: D102
     @property

@@ -62,7 +62,7 @@ SHORT = {
     "test_train_loss": r"24-None|float32|document",
     "test_train_runs": r"interrupted.*15|wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
-    "test_types": r"^(?!.*examples)",
+    "test_types": r"layouts|packed|pages|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 
 
