@@ -230,7 +230,7 @@ def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
         missing = None if program is None else unsupported_primitive(program.nodes)
         if missing is not None:
             assert mod is not None
-            return Refusal(f"cannot run in its kernels: {missing}", mod.kind)
+            return Refusal(f"cannot run in its kernels: {missing}", mod.role)
     return None
 
 

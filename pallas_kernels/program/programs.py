@@ -40,14 +40,14 @@ def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative 
 def _program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
     reason = _operand_reason(mod)
     if reason is not None:
-        return _refusal(mod.kind, reason)
+        return _refusal(mod.role, reason)
     try:
         program = trace_program(mod.jaxpr, mod.operands, sizes)
     except NotOnTile as error:
-        return _refusal(mod.kind, str(error))
+        return _refusal(mod.role, str(error))
     wide = next((node.dtype for node in program.nodes if node.dtype.itemsize > 4), None)
     if wide is not None:
-        return _refusal(mod.kind, f"it computes in {wide}, where kernels take up to 32 bits (cast it)")
+        return _refusal(mod.role, f"it computes in {wide}, where kernels take up to 32 bits (cast it)")
     return program
 
 
