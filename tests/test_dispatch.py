@@ -10,11 +10,11 @@ import pytest
 
 import jflex
 from jflex import backends
-from jflex._call.dispatch import select_forward
-from jflex.backends.base import Backend
+from jflex._call.dispatch import select_forward, select_passes
+from jflex.backends.base import Backend, Plan
 from jflex.mods.trace import trace_score_mod
 from jflex.paged import PagedBatch, PagedCache
-from pallas_kernels.plan import GradientRequest
+from pallas_kernels.plan import GradientRequest, Refusal
 from tests import gpu_compile
 from tests.specs import spec_of
 
@@ -59,6 +59,18 @@ def test_a_gpu_that_falls_to_xla_warns_with_the_reasons():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert select_forward(("triton", "xla"), spec("gpu", D=300)) == "xla"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_slower_backend_runs_what_the_faster_one_refuses(monkeypatch, refuses):
+    """For example arrays that only the slower one can address; not `xla`, which is slower still."""
+    first, second = backends.get("mosaic_gpu"), backends.get("triton")
+    monkeypatch.setattr(type(first), "plan", lambda *_: Plan(lambda: ""))
+    monkeypatch.setattr(type(first), "not_preferred", lambda *_: "it is slow")
+    monkeypatch.setattr(type(second), "plan", lambda *_: Refusal("it cannot") if refuses else Plan(lambda: ""))
+    call, everything = spec("gpu"), GradientRequest(True, True, True, ())
+    assert select_forward(None, call) == ("mosaic_gpu" if refuses else "triton")
+    assert select_passes(None, call, everything).backward == ("mosaic_gpu" if refuses else "triton")
 
 
 def test_the_warning_points_to_the_line_of_the_user(monkeypatch):

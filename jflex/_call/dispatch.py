@@ -51,7 +51,7 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
 def select(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest | None = None) -> Selection:
     """Selects a backend, without raising or warning.
 
-    Where none was named, one that supports the call but is slower than a later one is passed over.
+    Where none was named, one that supports the call but is slower than the next, which does so too, is passed over.
 
     Args:
       implementation: As in the call.
@@ -68,10 +68,10 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
         if isinstance(plan, Refusal):
             rejections[name] = plan.sentence(spec)
             continue
-        slower = backend.not_preferred(spec, None) if implementation is None else None
-        if slower is None:
+        faster = _faster(name, spec, None, requested) if implementation is None else None
+        if faster is None:
             return Selection(name, plan, rejections)
-        rejections[name] = slower
+        rejections[name] = faster.reason
     return Selection(None, None, rejections)
 
 
@@ -107,7 +107,7 @@ class Passes(NamedTuple):
 def select_passes(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest) -> Passes:
     """The backends of a call that is differentiated.
 
-    A later backend in the order runs the backward pass alone where it is known to be faster at it, and none was named.
+    The next backend in the order runs the backward pass alone where it is known to be faster, and none was named.
 
     Raises:
       UnsupportedError: None of the requested backends supports the call with these gradients.
@@ -116,12 +116,33 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, requested))
     name = selection.name
-    reason = backends.get(name).not_preferred(spec, requested) if implementation is None else None
-    if reason is not None:
-        for later in backends.ORDER[backends.ORDER.index(name) + 1 :]:
-            if not isinstance(backends.get(later).plan(spec, requested), Refusal):
-                return Passes(name, later, reason)
-    return Passes(name, name)
+    faster = _faster(name, spec, requested, requested) if implementation is None else None
+    return Passes(name, name) if faster is None else Passes(name, faster.name, faster.reason)
+
+
+class _Faster(NamedTuple):
+    """A backend that is faster than one before it in the order, and why."""
+
+    name: str
+    reason: str
+
+
+def _faster(
+    name: str, spec: AttentionSpec, judged: GradientRequest | None, requested: GradientRequest | None
+) -> _Faster | None:
+    """The next backend in the order, if it is known to be faster than `name`, and supports the call.
+
+    Args:
+      name: A backend that supports the call.
+      spec: The call.
+      judged: The pass that is compared: the backward pass with these gradients; None for the forward pass.
+      requested: As in `select`.
+    """
+    reason = backends.get(name).not_preferred(spec, judged)
+    if reason is None:
+        return None
+    later = backends.ORDER[backends.ORDER.index(name) + 1]
+    return None if isinstance(backends.get(later).plan(spec, requested), Refusal) else _Faster(later, reason)
 
 
 def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientRequest | None) -> str:

@@ -162,7 +162,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """Why a later backend in the order is faster at a call that this one can run, or None.
+        """Why the next backend in the order is faster at a call that this one can run, or None.
 
         Asked where no backend was named; of the backward pass alone if `requested` is given.
         """
