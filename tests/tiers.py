@@ -60,7 +60,7 @@ SHORT = {
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_train": r"mesh_are_those.*data=2,fsdp=2,model=2|flops|fit|read|there_are|none",
     "test_train_loss": r"24-None|float32|document",
-    "test_train_runs": r"interrupted.*15|wrong|empty|beyond|sentence",
+    "test_train_runs": r"wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
     "test_types": r"layouts|packed|pages|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
