@@ -3,8 +3,8 @@
 XLA's CPU compiler of jaxlib 0.10.2 has no bfloat16 slices, gathers, updates and scatters: it converts the array to
 float32, slices it, and converts back. If it is sliced in a loop, the conversion is hoisted, and the whole array is
 widened: 2.0 times its memory. A scatter widens it anywhere. `jax.lax.optimization_barrier` is removed too early to stop
-this, and integers through ``bitcast_convert_type`` cost another whole copy. jaxlib 0.11.2 and 0.12.0 do not do this, and
-no version does it for float16 or float32; there, and on other devices, these functions do nothing special.
+this, and integers through ``bitcast_convert_type`` cost another whole copy. jaxlib 0.11.2 and 0.12.0 do none of this,
+and no version does it for float16 or float32; there, and on other devices, nothing is done here.
 """
 
 from __future__ import annotations
