@@ -104,7 +104,7 @@ class BlockMask:
             A full block that reaches past a length is listed as a partial one, since its padding must be masked.
           full_kv_indices: Their indices. Pass both ``full_`` arguments or neither.
           block_size: Of queries and keys, one number or a pair.
-          mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, applied in partial blocks. None: all of a listed block is visible.
+          mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, applied in partial blocks. None: listed blocks are full.
           seq_lengths: ``(Q_LEN, KV_LEN)``. None: as many whole blocks as the arrays have rows and columns.
 
         Returns:
@@ -332,8 +332,8 @@ def create_block_mask(
     same shapes is not compiled again, whatever the values of the arrays.
 
     Args:
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query attends to a key; called on int32 scalars; ``h`` is
-        the query head. Arrays that it closes over, also tracers, become `BlockMask.mask_operands`.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query attends to a key; called on int32 scalars; ``h``
+        is the query head. Arrays that it closes over, also tracers, become `BlockMask.mask_operands`.
       B: Batch size, or None for one mask that all batch entries share.
       H: Query heads, or None for one mask that all heads share.
       Q_LEN: Number of queries; may be 0.

@@ -40,7 +40,7 @@ def block_states(
     steps = block_count(units, units_per_step)
 
     def classify_unit(unit: Int32[Array, ""]) -> Int8[Array, " W"]:
-        # An axis of size 1 has a constant index, so that values that depend on it alone are computed once for all units.
+        # An axis of size 1 has a constant index, so that values that depend on it alone are computed only once.
         group, unit = (jnp.int32(0), unit) if groups == 1 else (unit % groups, unit // groups)
         row, unit = (jnp.int32(0), unit) if rows == 1 else (unit % rows, unit // rows)
         h, b = (jnp.int32(0), unit) if heads == 1 else (unit % heads, unit // heads)

@@ -61,9 +61,9 @@ def varlen_block_mask(
 ) -> VarlenBlockMask:
     """Makes the BlockMask of packed sequences, for `flex_attention_varlen`: once for all layers of a model.
 
-    Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common, and which
-    lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the sequence
-    lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
+    Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common and
+    which lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the
+    sequence lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
     bytes for each.
 
     Args:
@@ -135,8 +135,7 @@ class PackedTokens(NamedTuple):
     def of(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
         """Computes both from boundaries; the padding of queries and that of keys get different sequence ids."""
         sequences = q_ends.size - 1
-        queries = _sequences_and_positions(q_ends, lengths[0], sequences)
-        return cls(*queries, *_sequences_and_positions(kv_ends, lengths[1], -1), sequences)
+        return cls(*_locate(q_ends, lengths[0], sequences), *_locate(kv_ends, lengths[1], -1), sequences)
 
     def same_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
         """The mask_mod of the boundaries: visible if query and key belong to one sequence."""
@@ -155,7 +154,7 @@ class PackedTokens(NamedTuple):
         return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)
 
 
-def _sequences_and_positions(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+def _locate(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
     """The sequence of every token, and its position there."""
     token = jnp.arange(max(length, 1), dtype=jnp.int32)  # a mod is traced even where there are none
     if ends.size == 1:
@@ -290,8 +289,8 @@ def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, 
 def _check_values(name: str, ends: np.ndarray, length: int, kind: str) -> None:
     if ends[0] != 0:
         raise ValueError(
-            f"`{name}` must begin with 0, where the {kind} of the first sequence begin. It begins with {ends[0]}. Prepend "
-            "a 0 to the cumulative sums of the lengths."
+            f"`{name}` must begin with 0, where the {kind} of the first sequence begin. It begins with {ends[0]}. "
+            "Prepend a 0 to the cumulative sums of the lengths."
         )
     falls = ends[1:] < ends[:-1]
     if falls.any():

@@ -3,8 +3,8 @@
 Python numbers passed to them become part of the compiled program; arrays, also 0-d ones, are operands whose values may
 change without recompiling. Combine them with ``and_masks``, ``or_masks`` and ``not_mask``.
 
-They know the sizes that they were made for. A call with another batch size or number of heads, or with positions beyond
-their arrays, is refused. In your own mods, an index beyond the end of an array reads its last element, as in all of JAX.
+They know the sizes that they were made for. A call with another batch size or number of heads, or positions beyond
+their arrays, is refused. In your own mods, an index beyond an array reads its last element, as always in JAX.
 """
 
 from jflex.masks.block_diffusion import block_diffusion as block_diffusion

@@ -31,7 +31,7 @@ def causal(
       A mask_mod.
 
     Raises:
-      ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or passed for ``"top_left"``.
+      ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or set for ``"top_left"``.
 
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(causal("bottom_right", q_length=2, kv_length=4), None, None, 2, 4)[0, 0].astype(int).tolist()

@@ -1,4 +1,4 @@
-"""Global tokens, which attend to all and are attended to by all (Longformer, arXiv:2004.05150, section 3.1)."""
+"""Global tokens: attended to by all, and attend to all (Longformer, https://arxiv.org/abs/2004.05150, section 3.1)."""
 
 from __future__ import annotations
 

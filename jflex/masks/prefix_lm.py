@@ -1,4 +1,4 @@
-"""Prefix language modelling: all attend to a prefix, then causal (T5, https://arxiv.org/abs/1910.10683, section 3.2)."""
+"""Prefix language modelling: a prefix for all, then causal (T5, https://arxiv.org/abs/1910.10683, section 3.2)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jflex.mods.types import ScoreMod
 
 
 def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
-    """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: small distances have their own buckets, larger ones share.
+    """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: small distances have their own buckets, others share.
 
     Args:
       table: One number for each query head and bucket.
