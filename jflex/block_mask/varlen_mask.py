@@ -61,9 +61,9 @@ def varlen_block_mask(
 ) -> VarlenBlockMask:
     """Makes the BlockMask of packed sequences, for `flex_attention_varlen`: once for all layers of a model.
 
-    Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common and
-    which lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the
-    sequence lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
+    Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common and which
+    lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the sequence
+    lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
     bytes for each.
 
     Args:
