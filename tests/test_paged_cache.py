@@ -263,7 +263,7 @@ def changed(**fields):
 WIDE = np.pad(BATCH.page_table, ((0, 0), (0, 4)), constant_values=1)
 # Name, batch, number of tokens, message. `debug_check_batch` knows these rules, too.
 WRONG_VALUES = [
-    ("begin", changed(qo_indptr=(0, 1)), 9, r"`qo_indptr` must begin with 0.*It begins with 1. Put the sums"),
+    ("begin", changed(qo_indptr=(0, 1)), 9, r"`qo_indptr` must begin with 0.*It begins with 1. Prepend a 0"),
     ("descent", changed(qo_indptr=(2, 1)), 9, r"`qo_indptr` must ascend. Request 1 has .* from 3 to 1. Take the cum"),
     ("end", BATCH, 8, r"`qo_indptr` must end at N.*It ends at 9, and there are 8 queries. Pack the queries"),
     ("negative", changed(kv_lengths=(1, -2)), 9, r"`kv_lengths` must not be neg.* Request 1 has -2 keys. Give a"),

@@ -290,7 +290,7 @@ ERRORS = [
     ("sequences", lambda: call(cu_seqlens_k=boundaries(60)), ValueError,
      r"for the same sequences\. They are for 2 and 1"),
     ("first", lambda: call(cu_seqlens_q=ENDS + 1), ValueError,
-     r"`cu_seqlens_q` must begin with 0.*begins with 1\. Put the sums"),
+     r"`cu_seqlens_q` must begin with 0.*begins with 1\. Prepend a 0"),
     ("descends", lambda: call(cu_seqlens_k=boundaries(20, -3)), ValueError,
      r"`cu_seqlens_k` must ascend\. Sequence 1 has its keys from 20 to 17\. Take the cumulative sum"),
     ("beyond", lambda: call(cu_seqlens_q=np.array([0, 20, 61], np.int32)), ValueError,
