@@ -245,8 +245,8 @@ def check_cache(cache: object) -> None:
         raise TypeError(f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}")
     if cache.k.ndim not in (4, 5) or cache.k.shape[:-1] != cache.v.shape[:-1]:
         raise ValueError(
-            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both behind an axis of "
-            f"layers or neither. {got} Make one with `PagedCache.create`."
+            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both with a leading "
+            f"axis of layers or neither. {got} Make one with `PagedCache.create`."
         )
     checked_pages(cache.num_pages, cache.page_size)
 
@@ -322,7 +322,7 @@ def _check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
     pages, counts = np.unique(dst[inside], return_counts=True)
     if (counts > 1).any():
         raise ValueError(
-            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Put -1 in one place."
+            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Replace one by -1."
         )
 
 
