@@ -1,4 +1,4 @@
-"""`flex_attention`: validate, build the AttentionSpec, choose a backend, run."""
+"""`flex_attention`: validate, build the AttentionSpec, select a backend, run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks
 
 
-# What is returned, by `return_lse`.
+# Return types, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention(
@@ -72,46 +72,45 @@ def flex_attention(
 ) -> Out | tuple[Out, Lse]:
     """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
 
-    Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; keys that the mask hides do not enter
-    the softmax, and blocks that a `block_mask` lists nowhere are never read. Query head ``h`` attends to key head
-    ``h // (Hq // Hkv)``. A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients.
+    Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; masked keys do not enter the softmax,
+    and blocks that a `block_mask` does not list are never read. Query head ``h`` attends to key head
+    ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
-    Gradients flow into query, key, value and into every floating-point array that `score_mod` captures, also from the
-    lse. Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and
-    new values of captured arrays do not recompile anything.
+    Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` captures.
+    Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and new
+    values of captured arrays do not recompile anything.
 
     Args:
-      query: In the order of `layout`.
+      query: In `layout`.
       key: Likewise; `key` and `value` may have batch size 1, shared by all of the batch.
       value: Likewise.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
-        head. Arrays that a mod of your own indexes beyond their end give their last element, as always in JAX.
+        head. In your own mods, an index beyond the end of an array reads its last element, as always in JAX.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, without a BlockMask: applied everywhere, nothing is
-        skipped.
-      kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S; those at or beyond are invisible to all of
-        its queries, whatever the mask says, and are not read where that can be helped. It is data: one program serves
-        all lengths. What stands in the places beyond, be it NaN, reaches neither an output nor a gradient. Lengths
-        that are traced cannot be checked: below 0 they count as 0, above S as S. To check others, the call waits
-        for them.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: evaluated for every score, no
+        block is skipped.
+      kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S. Keys at or beyond the length are masked,
+        whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
+        gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0
+        and S; checking others waits for their values.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
-      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names of which the
-        first that can run is taken; it never falls back to one that is not named, but that ``"mosaic_gpu"`` has
-        ``"triton"`` compute the gradients that its own kernels cannot. None takes the first of
-        ``jflex.ORDER`` that can run and knows of none that is faster, of each pass, and warns on a GPU if that is
-        ``"xla"``.
-      config: Tile sizes, None for the tuned ones; and whether sums have an order that is the same in each run, without
-        which the gradient of the query may differ in its last bits between runs, by ``"mosaic_gpu"``.
+      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names, of which the
+        first that supports the call runs. It never falls back to a backend that is not named, with one exception:
+        ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None selects, for each pass,
+        the first of ``jflex.ORDER`` that supports the call and is not known to be slower than a later one; it warns on
+        a GPU if that is ``"xla"``.
+      config: Tile sizes, None for the tuned ones. ``deterministic=True`` fixes the summation order; without it, the
+        gradient of the query may differ in its last bits between runs of ``"mosaic_gpu"``.
 
     Returns:
       The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts.
 
     Raises:
-      TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of its range.
-      UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
+      TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
+      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of range.
+      UnsupportedError: No requested backend supports this call; the message gives the reason of each.
 
     References:
       Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
@@ -125,7 +124,7 @@ def flex_attention(
     >>> jflex.flex_attention(q, k, v, alibi, causal).shape
     (1, 256, 4, 32)
 
-    One token for each of two sequences, against a cache of which they fill 7 and 200 places:
+    Decode one token of each of two sequences, with 7 and 200 keys in the cache:
 
     >>> token, cache = jax.random.normal(jax.random.key(1), (2, 1, 4, 32)), jnp.ones((2, 256, 4, 32))
     >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
@@ -140,7 +139,7 @@ def flex_attention(
 
 
 class Call(NamedTuple):
-    """A checked call: what is static in it, and its arrays."""
+    """A checked call: its spec, and its arrays."""
 
     spec: AttentionSpec
     inputs: Inputs
@@ -204,7 +203,7 @@ def prepare(
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
-    """Chooses a backend and runs it; `caller` is the public function, for messages."""
+    """Selects a backend and runs it; `caller` is the public function, for messages."""
     spec, inputs = call
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:

@@ -1,7 +1,7 @@
 """Cascade attention: keys that several sequences share are read once for all of them.
 
-Queries attend to each level of keys by themselves, a shared prefix, say, and then what is their own; the states are
-merged. That is exact for any mod, because positions stay absolute: the same key has the same position on every level.
+Queries attend to each level of keys separately, for example to a shared prefix and to their own suffixes; the states
+are merged. That is exact for any mod, because positions are absolute, whatever the level of a key.
 
 After Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2 (composable formats), and Juravsky et al. 2024,
 Hydragen, arXiv:2402.05099.
@@ -40,12 +40,12 @@ from jflex.types import AnyArray
 class CascadeLevel:
     """Keys that groups of packed queries share: a pytree, made by `dense` or `paged`.
 
-    Group ``g`` has the query rows ``groups.qo_indptr[g]`` up to ``groups.qo_indptr[g + 1]``, which see
-    ``groups.kv_lengths[g]`` keys of the absolute positions ``start[g]``, ``start[g] + 1`` and so on. A row that belongs
-    to no group sees nothing of this level.
+    Group ``g`` has the query rows ``groups.qo_indptr[g]`` up to ``groups.qo_indptr[g + 1]``, which attend to
+    ``groups.kv_lengths[g]`` keys at the absolute positions ``start[g]``, ``start[g] + 1`` and so on. A row that belongs
+    to no group attends to nothing on this level.
 
     Attributes:
-      cache: Where keys and values lie; those of `dense` are pages of S keys each, one for each group.
+      cache: Keys and values; those of `dense` are pages of S keys each, one for each group.
       groups: Which rows, how many keys, on which pages.
       start: Absolute position of the first key of each group, int32 [G].
       layer: Which layer of a stacked cache, or None.
@@ -68,21 +68,21 @@ class CascadeLevel:
         lengths: Int32[AnyArray, " G"] | None = None,
         start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
     ) -> CascadeLevel:
-        """A level of plain arrays.
+        """A level from dense arrays.
 
         Args:
           key: Keys of each group.
           value: Their values.
           qo_indptr: Where the queries of each group begin, ascending from 0, and where the last ones end.
-          lengths: Keys of each group, int32; S for None. What stands at or beyond is never seen.
-          start: Absolute position of the first key, of all groups or of each.
+          lengths: Keys of each group, int32; S for None. Keys at or beyond the length are masked.
+          start: Absolute position of the first key, for all groups or for each.
 
         Returns:
           The level.
 
         Raises:
-          TypeError: An argument is no array of its dtype.
-          ValueError: Shapes do not fit one another.
+          TypeError: An argument is not an array of its dtype.
+          ValueError: Shapes do not match.
 
         >>> k = v = jnp.ones((1, 8192, 8, 128), jnp.bfloat16)  # one prefix for 64 sequences of one query each
         >>> CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 64])).groups.kv_lengths.tolist()
@@ -112,20 +112,20 @@ class CascadeLevel:
         start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
         layer: int | Int[AnyArray, ""] | None = None,
     ) -> CascadeLevel:
-        """A level of pages.
+        """A level from pages of a cache.
 
         Args:
           cache: The cache; levels may share it.
-          groups: Of each group: its query rows, how many keys, and the pages of these keys alone. (So a suffix starts
-            on a page of its own.)
-          start: Absolute position of the first key, of all groups or of each.
+          groups: For each group: its query rows, its number of keys, and the pages of these keys alone. (So a suffix
+            starts on a page of its own.)
+          start: Absolute position of the first key, for all groups or for each.
           layer: Which layer of a stacked cache.
 
         Returns:
           The level.
 
         Raises:
-          TypeError: An argument is of a wrong kind.
+          TypeError: An argument has a wrong type.
           ValueError: `start` has another shape.
 
         >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
@@ -140,7 +140,7 @@ class CascadeLevel:
         return cls(cache, groups, _starts(start, groups.requests), layer)
 
 
-# What is returned, by `return_lse`.
+# Return types, by `return_lse`.
 # fmt: off
 @overload
 def cascade_attention(
@@ -172,20 +172,20 @@ def cascade_attention(
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
     """Attention over levels of keys, each shared by groups of queries, merged exactly.
 
-    It gives what attention over all keys at once would, for every mod: they see absolute positions. Where queries lie
-    within a shared level (seven tokens of two sequences over the pages of both, say) a causal mask hides what comes
-    after each. It pays where many queries share long keys, which are then read once for all instead of once for each.
+    The result is that of attention over all keys at once, for every mod: mods get absolute positions. If queries lie
+    within a shared level (seven tokens of two sequences over the pages of both, say), a causal mask applies there, too.
+    It pays if many queries share long keys, which are then read once for all instead of once for each.
 
-    Every key must stand on one level only, for each query: what stands on two counts twice. Levels are read one after
-    the other, each by its own kernels; the partial outputs are kept in float32. There is no derivative, except on
+    For each query, a key must belong to one level only; on two levels it counts twice. Levels are computed one after
+    another, each by its own kernels; the partial outputs are kept in float32. There is no derivative, except on
     ``"reference"``.
 
     Args:
       q: Packed queries. Those of a group must be neighbours.
-      levels: The keys, in any order; none at all gives zeros and an lse of ``-inf``.
-      positions: Absolute position of each query, which mods see as ``q_idx``; `jflex.paged.token_positions` has them.
-        Needed where there is a mod.
-      requests: What mods see as ``b``, for each query; `jflex.paged.token_requests` has them. 0 for None.
+      levels: The keys, in any order; an empty sequence gives zeros and an lse of ``-inf``.
+      positions: Absolute position of each query, ``q_idx`` of mods; `jflex.paged.token_positions` computes them.
+        Required with a mod.
+      requests: Request of each query, ``b`` of mods; `jflex.paged.token_requests` computes them. 0 for None.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
@@ -197,10 +197,10 @@ def cascade_attention(
       The output in the dtype of `q`, or a pair of it and the lse.
 
     Raises:
-      TypeError: An argument is of a wrong kind.
-      ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a value that is
-        known is out of its range.
-      UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
+      TypeError: An argument has a wrong type.
+      ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a known value is
+        out of range.
+      UnsupportedError: No requested backend supports this call, or a derivative is requested.
 
     References:
       Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2.
@@ -232,7 +232,7 @@ class CascadeCall(NamedTuple):
     Attributes:
       out_shape: [N, Hq, Dv].
       dtype: Of the queries.
-      levels: Those of the call, None for one without room for a key that a query could see.
+      levels: A call for each level; None for a level without queries or without room for keys.
     """
 
     out_shape: tuple[int, int, int]
@@ -251,7 +251,7 @@ def prepare(
     scale: float | None,
     config: Config | None,
 ) -> CascadeCall:
-    """Checks every argument of `cascade_attention`; of q and of keys and values only the shapes are read."""
+    """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     levels = _checked_levels(levels)
     for level in levels:
@@ -262,10 +262,10 @@ def prepare(
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    partial = sum(_has_places(level, q.shape[0]) for level in levels) > 1
+    partial = sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
-        if not _has_places(level, q.shape[0]):
+        if not _has_work(level, q.shape[0]):
             return None
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
@@ -275,7 +275,7 @@ def prepare(
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
-    """How far the indices go that mods see; of keys, those of the levels where that is known."""
+    """The ranges of the indices of mods; for keys, the maximum over levels where it is known."""
     keys = [
         int(np.where(lengths > 0, start + lengths, 0).max(initial=0))
         for start, lengths in ((known_lengths(level.start), known_lengths(level.groups.kv_lengths)) for level in levels)
@@ -290,8 +290,8 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
     )
 
 
-def _has_places(level: CascadeLevel, num_tokens: int) -> bool:
-    """Whether there is room for a key that a query could see: of no queries, groups or keys, mods have none to read."""
+def _has_work(level: CascadeLevel, num_tokens: int) -> bool:
+    """Whether a level has queries, groups and room for keys; without, mods have nothing to read."""
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
 
 
@@ -301,7 +301,7 @@ def _nothing(call: CascadeCall, return_lse: bool) -> Any:
 
 
 def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:
-    """A mod that is called with groups, and with the numbers of packed queries and of the keys of a group."""
+    """A mod on groups, indices of packed queries, and indices of the keys of a group."""
 
     def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
         b = jnp.zeros_like(n) if requests is None else requests[n]
@@ -352,8 +352,8 @@ def _checked_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
     if positions is None and (score_mod is not None or mask_mod is not None):
         raise ValueError(
-            "`positions` must be given where there is a `score_mod` or a `mask_mod`: the absolute position of each "
-            "query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."
+            "`positions` must be passed with a `score_mod` or a `mask_mod`: the absolute position of each query, int32 "
+            "[N]. `jflex.paged.token_positions(batch, N)` computes them."
         )
     for name, x in (("positions", positions), ("requests", requests)):
         if x is not None:

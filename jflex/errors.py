@@ -2,9 +2,9 @@
 
 
 class UnsupportedError(NotImplementedError):
-    """A backend cannot do what was asked, though the call itself is right.
+    """No requested backend supports a call, though the call itself is valid.
 
-    The message holds the reason of every backend that was considered, and what would run instead.
+    The message gives the reason of every backend that was considered, and the backends that would run the call.
 
     >>> issubclass(UnsupportedError, NotImplementedError)
     True

@@ -1,4 +1,4 @@
-"""`explain`: what a call of attention would do, from the checks and the plan of the call itself."""
+"""`explain`: reports how a call of attention would run, from the checks and the plan of the call itself."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def explain(
 def explain(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Account: ...
 # fmt: on
 def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount:
-    """Says what a call of attention would do, without doing it.
+    """Reports how a call of attention would run, without running it.
 
     ``explain(query, key, value, ...)`` takes the arguments of `flex_attention`. For the other calls, the function comes
     first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `cascade_attention`
     and `flex_attention` itself.
 
     Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
-    `CascadeLevel` (``jax.eval_shape`` makes them). What follows from values that are not known is None. Of
+    `CascadeLevel` (``jax.eval_shape`` makes them). Fields that follow from unknown values are None. For
     `flex_attention_varlen` without a `block_mask`, the mask is made, as in each call, to count its blocks.
 
     Args:
@@ -62,13 +62,13 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
       **kwargs: Its keyword arguments; `return_lse` changes nothing here.
 
     Returns:
-      A printable account, of which the fields can be read. Of each call: the backend and why the others do not run,
-      kernels and tiles with who chose them, who computes the gradients, the settings, FLOPs and bytes. Of
-      `flex_attention` and `flex_attention_varlen`, blocks visited (full, partial); of `paged_attention`, tokens, pages
-      and splits; of `cascade_attention`, an account of each level, and the merge.
+      A printable account with readable fields. For every call: the backend and why others do not run, kernels and tiles
+      and where the tiles come from, the backend of the gradients, the settings, FLOPs and bytes. For `flex_attention`
+      and `flex_attention_varlen`, also blocks visited (full, partial); for `paged_attention`, tokens, pages and splits;
+      for `cascade_attention`, an account of each level, and the merge.
 
     Raises:
-      TypeError: As the call; or the function is none of these.
+      TypeError: As the call; or the function is not one of these.
       ValueError: As the call.
 
     >>> import jflex
@@ -113,7 +113,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 
 
 class _Explained(NamedTuple):
-    """How a call is explained: its own preparation, and the account of what that returns."""
+    """How a call is explained: its own checks, and the account of their result."""
 
     prepare: Callable[..., Any]
     account: Callable[[Any, Implementation], Any]
@@ -132,7 +132,7 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
 
 
 def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name; raises as the call where they do not fit its signature."""
+    """All arguments by name; raises as the call if they do not match its signature."""
     try:
         bound = inspect.signature(call).bind(*args, **kwargs)
     except TypeError as error:

@@ -25,7 +25,7 @@ from jflex.mods.types import MaskMod, ScoreMod
 _BLOCK = 128
 
 
-# What is returned, by `return_residual`.
+# Return types, by `return_residual`.
 # fmt: off
 @overload
 def dot_product_attention(
@@ -60,42 +60,42 @@ def dot_product_attention(
 ) -> Float[Array, "*B T Hq Dv"] | tuple[Float[Array, "*B T Hq Dv"], Float[Array, "*B T Hq"]]:
     """`jax.nn.dot_product_attention` by the kernels of `flex_attention`: the same arguments, the same results.
 
-    Scores are ``scale * <query, key> + bias``; keys that `mask`, `is_causal`, `local_window_size` or the lengths hide
-    do not enter the softmax. What is causal, windowed or beyond a length is skipped in blocks, and no array of ``T x
-    S`` is made. A `bias` or `mask` is read where a score needs it: its axes of size 1 are not repeated. The gradient
-    of a bias has the shape of the bias.
+    Scores are ``scale * <query, key> + bias``; keys masked by `mask`, `is_causal`, `local_window_size` or the lengths
+    do not enter the softmax. Blocks outside the causal band, the window or the lengths are skipped, and no ``T x S``
+    array is made. A `bias` or `mask` is read in the kernel: its axes of size 1 are not repeated. The gradient of a bias
+    has the shape of the bias.
 
-    A dense `mask` is an array of ``T x S`` to begin with. It is read in the kernel, and where heads share it once
-    before, for the blocks that it hides whole. If a rule makes it (documents, a prefix, a window), pass that as a
-    ``mask_mod`` to `create_block_mask` and `flex_attention`: no such array is stored, saved for the backward pass or
-    read, and a mask that is made once serves all layers.
+    A dense `mask` is itself a ``T x S`` array. It is read in the kernel, and if heads share it, once before, for its
+    empty blocks. If it follows a rule (documents, a prefix, a window), pass that as a ``mask_mod`` to
+    `create_block_mask` and `flex_attention`: no such array is stored, saved for the backward pass or read, and one mask
+    serves all layers.
 
     It differs from `jax.nn.dot_product_attention` in this:
 
-    * A query that sees no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
+    * A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
       values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both. Where a bias is
       below ``-2e38``, as ``finfo.min`` is, for all keys of a query, kernels for GPUs give zeros, too, and XLA a mean.
     * The residual is float32, and differentiable; there it has the dtype of `key`, and no gradient.
     * `key` and `value` may have batch size 1, shared by all, and `value` a head size of its own. NaN in a key or value
-      that is hidden from all queries reaches nothing.
-    * A boolean `bias`, a length beyond the keys or queries and a window that hides every key are refused. Lengths that
-      are traced cannot be checked: they count as the nearest that exists.
+      that is masked for all queries has no effect.
+    * A boolean `bias`, a length beyond the keys or queries and a window that masks every key are refused. Traced
+      lengths are not checked but clamped.
     * Sharded by plain `jax.jit`, a `bias` or `mask` is gathered; under `jax.shard_map` each shard has its own.
 
     Args:
-      query: As in `flex_attention`, in the layout BTNH; or without a batch, [T, Hq, D], and so are all others.
+      query: As in `flex_attention`, in the layout BTNH; or [T, Hq, D], if key and value have no batch axis either.
       key: See `query`.
       value: See `query`.
       bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing.
-      mask: Of booleans, True where a query attends, likewise.
+      mask: Booleans, True where a query attends, of the same shapes.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None. A number, or a 0-d array, which gets its gradient.
-      is_causal: Hides the keys after the query; query 0 sees key 0, also where ``T != S``. (For queries that follow a
+      is_causal: Masks the keys after the query; query 0 is at key 0, also if ``T != S``. (For queries that follow a
         cache, see `jflex.masks.causal` with ``"bottom_right"``.)
       query_seq_lengths: How many queries each batch entry has, int32 [B]; they are data.
       key_value_seq_lengths: How many keys, likewise.
-      local_window_size: ``(left, right)``: a query sees from `left` keys before its position to `right` after it, both
-        included. One number stands for both.
-      implementation: As in `flex_attention`; also ``"xla"`` is jflex's.
+      local_window_size: ``(left, right)``: a query attends to keys from `left` before its position to `right` after it,
+        both included. One number sets both.
+      implementation: As in `flex_attention`; ``"xla"`` is jflex's own, too.
       return_residual: Also return the logsumexp (natural log) of the scores over the visible keys.
       config: As in `flex_attention`; the one argument that jax.nn does not have.
 
@@ -103,8 +103,8 @@ def dot_product_attention(
       The output, shaped as `query` but for ``Dv``, in its dtype; or a pair of it and the lse, float32 [B, T, Hq].
 
     Raises:
-      TypeError: An argument is of a wrong kind or dtype.
-      ValueError: Shapes disagree, or a value is out of its range.
+      TypeError: An argument has a wrong type or dtype.
+      ValueError: Shapes disagree, or a value is out of range.
       UnsupportedError: As `flex_attention`.
 
     >>> import jax
@@ -131,7 +131,7 @@ def dot_product_attention(
 
 
 class FlexCall(NamedTuple):
-    """The arguments of `flex_attention`, or of `jflex.explain`, that compute the same; see there."""
+    """The equivalent arguments of `flex_attention`, or of `jflex.explain`; see there."""
 
     query: Array
     key: Array
@@ -150,7 +150,7 @@ def translate(
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> FlexCall:  # fmt: skip
-    """Says a call of `dot_product_attention` in mods and a BlockMask, after every argument was checked."""
+    """Checks every argument of `dot_product_attention`, and translates the call to mods and a BlockMask."""
     query, key, value = (checks.batched(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     check_arrays(query, key, value, "BTNH")
     B, T, Hq, D = query.shape
@@ -203,7 +203,7 @@ def _masks(
         return None, None
     mask_mod = parts[0] if len(parts) == 1 else and_masks(*parts)
     block = _block_size(config)
-    # To read a mask costs a byte for each of its elements. That pays where several heads skip what it hides.
+    # Reading a mask costs a byte for each of its elements. That pays if several heads skip its empty blocks.
     listed = mask is not None and block[0] < T and (Hq > mask.shape[1] or Hq == 1 or 1 in mask.shape[2:])
     b, h = (1, 1) if mask is None else mask.shape[:2]
     sizes = (b if q_lengths is None else B, h, T, S)

@@ -1,8 +1,8 @@
 """Attention states: attention over some of the keys, in a form that merges exactly with that over others.
 
 A state is the output over a set of keys and the logsumexp of their scores. Merging the states of disjoint sets gives
-the state of their union, in any order and grouping, so that keys may be split (among decoding kernels, pages, levels of
-shared prefixes, devices) and nothing is lost. The neutral element is the state of no keys, ``(0, -inf)``.
+the state of their union, in any order and grouping, so keys may be split (among decoding kernels, pages, levels of
+shared prefixes, devices) without error. The neutral element is the state of no keys, ``(0, -inf)``.
 
 After FlashInfer (Ye et al., 2025, https://arxiv.org/abs/2501.01005, "Attention Composition"), with natural logarithms.
 """
@@ -24,7 +24,7 @@ from jflex._call.checks import DTYPES, LAYOUTS, describe_array
 from jflex.types import AnyArray, Lse, Out
 
 _LSE_DTYPES = ("float32", "float64")
-_FEW = 8  # states that are merged element by element: on a GPU one kernel, where stacking them first is another
+_FEW = 8  # up to so many states are merged elementwise, on a GPU in one kernel; stacking them would be another
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ _FEW = 8  # states that are merged element by element: on a GPU one kernel, wher
 class AttentionState:
     """Attention over a set of keys: a pytree that passes through ``jit``, ``grad``, ``vmap`` and ``scan``.
 
-    Heads stand last but one in `out` and last in `lse`, behind any axes of batch and queries; so packed queries
+    Heads are the last axis but one of `out` and the last of `lse`, after batch and query axes; so packed queries
     ([N, Hq, Dv], [N, Hq]) and padded ones ([B, T, Hq, Dv], [B, T, Hq]) merge alike. `flex_attention` returns its lse as
     [B, Hq, T]: `from_attention` and `to_attention` are where the order changes, in both layouts.
 
@@ -40,10 +40,9 @@ class AttentionState:
     arrays, too.
 
     Attributes:
-      out: The output, normalised: the softmax over these keys, times their values. Zeros where no key is seen.
+      out: The output, normalised: the softmax over these keys, times their values. Zeros where no key is visible.
       lse: Natural logarithm of the sum of ``exp(score)`` over these keys, float32 (float64 for a float64 `out`);
-        ``-inf`` where no key is seen. Two functions bring those of other libraries here: `lse_from_base2`,
-        `lse_from_flash`.
+        ``-inf`` where no key is visible. `lse_from_base2` and `lse_from_flash` convert from other libraries.
 
     >>> seen, nothing = AttentionState(jnp.ones((4, 2, 8)), jnp.zeros((4, 2))), AttentionState.empty((4, 2, 8))
     >>> jnp.array_equal(merge(seen, nothing).out, seen.out).item()
@@ -72,7 +71,7 @@ class AttentionState:
 
     @classmethod
     def from_attention(cls, out: Out, lse: Lse, layout: str = "BTNH") -> AttentionState:
-        """The state of what ``flex_attention(..., return_lse=True)`` returned.
+        """The state from the results of ``flex_attention(..., return_lse=True)``.
 
         Args:
           out: In the order of `layout`.
@@ -190,7 +189,7 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
         stacked = _checked_state("states", states)
         if stacked.lse.ndim < 2:
             raise ValueError(
-                "`states`, given as one state, must have a leading axis that counts the states: `out` [N, ..., Hq, "
+                "`states`, if a single state, must have a leading axis that counts the states: `out` [N, ..., Hq, "
                 f"Dv]. Got out: {describe_array(stacked.out)}. Add it with `x[None]`, or pass a sequence of states."
             )
         return _merge_stacked(stacked)
@@ -228,7 +227,7 @@ def lse_from_base2(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 
 def lse_from_flash(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    """From FlashAttention and FlashMLA, whose lse is ``+inf`` where no key is seen, to ``-inf`` there.
+    """From FlashAttention and FlashMLA, whose lse is ``+inf`` where no key is visible, to ``-inf`` there.
 
     >>> lse_from_flash(jnp.array([2.0, jnp.inf])).tolist()
     [2.0, -inf]
@@ -241,7 +240,7 @@ def _stack(states: Sequence[AttentionState]) -> AttentionState:
 
 
 def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
-    """As `_merge_stacked`, of states of which no copy is made."""
+    """As `_merge_stacked`, without copying the states."""
     first = states[0]
     exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
     lses = [state.lse.astype(exact) for state in states]
@@ -285,7 +284,7 @@ def _checked_state(name: str, state: object) -> AttentionState:
     """A state of JAX arrays, whose shapes fit one another."""
     if not isinstance(state, AttentionState):
         raise TypeError(
-            f"`{name}` must be an `AttentionState`. Got {type(state).__name__}. Make one of output and lse with "
+            f"`{name}` must be an `AttentionState`. Got {type(state).__name__}. Make one from output and lse with "
             "`AttentionState.from_attention(out, lse)`."
         )
     out = _checked_array(f"{name}.out", state.out, DTYPES)
@@ -330,5 +329,5 @@ def _check_alike(name: str, state: AttentionState, first_name: str, first: Atten
     if (state.out.dtype, state.lse.dtype) != (first.out.dtype, first.lse.dtype):
         raise TypeError(
             f"`{first_name}` and `{name}` must have equal dtypes. Got {got}. Cast `out` with `.astype` to the dtype "
-            "that the result shall have; sums are formed in float32 in any case."
+            "of the result; sums are in float32 in any case."
         )

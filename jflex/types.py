@@ -1,4 +1,4 @@
-"""Types of arguments: arrays, of JAX or of numpy, and what stands for them; in both layouts."""
+"""Types of arguments: arrays, of JAX or of numpy, or their shapes; in both layouts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from jaxtyping import Array, Float
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
-"""An array; tracers are arrays of JAX, too."""
+"""An array; tracers are JAX arrays, too."""
 
 ArrayOrShape: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-"""An array, or the shape and dtype of one, of which `jflex.explain` needs no more."""
+"""An array, or its shape and dtype, which suffice for `jflex.explain`."""
 
 ShapeOfQuery: TypeAlias = Float[ArrayOrShape, "B T Hq D"] | Float[ArrayOrShape, "B Hq T D"]
 ShapeOfKey: TypeAlias = Float[ArrayOrShape, "#B S Hkv D"] | Float[ArrayOrShape, "#B Hkv S D"]
 ShapeOfValue: TypeAlias = Float[ArrayOrShape, "#B S Hkv Dv"] | Float[ArrayOrShape, "#B Hkv S Dv"]
 
-# Of a dense call, in the layouts BTNH and BNTH. Batch sizes of key and value are B, or 1 for keys that all share.
+# Arrays of a dense call, in the layouts BTNH and BNTH. The batch size of key and value is B, or 1 if all share them.
 Query: TypeAlias = Float[AnyArray, "B T Hq D"] | Float[AnyArray, "B Hq T D"]
 Key: TypeAlias = Float[AnyArray, "#B S Hkv D"] | Float[AnyArray, "#B Hkv S D"]
 Value: TypeAlias = Float[AnyArray, "#B S Hkv Dv"] | Float[AnyArray, "#B Hkv S Dv"]

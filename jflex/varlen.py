@@ -1,7 +1,7 @@
 """Attention over packed sequences of any lengths, `flex_attention_varlen`.
 
-To a backend the packed tokens are one batch entry, with a mask that keeps sequences apart; to mods they are a batch,
-``b`` the number of the sequence and ``q_idx`` and ``kv_idx`` places within it.
+To a backend the packed tokens are one batch entry, with a mask that keeps sequences apart; to mods they are a batch:
+``b`` is the sequence, ``q_idx`` and ``kv_idx`` are positions within it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.types import AnyArray
 
 
-# What is returned, by `return_lse`.
+# Return types, by `return_lse`.
 # fmt: off
 @overload
 def flex_attention_varlen(
@@ -68,42 +68,41 @@ def flex_attention_varlen(
     implementation: Implementation = None,
     config: Config | None = None,
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
-    """Attention over packed sequences of any lengths, forward and backward, as if each had been computed alone.
+    """Attention over packed sequences of any lengths, forward and backward, as if each were computed alone.
 
-    Sequence ``r`` has the queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]``, and its keys likewise; it may have
-    none of either. Mods see ``b = r``, and ``q_idx`` and ``kv_idx`` count from 0 within the sequence. Nothing else
-    differs from `flex_attention`.
+    Sequence ``r`` has the queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]``, and its keys likewise; either may be
+    empty. Mods get ``b = r``, and ``q_idx`` and ``kv_idx`` count from 0 within the sequence. Nothing else differs from
+    `flex_attention`.
 
-    The boundaries are data: one program serves all of them. Tokens behind the last boundary are padding. They see
-    nothing and nobody sees them: out is 0, lse ``-inf``, their gradients 0; and what stands there, be it NaN, reaches
-    nothing. Boundaries that are traced cannot be checked; those that do not ascend give results without meaning. To
-    check others, the call waits for them.
+    The boundaries are data: one program serves all of them. Tokens after the last boundary are padding. They neither
+    attend nor are attended to: out is 0, lse ``-inf``, their gradients 0; their contents, even NaN, have no effect.
+    Traced boundaries are not checked; if they do not ascend, results are undefined. Checking others waits for their
+    values.
 
     Args:
-      q: The queries of all sequences, one behind the other.
+      q: The queries of all sequences, concatenated.
       k: The keys.
       v: The values.
       cu_seqlens_q: Where the queries of each sequence begin, and where the last ones end: int32, from 0 to at most N.
-      cu_seqlens_k: The same of the keys, from 0 to at most M. Pass the same array for self-attention.
+      cu_seqlens_k: The same for the keys, from 0 to at most M. Pass the same array for self-attention.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Without a `block_mask` each call makes one, as
         `varlen_block_mask` does.
-      block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths: it alone tells what is visible.
-        Boundaries of it that differ from those of the call are an error where both are known; traced ones are not
-        compared.
+      block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths; it alone defines the mask. Its
+        boundaries must equal those of the call; traced ones are not compared.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       implementation: As in `flex_attention`.
       config: Likewise.
 
     Returns:
-      The output in the dtype of `q`, or a pair of it and the lse: what `AttentionState` takes.
+      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`.
 
     Raises:
-      TypeError: An argument is of a wrong kind.
+      TypeError: An argument has a wrong type.
       ValueError: Shapes disagree, known boundaries do not ascend or reach beyond the tokens, a ready mod was made for
         other sizes, or `block_mask` is for other boundaries.
-      UnsupportedError: The named backends cannot run this call; the message gives the reason of each.
+      UnsupportedError: No requested backend supports this call; the message gives the reason of each.
 
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 300, 4, 32))
     >>> boundaries = jnp.array([0, 100, 100, 290], jnp.int32)  # of 100, 0 and 190 tokens, and padding
@@ -135,9 +134,9 @@ class PackedCall(NamedTuple):
     """A checked call of packed sequences.
 
     Attributes:
-      call: The call of one batch entry that it leads to, with shapes in place of query, key and value.
+      call: The equivalent call of one batch entry, with shapes in place of query, key and value.
       q_ends: The boundaries of the queries.
-      kv_ends: Those of the keys.
+      kv_ends: The boundaries of the keys.
     """
 
     call: Call
@@ -158,9 +157,9 @@ def prepare(
     scale: float | None,
     config: Config | None,
 ) -> PackedCall:
-    """Checks every argument of `flex_attention_varlen`, and makes the mask where none is given.
+    """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none.
 
-    Of q, k and v only the shapes are read.
+    q, k and v may be shapes.
     """
     _check_packed(q, k, v)
     lengths = q.shape[0], k.shape[0]
@@ -186,7 +185,7 @@ def prepare(
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape of ``x[None]``, where `x` is."""
+    """The shape of ``x[None]``, on the device of `x`."""
     device = device_of(x)
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
@@ -194,7 +193,7 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:
-    """Overwrites tokens behind the last boundary, and clears their cotangents; nothing to do where there are none."""
+    """Overwrites padding, the tokens after the last boundary, and clears their cotangents."""
     known = known_lengths(ends)
     if known is not None and known[-1] == x.shape[0]:
         return x
@@ -208,7 +207,7 @@ def _uses_heads(mask_mod: MaskMod) -> bool:
 
 
 def _own_block_size(config: object) -> tuple[int, int]:
-    """Of a mask that is made for one call: no smaller than the tiles of the user."""
+    """Block size of a mask made for one call: no smaller than the user's tiles."""
     tiles = [getattr(config, name, None) for name in ("forward", "dkv", "dq", "decode")]
     sizes = [(tile.block_q, tile.block_kv) for tile in tiles if tile is not None]
     return max([DEFAULT_BLOCK, *(q for q, _ in sizes)]), max([DEFAULT_BLOCK, *(kv for _, kv in sizes)])

@@ -181,8 +181,8 @@ BOTH = np.array([[[[0, 1], [1, 0]]]])
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((ONE, BOTH, ONE), {}, "`full_kv_num_blocks` is given without `full_kv_indices`"),
-        ((ONE, BOTH, None, BOTH), {}, "`full_kv_indices` is given without `full_kv_num_blocks`"),
+        ((ONE, BOTH, ONE), {}, "`full_kv_num_blocks` is passed without `full_kv_indices`"),
+        ((ONE, BOTH, None, BOTH), {}, "`full_kv_indices` is passed without `full_kv_num_blocks`"),
         ((ONE[0], BOTH), {}, "`kv_num_blocks` must have 3 axes"),
         ((ONE, BOTH[0]), {}, "`kv_indices` must have 4 axes"),
         ((ONE, BOTH[:, :, :1]), {}, "must begin with the shape of `kv_num_blocks`"),

@@ -74,7 +74,7 @@ def test_getitem_twice_then_extend():
     ("index", "error", "message"),
     [
         ((0, 0, 0, 0), IndexError, "at most 3 indices"),
-        ((2,), IndexError, "out of range for the batch of a BlockMask, which are 2"),
+        ((2,), IndexError, "out of range for the batch of a BlockMask, of size 2"),
         ((0, -3), IndexError, "out of range for the heads"),
         ((0, 0, [0, 4]), IndexError, "out of range for the query blocks"),
         ((0, 0, 1.0), TypeError, "an integer, a slice or an array"),
@@ -83,7 +83,7 @@ def test_getitem_twice_then_extend():
         ((np.array([[0]]),), TypeError, "an integer, a slice or an array"),
         ((np.array([True, False]),), TypeError, "an integer, a slice or an array"),
         ((0, 0, [3, 0]), ValueError, "query block 3 of a BlockMask holds 4 queries instead of 32"),
-        ((0, 0, slice(None, None, -1)), ValueError, "only be selected in the last place"),
+        ((0, 0, slice(None, None, -1)), ValueError, "only be selected last"),
     ],
 )
 def test_getitem_refuses(index, error, message):

@@ -375,7 +375,7 @@ ROWS = [
     ("one_level", lambda: attend(LEVEL), TypeError, "`levels` must be a sequence of `CascadeLevel`"),
     ("no_level", lambda: attend([LEVEL, K]), TypeError, "Element 1 is of type ArrayImpl"),
     ("head_sizes", lambda: attend([LEVEL, dense(K, K[..., :4])]), ValueError, r"values of one head size.*\[4, 8\]"),
-    ("positions", lambda: attend([LEVEL], mask_mod=causal), ValueError, "`positions` must be given"),
+    ("positions", lambda: attend([LEVEL], mask_mod=causal), ValueError, "`positions` must be passed"),
     ("positions_shape", lambda: attend([LEVEL], positions=jnp.arange(2)), ValueError, "each of the 3 queries"),
     ("requests_dtype", lambda: attend([LEVEL], requests=jnp.ones(3)), TypeError, "`requests` must be an int32 array"),
     ("queries", lambda: jflex.cascade_attention(Q[:2], [LEVEL]), ValueError, "`qo_indptr` must end at N"),

@@ -282,7 +282,7 @@ ROWS = [
         "lengths_beyond",
         lambda: call(key_value_seq_lengths=[8, 9]),
         ValueError,
-        r"`key_value_seq_lengths` must lie between 0 and S, the 8 keys that there are. Batch entry 1 has 9. Clamp",
+        r"`key_value_seq_lengths` must lie between 0 and S, the number of keys, 8. Batch entry 1 has 9. Clamp",
     ),
     ("lengths_negative", lambda: call(query_seq_lengths=[-1, 8]), ValueError, r"between 0 and T.*Batch entry 0 has -1"),
     (

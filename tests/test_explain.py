@@ -313,7 +313,7 @@ def test_on_a_gpu():
     assert account.bytes == first.bytes + second.bytes + account.merge_bytes
     for part in ("level 1", "not mosaic_gpu: it has no kernel for pages", "stages, by rule)",
                  "gradients none, because `cascade_attention` has no derivative on 'triton'",
-                 "splits    32 of the keys of 4 tiles of queries", "merge     2 partial outputs"):  # fmt: skip
+                 "splits    32 of the keys of 4 query tiles", "merge     2 partial outputs"):  # fmt: skip
         assert part in str(account)
 
 

@@ -260,7 +260,7 @@ ERRORS = [
     ("shape", lambda: within(1, 2, 3), ValueError, r"each of the 2 batch entries\. Got int32\[3\]\."),
     ("rank", lambda: within(1, 2)[None], ValueError, r"Got int32\[1,2\]\."),
     ("scalar", lambda: jnp.int32(4), ValueError, r"Got int32\[\]\. For one length for all, pass `jnp\.full\(2, length"),
-    ("beyond", lambda: within(S, S + 1), ValueError, rf"between 0 and S, the {S} keys .*entry 1 has {S + 1}\. Make"),
+    ("beyond", lambda: within(S, S + 1), ValueError, rf"S, the number of keys, {S}\..* 1 has {S + 1}\. Make"),
     ("beyond_numpy", lambda: np.array([S + 2, 0], np.int32), ValueError, rf"entry 0 has {S + 2}\..*jnp\.clip"),
     ("negative", lambda: within(0, -1), ValueError, r"entry 1 has -1\."),
 ]  # fmt: skip

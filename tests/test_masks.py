@@ -133,7 +133,7 @@ def test_document_ids_from_traced_lengths():
     [
         (lambda: masks.causal("left"), "must be 'top_left' or 'bottom_right'"),  # pyright: ignore[reportArgumentType]
         (lambda: masks.causal("bottom_right"), "needs `q_length` and `kv_length`"),
-        (lambda: masks.causal(q_length=3), "have a meaning for `alignment='bottom_right'` only"),
+        (lambda: masks.causal(q_length=3), "are for `alignment='bottom_right'` only"),
         (lambda: masks.dilated_window(3, dilation=0), "`dilation` must be at least 1"),
         (lambda: masks.document(IDS[None]), r"must be \[T\] or \[B, T\]"),
         (lambda: masks.document(IDS, IDS[0]), "alike for queries and keys"),

@@ -211,7 +211,7 @@ WRONG = [
         TypeError,
         r"`mod` must be.*takes \(\*indices\). Both would fit.*`lambda`",
     ),
-    ("no signature", max, 0, TypeError, r"`mod` must be.*max does not tell its arguments.*`lambda`"),
+    ("no signature", max, 0, TypeError, r"`mod` must be.*max has no signature.*`lambda`"),
     ("a fraction", causal, 2.0, TypeError, r"`offset` must be an integer.*Got float\."),
     ("a truth", causal, True, TypeError, r"`offset` must be an integer.*Got bool"),
     ("a list", causal, [1, 2], TypeError, r"`offset` must be an integer.*Got list. Wrap a list in `jnp.asarray`"),

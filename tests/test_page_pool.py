@@ -301,7 +301,7 @@ WRONG = [
     ("long", lambda: pool_of(2).check_table([[1, 2]], [33]), ValueError,
      r"`page_table` is too narrow: its 2 entries of 16 tokens do not hold the 33 keys of request 0. Make"),
     ("tampered", lambda: tampered().check(),
-     RuntimeError, r"the books of PagePool\(.*num_free=4\) do not balance: 4 pages"),
+     RuntimeError, r"PagePool\(.*num_free=4\) is inconsistent: 4 pages"),
     ("leak", lambda: pool_of(2).check([[1]]), RuntimeError,
      r"page 2 has 1 owner in the pool, but `holders` lists it 0 times. It leaked"),
     ("unshared", lambda: pool_of(2).check([[1, 2], [2]]),

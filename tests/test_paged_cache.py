@@ -263,7 +263,7 @@ def changed(**fields):
 WIDE = np.pad(BATCH.page_table, ((0, 0), (0, 4)), constant_values=1)
 # Name, batch, number of tokens, message. `debug_check_batch` knows these rules, too.
 WRONG_VALUES = [
-    ("begin", changed(qo_indptr=(0, 1)), 9, r"`qo_indptr` must begin with 0.*It begins with 1. Put the sums"),
+    ("begin", changed(qo_indptr=(0, 1)), 9, r"`qo_indptr` must begin with 0.*It begins with 1. Prepend a 0"),
     ("descent", changed(qo_indptr=(2, 1)), 9, r"`qo_indptr` must ascend. Request 1 has .* from 3 to 1. Take the cum"),
     ("end", BATCH, 8, r"`qo_indptr` must end at N.*It ends at 9, and there are 8 queries. Pack the queries"),
     ("negative", changed(kv_lengths=(1, -2)), 9, r"`kv_lengths` must not be neg.* Request 1 has -2 keys. Give a"),
@@ -371,7 +371,7 @@ WRONG = [
     ("copies from outside", lambda: copy_pages(CACHE, INT([6]), INT([3])),
      ValueError, r"`src` must hold.*and 5.*Got 6"),
     ("copies onto one", lambda: copy_pages(CACHE, INT([1, 2]), INT([3, 3])), ValueError,
-     r"`dst` must not hold a page twice. Got page 3 more than once. Put -1"),
+     r"`dst` must not hold a page twice. Got page 3 more than once. Replace"),
     ("no table", lambda: slots_of(BATCH.page_table, NEW, 4),
      ValueError, r"`page_table` and `positions` must be.*\(4, 3\)"),
     ("no batch", lambda: check_batch(BATCH.page_table, CACHE, 9),
@@ -384,7 +384,7 @@ WRONG = [
      TypeError, r"`batch.page_table` must be an int32 array of pages. Got uint32"),
     ("shapes", lambda: check_batch(PagedBatch(BATCH.kv_lengths, BATCH.kv_lengths, WIDE), CACHE, 9), ValueError,
      r"`batch` must have `qo_indptr` \[R \+ 1\].*qo_indptr: int32\[4\], kv_lengths: int32\[4\], page_table: int32\[4,7"
-     r"\]. Give a request without"),
+     r"\]. Requests without"),
     ("ranks", lambda: token_slots(PagedBatch(BATCH.qo_indptr, BATCH.kv_lengths, NEW), 9, 4),
      ValueError, r"`batch` must have"),
     ("tokens", lambda: check_batch(BATCH, CACHE, -1), ValueError, r"`num_tokens` must not be negative. Got -1"),

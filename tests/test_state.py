@@ -372,7 +372,7 @@ WRONG = [
         "one state without an axis of states",
         lambda: merge_all(AttentionState.empty((2, 8))),
         ValueError,
-        r"`states`, given as one state, must have a leading axis.*float32\[2,8\].*x\[None\]",
+        r"`states`, if a single state, must have a leading axis.*float32\[2,8\].*x\[None\]",
     ),
     ("layout", lambda: AttentionState.from_attention(OUT, LSE, "BHTD"), ValueError, r"`layout` must be one of.*'BHTD'"),
     ("layout back", lambda: GOOD.to_attention("BHTD"), ValueError, r"`layout` must be one of.*'BHTD'"),

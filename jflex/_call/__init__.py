@@ -1,1 +1,1 @@
-"""What every public call goes through: the spec, checks of arguments, dispatch."""
+"""The path of every public call: checks of its arguments, its spec, dispatch."""

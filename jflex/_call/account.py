@@ -1,4 +1,4 @@
-"""What `jflex.explain` says of a call: the part that all accounts share, and the account of dense and packed calls."""
+"""What `jflex.explain` reports: the part that all accounts share, and the account of dense and packed calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Choice:
     """Which implementation runs a call, and how.
 
     Attributes:
-      backend: The backend that runs it, or None if none of the named ones can.
-      reasons: Why the backends before it in the order do not.
-      tiles: Kernels and tile sizes of both passes, with who chose them, as text.
+      backend: The backend that runs it, or None if no requested one supports it.
+      reasons: Why each backend before it in the order does not run it.
+      tiles: Kernels and tile sizes of both passes and where the sizes come from, as text.
       gradients: The backend that computes the gradients, or None if there are none.
-      gradients_reason: Why there are none, or why that is not `backend`; else empty.
+      gradients_reason: Why there are none, or why another backend than `backend` computes them; else empty.
       config: The settings of the call.
     """
 
@@ -63,14 +63,13 @@ class Account(Choice):
     """What a call of `flex_attention` or `flex_attention_varlen` would do; ``print`` it.
 
     Attributes:
-      visited: Blocks that are visited, over batch and heads, or None without a BlockMask or while its lists, or the
-        lengths of keys, are not known.
-      full: Those of them in which the mask is not evaluated.
+      visited: Visited blocks, over batch and heads; None without a BlockMask, or where its lists or `kv_lengths` are
+        not known.
+      full: Visited blocks in which the mask is not evaluated.
       blocks: All blocks.
       flops: Floating-point operations of the forward pass over the visited blocks, 2 for a multiply-add; without a
         BlockMask, over the keys within their lengths, where these are known.
-      bytes: Bytes that it must move at least: each of query, key, value and out once, of keys and values what lies
-        within the lengths.
+      bytes: Lower bound on the bytes moved: query, key, value and out once each, keys and values up to their lengths.
     """
 
     visited: int | None
@@ -86,7 +85,7 @@ class Account(Choice):
 
     @classmethod
     def of(cls, spec: AttentionSpec, inputs: Inputs, implementation: Implementation) -> Account:
-        """Takes the account of one call; query, key and value may be shapes."""
+        """Makes the account of one call; query, key and value may be shapes."""
         visited, full, total = _count(spec, inputs)
         lengths = known_lengths(inputs.kv_lengths)
         keys, longest = spec.B * spec.S, spec.S  # of the whole batch, and of one entry
@@ -143,7 +142,7 @@ def _settings(config: Config) -> str:
 
 
 class Described(NamedTuple):
-    """Kernels and tiles of both passes as text, the backend that computes the gradients, and why that one or none."""
+    """Kernels and tiles of both passes as text, the backend of the gradients, and why that one or none."""
 
     tiles: str
     gradients: str | None
@@ -183,7 +182,7 @@ def _count(spec: AttentionSpec, inputs: Inputs) -> tuple[int | None, int | None,
 
 
 def _known_lists(spec: AttentionSpec, inputs: Inputs) -> BlockLists | None:
-    """The lists that are walked, or None where they cannot be known."""
+    """The lists that the call walks; None if their values are not known."""
     lists, lengths = inputs.lists, known_lengths(inputs.kv_lengths)
     if lists is None or spec.blocks is None or any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in lists):
         return None

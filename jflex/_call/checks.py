@@ -1,4 +1,4 @@
-"""Checks of the arguments of a dense call, and what a call depends on beside them: device and precision."""
+"""Checks of the arguments of a dense call, and its device and precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def describe_array(x: ArrayOrShape) -> str:
-    """Writes an array as messages show it: ``bfloat16[2,1024,16,64]``."""
+    """Formats an array for messages: ``bfloat16[2,1024,16,64]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
@@ -30,7 +30,7 @@ def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, la
     """Raises unless query, key and value fit together.
 
     Raises:
-      TypeError: An argument is no array, or their dtypes differ or are not floating-point.
+      TypeError: An argument is not an array, or their dtypes differ or are not floating-point.
       ValueError: Their shapes do not fit, or `layout` is unknown.
     """
     if layout not in LAYOUTS:
@@ -51,7 +51,7 @@ def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, la
         if str(x.dtype) not in DTYPES:
             raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
     if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"`query`, `key` and `value` must have one dtype. Cast them to the one that you want. {got}")
+        raise TypeError(f"`query`, `key` and `value` must have one dtype. Cast them to one of these. {got}")
     _check_shapes(query.shape, key.shape, value.shape, layout, got)
 
 
@@ -100,7 +100,7 @@ def check_scale(scale: object, D: int) -> float:
     """Returns the scale as a float; ``D ** -0.5`` for None.
 
     Raises:
-      TypeError: `scale` is no Python number.
+      TypeError: `scale` is not a Python number.
       ValueError: `scale` is 0, infinite or NaN.
     """
     if scale is None:
@@ -119,8 +119,8 @@ def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: i
     """Raises unless `block_mask` fits the call.
 
     Raises:
-      TypeError: `block_mask` is no BlockMask.
-      ValueError: It was made for another call, or `mask_mod` is given too.
+      TypeError: `block_mask` is not a BlockMask.
+      ValueError: It was made for another call, or `mask_mod` is passed too.
     """
     if block_mask is None:
         return
@@ -190,7 +190,7 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
     """Returns the config; the default one for None.
 
     Raises:
-      TypeError: `config` is no Config.
+      TypeError: `config` is not a Config.
       ValueError: A tile does not divide the blocks of the mask.
     """
     if config is None:
@@ -213,8 +213,8 @@ def check_config(config: Any, blocks: Blocks | None) -> Config:
 def current_device(*arrays: object) -> tuple[str, str]:
     """Platform and kind of the device that will run the call.
 
-    An abstract device that the user set counts first (lowering for an absent GPU), then the devices of concrete arrays
-    and of ShapeDtypeStructs with a sharding, then JAX's default.
+    An abstract device that the user set takes precedence (lowering for an absent GPU), then the devices of concrete
+    arrays and of ShapeDtypeStructs with a sharding, then JAX's default.
     """
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
@@ -230,7 +230,7 @@ def current_device(*arrays: object) -> tuple[str, str]:
 
 
 def device_of(x: Any) -> Any:
-    """A device of an array, or of a shape with a sharding; None where there is none, and for tracers."""
+    """A device of an array, or of a shape with a sharding; None without one, and for tracers."""
     if isinstance(x, jax.Array):
         return None if isinstance(x, Tracer) else next(iter(x.devices()))
     sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
@@ -244,7 +244,7 @@ def _platform(name: str) -> str:
 
 
 def current_precision(dtype: DTypeLike) -> str | None:
-    """Precision of float32 products: what ``jax.default_matmul_precision`` says, None for JAX's default."""
+    """Precision of float32 GEMMs: that of ``jax.default_matmul_precision``, None for JAX's default."""
     if jnp.dtype(dtype) != jnp.float32:
         return None
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]  # likewise

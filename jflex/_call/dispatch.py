@@ -22,7 +22,7 @@ class Selection(NamedTuple):
     Attributes:
       name: The first that supports it, or None.
       plan: Its plan, or None.
-      rejections: Why each one before it does not run, in order.
+      rejections: Why each backend before it was rejected, in order.
     """
 
     name: str | None
@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def names_of(implementation: Implementation) -> tuple[str, ...]:
-    """The names that an argument `implementation` stands for.
+    """The backend names of an argument `implementation`.
 
     Raises:
       ValueError: It names no backend, or one that is not known.
@@ -51,7 +51,7 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
 def select(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest | None = None) -> Selection:
     """Selects a backend, without raising or warning.
 
-    Where none was named, one that supports the call but is slower than the next, which does so too, is passed over.
+    If none was named, a backend that is slower than the next one is skipped, if that one supports the call, too.
 
     Args:
       implementation: As in the call.
@@ -78,7 +78,7 @@ def select(implementation: Implementation, spec: AttentionSpec, requested: Gradi
 def select_forward(implementation: Implementation, spec: AttentionSpec, caller: str = "flex_attention") -> str:
     """The name of the backend that runs the forward pass.
 
-    Warns where no backend was named, and a GPU would run the one that is made for CPUs.
+    Warns if no backend was named and a GPU would run 'xla', which is made for CPUs.
 
     Raises:
       ValueError: As `names_of`.
@@ -97,7 +97,7 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
 
 
 class Passes(NamedTuple):
-    """Which backends run the two passes, and why they differ where they do."""
+    """Which backends run the two passes, and why if they differ."""
 
     forward: str
     backward: str
@@ -105,9 +105,9 @@ class Passes(NamedTuple):
 
 
 def select_passes(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest) -> Passes:
-    """The backends of a call that is differentiated.
+    """The backends of both passes of a differentiated call.
 
-    The next backend in the order runs the backward pass alone where it is known to be faster, and none was named.
+    If none was named, the next backend in the order runs the backward pass where it is known to be faster.
 
     Raises:
       UnsupportedError: None of the requested backends supports the call with these gradients.
@@ -160,7 +160,7 @@ def _text(selection: Selection) -> str:
 
 
 def _level_of_user() -> int:
-    """The first caller outside of this package, as `warnings.warn` in the function that asks counts levels."""
+    """The `stacklevel` of `warnings.warn` in the calling function for the first frame outside of this package."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jflex":
         frame, level = frame.f_back, level + 1

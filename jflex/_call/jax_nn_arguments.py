@@ -1,4 +1,4 @@
-"""Checks of the arguments that `jflex.dot_product_attention` has from `jax.nn.dot_product_attention`."""
+"""Checks of the arguments that `jflex.dot_product_attention` shares with `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AXES = (("B", "batch"), ("Hq", "query heads"), ("T", "queries"), ("S", "keys"))
 
 
 def as_array(x: Any, name: str) -> jax.Array:
-    """An argument as an array; numbers and nested sequences of them are, as everywhere in `jax.nn`.
+    """An argument as an array; numbers and nested sequences are converted, as everywhere in `jax.nn`.
 
     Raises:
-      TypeError: It is nothing that `jax.numpy.asarray` takes.
+      TypeError: `jax.numpy.asarray` refuses it.
     """
     try:
         return jnp.asarray(x)
@@ -30,10 +30,10 @@ def as_array(x: Any, name: str) -> jax.Array:
 
 
 def batched(x: Any, name: str) -> jax.Array:
-    """Query, key or value with four axes, of three or four.
+    """Query, key or value with four axes: adds the batch axis to three.
 
     Raises:
-      TypeError: It is no array.
+      TypeError: It is not an array.
       ValueError: It has another number of axes.
     """
     x = as_array(x, name)
@@ -51,7 +51,7 @@ def checked_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | Non
     """The bias with four axes.
 
     Raises:
-      TypeError: It is not made of numbers.
+      TypeError: It is neither floating-point nor integer.
       ValueError: It cannot be broadcast to `shape`.
     """
     if bias is None:
@@ -102,7 +102,7 @@ def _broadcastable(x: jax.Array, name: str, shape: tuple[int, int, int, int]) ->
 
 
 def checked_scale(scale: Any) -> tuple[Any, Any]:
-    """A scale as a Python number or None, and what the scaled scores are multiplied by then, or None.
+    """The scale as a Python number or None, and a factor to apply to the scaled scores, or None.
 
     Raises:
       TypeError: It is an array with axes, or not of real numbers.
@@ -121,7 +121,7 @@ def checked_scale(scale: Any) -> tuple[Any, Any]:
 
 
 def check_flag(flag: Any, name: str) -> None:
-    """Raises TypeError unless a switch is known while tracing."""
+    """Raises TypeError unless a flag is known while tracing."""
     if not isinstance(flag, (bool, np.bool_)):
         hint = f" Under `jax.jit`, make it static: `static_argnames={name!r}`." if isinstance(flag, Tracer) else ""
         raise TypeError(f"`{name}` must be True or False. Got {type(flag).__name__}.{hint}")
@@ -132,7 +132,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
 
     Raises:
       TypeError: They are not int32.
-      ValueError: They are not one for each batch entry, or a known one is negative or beyond `size`.
+      ValueError: There is not one for each batch entry, or a known one is negative or greater than `size`.
     """
     if lengths is None:
         return None
@@ -148,7 +148,7 @@ def checked_lengths(lengths: Any, name: str, B: int, size: int) -> jax.Array | N
     if known is not None and known.size and not (known.min() >= 0 and known.max() <= size):
         wrong = int(np.argmax((known < 0) | (known > size)))
         raise ValueError(
-            f"`{name}` must lie between 0 and {letter}, the {size} {what} that there are. Batch entry {wrong} has "
+            f"`{name}` must lie between 0 and {letter}, the number of {what}, {size}. Batch entry {wrong} has "
             f"{known[wrong]}. Clamp the lengths with `jnp.clip({name}, 0, {size})`."
         )
     return array
@@ -181,7 +181,7 @@ def checked_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def check_implementation(implementation: Implementation) -> None:
-    """Raises ValueError unless the names are jflex's."""
+    """Raises ValueError for a name that jflex does not have."""
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation or ())
     if "cudnn" in names:
         raise ValueError(

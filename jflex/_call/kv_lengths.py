@@ -1,7 +1,7 @@
-"""Lengths of the keys of each batch entry: their checks, and attention with lengths as attention without.
+"""`kv_lengths`, the number of keys of each batch entry: its checks, and lowering it to a mask.
 
-A backend that knows nothing of lengths is given another spec: the mask compares with the lengths, which are one of
-the arrays that it captures; lists leave out the blocks that lie beyond a length; keys and values beyond are cleared.
+A backend without support for lengths gets another spec: the mask compares `kv_idx` with the lengths, as one of its
+captured arrays; the lists omit the blocks beyond a length; keys and values beyond are zeroed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jflex.mods.trace import TracedMod
 from jflex.types import AnyArray, ArrayOrShape
 from pallas_kernels.spec import AttentionSpec, Blocks
 
-LENGTHS_BLOCK = 128  # queries and keys of a block, in lists that lengths alone lead to
+LENGTHS_BLOCK = 128  # queries and keys of a block, in lists made from lengths alone
 
 
 # fmt: off
@@ -50,11 +50,11 @@ def check_kv_lengths(
 def check_kv_lengths(
     kv_lengths: ArrayOrShape | None, B: int, S: int, name: str = "kv_lengths"
 ) -> jax.Array | jax.ShapeDtypeStruct | None:
-    """Returns the lengths as an array of JAX, or what stands for one in `jflex.explain`; `name` is the argument's.
+    """Returns the lengths as a JAX array, or as the shape that `jflex.explain` got; `name` is the argument's.
 
     Raises:
-      TypeError: They are no array, or not int32.
-      ValueError: They are not one for each batch entry, or a known one is negative or beyond S.
+      TypeError: They are not an array, or not int32.
+      ValueError: There is not one for each batch entry, or a known one is negative or greater than S.
     """
     rule = f"`{name}` must be an int32 array [B], the number of visible keys of each of the {B} batch entries"
     if kv_lengths is None:
@@ -70,37 +70,37 @@ def check_kv_lengths(
     if known is not None and known.size and not (known.min() >= 0 and known.max() <= S):
         wrong = int(np.argmax((known < 0) | (known > S)))
         raise ValueError(
-            f"`{name}` must lie between 0 and S, the {S} keys that there are. Batch entry {wrong} has "
+            f"`{name}` must lie between 0 and S, the number of keys, {S}. Batch entry {wrong} has "
             f"{known[wrong]}. Make `key` and `value` longer, or clamp the lengths with `jnp.clip({name}, 0, {S})`."
         )
     return jnp.asarray(kv_lengths) if isinstance(kv_lengths, np.ndarray) else kv_lengths
 
 
 def known_lengths(kv_lengths: object) -> np.ndarray | None:
-    """The numbers, where this process knows them: not while tracing."""
+    """The values, or None if this process does not know them, as while tracing."""
     if isinstance(kv_lengths, jax.Array) and not isinstance(kv_lengths, Tracer) and kv_lengths.is_fully_addressable:
         return np.asarray(kv_lengths)
     return kv_lengths if isinstance(kv_lengths, np.ndarray) else None
 
 
 def known_keys(kv_lengths: object, S: int) -> int | None:
-    """Keys that a call sees of some batch entry: S without lengths, None where lengths are not known."""
+    """The longest of the lengths, S without lengths; None if they are not known."""
     return S if kv_lengths is None else last_key(kv_lengths)
 
 
 def last_key(kv_lengths: object) -> int | None:
-    """The longest of known lengths, None of others."""
+    """The longest length; None if they are not known."""
     known = known_lengths(kv_lengths)
     return None if known is None else int(known.max(initial=0))
 
 
 @functools.lru_cache(maxsize=256)
 def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """The spec in which the mask, and lists, hide what lies beyond the lengths.
+    """The spec in which the mask and the lists hide keys beyond the lengths.
 
     Args:
-      spec: With lengths.
-      size: Queries and keys in a block of lists that are made where the spec has none; None for no lists.
+      spec: A spec with lengths.
+      size: Block size (queries, keys) of the lists made if the spec has none; None for no lists.
     """
     blocks = spec.blocks
     if blocks is not None:
@@ -111,7 +111,7 @@ def with_lengths_as_mask(spec: AttentionSpec, size: tuple[int, int] | None) -> A
 
 
 def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
-    """The inputs of `with_lengths_as_mask`, but for keys and values: see `inputs_without_lengths`."""
+    """The inputs for `with_lengths_as_mask`; keys and values are unchanged (see `inputs_without_lengths`)."""
     lengths, lists = _lengths(inputs), inputs.lists
     size = size if spec.blocks is None else spec.blocks.size
     if size is not None:
@@ -122,9 +122,9 @@ def bounded_inputs(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | 
 def bounded_lists(
     spec: AttentionSpec, lists: BlockLists | None, lengths: Int32[Array, " B"], size: tuple[int, int]
 ) -> BlockLists:
-    """Lists of the blocks that begin before the length of their batch entry; those which it cuts become partial.
+    """Lists of the blocks that begin before the length of their batch entry; a block that the length cuts is partial.
 
-    Without lists, of all blocks. Nothing is evaluated by element.
+    Without lists, all blocks are taken. No element of the mask is evaluated.
     """
     if lists is None:
         shape = (spec.T, spec.S)
@@ -137,7 +137,7 @@ def bounded_lists(
 
 
 def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], block: int) -> Int8[Array, "B H R C"]:
-    """The matrix of states in which blocks beyond a length are empty, and those that it cuts at most partial.
+    """The matrix of states with blocks beyond a length made empty, and full blocks that it cuts made partial.
 
     >>> bounded_states(jnp.full((1, 1, 1, 3), FULL, jnp.int8), jnp.array([96, 70]), 32).tolist()
     [[[[2, 2, 2]]], [[[2, 2, 1]]]]
@@ -150,7 +150,7 @@ def bounded_states(states: Int8[Array, "b H R C"], lengths: Int32[Array, " B"], 
 
 
 def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> AttentionSpec:
-    """A spec that gives the same, for a backend that knows nothing of lengths; `spec` itself where it has none.
+    """An equivalent spec for a backend without support for lengths; `spec` itself if it has none.
 
     Args:
       spec: The call.
@@ -162,8 +162,8 @@ def spec_without_lengths(spec: AttentionSpec, size: tuple[int, int] | None) -> A
 def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int, int] | None) -> Inputs:
     """The inputs of `spec_without_lengths`. Its gradients of key and value are those of `sum_shared_batch`.
 
-    Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. What is shared by all of
-    the batch is repeated: what one batch entry sees, another may not.
+    Keys and values beyond the lengths are set to 0: NaN there would survive a weight of 0. Those that the batch shares
+    are repeated, because each batch entry has its own length.
     """
     if not spec.kv_lengths:
         return inputs
@@ -180,7 +180,7 @@ def inputs_without_lengths(spec: AttentionSpec, inputs: Inputs, size: tuple[int,
 
 
 def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:
-    """Gradients for `spec` from those of `spec_without_lengths`: of shared keys and values, the sum."""
+    """Gradients for `spec` from those of `spec_without_lengths`: sums those of shared keys and values."""
     if spec.Bkv == spec.B:
         return gradients
 
@@ -191,12 +191,12 @@ def sum_shared_batch(spec: AttentionSpec, gradients: Gradients) -> Gradients:
 
 
 def _lengths(inputs: Inputs) -> jax.Array:
-    assert inputs.kv_lengths is not None  # of a spec with lengths
+    assert inputs.kv_lengths is not None  # the spec has lengths
     return inputs.kv_lengths
 
 
 def _bounded_mask(spec: AttentionSpec) -> TracedMod:
-    """The mask of a spec, and ``kv_idx < kv_lengths[b]``; the lengths are the last that it captures."""
+    """The mask of a spec and ``kv_idx < kv_lengths[b]``; the lengths are the last captured array."""
     mask = spec.mask_mod
     captured = () if mask is None else mask.operands
 

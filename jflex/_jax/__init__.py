@@ -1,1 +1,1 @@
-"""What JAX asks of an operation: custom_vjp, a primitive, partitioning, manual axes."""
+"""JAX's interfaces to an operation: custom_vjp, a primitive, partitioning, manual axes."""

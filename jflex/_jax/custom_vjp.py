@@ -23,11 +23,11 @@ from pallas_kernels.spec import AttentionSpec
 
 
 class Static(NamedTuple):
-    """What does not depend on the values of arrays.
+    """The static part of a call.
 
     Attributes:
-      backend: Runs the forward pass where no gradient is requested.
-      implementation: As in the call; the backends of a differentiated call are selected with its request.
+      backend: The backend of the forward pass if no gradient is requested.
+      implementation: As in `flex_attention`; for a differentiated call, backends are selected by requested gradients.
       spec: The call.
     """
 
@@ -48,7 +48,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
     try:
         return _attend(static, inputs)
     except TypeError as error:
-        if "forward-mode" in str(error):  # JAX's sentence on custom_vjp; `jit(jacfwd(...))` meets it before the guard
+        if "forward-mode" in str(error):  # JAX's error for custom_vjp, which `jit(jacfwd(...))` raises before the guard
             raise NotImplementedError(ONLY_REVERSE) from error
         raise
 
@@ -66,7 +66,7 @@ def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Who computes which gradients: a static part of the residuals."""
+    """Which backend computes which gradients: a static part of the residuals."""
 
     backend: str
     requested: GradientRequest
@@ -107,8 +107,8 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cota
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
-# A custom_vjp refuses forward mode with a sentence that knows nothing of jflex, and under jit as late as at lowering.
-# This identity sits before it: its tangent passes through a linear primitive that has a transpose, but no value.
+# A custom_vjp refuses forward mode with JAX's own message, and under jit not before lowering. This identity comes
+# before it: its tangent passes through a linear primitive that can be transposed, but not evaluated.
 _guard_p = Primitive("jflex_reverse_only")
 
 

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def varying_axes(*arrays: ArrayLike) -> frozenset[str]:
-    """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of one."""
+    """Mesh axes of an enclosing `jax.shard_map` over which any of the arrays varies; none outside of it."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Types an array as varying over (at least) `axes`; its values stay."""
+    """Types an array as varying over (at least) `axes`; its values do not change."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -24,7 +24,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 def match_manual_axes(tree: T) -> T:
     """Types all arrays of a pytree as varying over the same axes.
 
-    So that the cotangents of shared ones are summed over the shards: that is the transpose of this typing.
+    The transpose sums the cotangents of arrays that the shards share.
     """
     axes = varying_axes(*jax.tree.leaves(tree))
     return jax.tree.map(lambda x: vary(x, axes), tree)

@@ -1,4 +1,4 @@
-"""The two passes of a backend, as steps that JAX's programs hold and XLA may split over devices."""
+"""The passes of a backend as operations for `call_as_primitive`, which XLA may partition over devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ForwardOp:
         return backends.get(self.backend).forward(self.spec, inputs)
 
     def axes(self, inputs: Inputs, saved: Saved) -> tuple[list[Axes], list[Axes]]:
-        """Of the flat inputs and outputs."""
+        """Batch and head axes of the flat inputs and outputs."""
         return partitioning.input_axes(self.spec, inputs), partitioning.saved_axes(self.spec, saved)
 
     def partitioned(self, inputs: Inputs, saved: Saved, whole: Flat) -> Flat:
@@ -65,7 +65,7 @@ class BackwardOp:
     def axes(
         self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
     ) -> tuple[list[Axes], list[Axes]]:
-        """Of the flat inputs and outputs."""
+        """Batch and head axes of the flat inputs and outputs."""
         inputs, saved, d_saved = arrays
         ins = [
             *partitioning.input_axes(self.spec, inputs),
@@ -91,7 +91,7 @@ class BackwardOp:
             for number, x in zip(shard.operands, gradients.score_operands, strict=True):
                 if x is not None:
                     part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
-                    assert part is not None  # what is requested of the whole was requested of the shard
+                    assert part is not None  # a shard has the same requested gradients as the whole
                     captured.append(_sum(part, (*split.batch, *split.heads)))
             shared = split.batch if self.spec.Bkv < self.spec.B else ()
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
@@ -113,7 +113,7 @@ def _sum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 def _out_specs(
     in_axes: Sequence[Axes], out_axes: Sequence[Axes], outputs: Sequence[jax.ShapeDtypeStruct], pspec: PartitionSpec
 ) -> list[PartitionSpec]:
-    """Shardings of the outputs in a mesh with explicit axes, where types tell them."""
+    """Shardings of the outputs in a mesh with explicit axes, which are part of their types."""
     names = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     split = Split(names(pspec[in_axes[0].batch]), names(pspec[in_axes[0].heads]))
     return [split.pspec(axes, len(x.shape)) for axes, x in zip(out_axes, outputs, strict=True)]
@@ -134,7 +134,7 @@ class PagedOp:
         return backends.get(self.backend).forward(self.spec, inputs)
 
     def axes(self, inputs: PagedInputs) -> tuple[list[Axes], list[Axes]]:
-        """Of the flat inputs and outputs: heads are independent, and requests share pages."""
+        """Axes of the flat inputs and outputs: heads alone, because requests share pages."""
         others = len(jax.tree.leaves(inputs)) - 3
         return [_ROWS, _PAGES, _PAGES, *[Axes()] * others], [_ROWS, _ROWS]
 
@@ -159,7 +159,7 @@ class PagedOp:
 def _paged_shard_of(
     spec: AttentionSpec, inputs: PagedInputs, mesh: jax.sharding.Mesh, names: tuple[str, ...]
 ) -> tuple[AttentionSpec, PagedInputs]:
-    """The spec of some heads, inside of the program of one shard; mods still see the numbers of the whole."""
+    """The spec of the heads of one shard, inside its program; mods still get global head indices."""
     pieces = math.prod(mesh.shape[name] for name in names)
     if pieces == 1:
         return spec, inputs

@@ -1,7 +1,7 @@
-"""Running each shard on its own, where a program under plain `jax.jit` is sharded over batch and heads.
+"""Partitioning over batch and heads under plain `jax.jit`.
 
-XLA cannot see into kernels, and would gather everything. So it is told that batch and heads are independent: the
-partitioner asks here for the program of one shard, in which the mods still see the indices of the whole.
+XLA cannot see into kernels, and would gather everything. These rules tell its partitioner that batch and heads are
+independent, and give it the program of one shard, in which the mods still get global indices.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Axes(NamedTuple):
 
 
 def row_axes(spec: AttentionSpec) -> Axes:
-    """Of query and output."""
+    """Axes of query and output."""
     return Axes(0, 2 if spec.layout == "BTNH" else 1)
 
 
 def key_axes(spec: AttentionSpec) -> Axes:
-    """Of key and value."""
+    """Axes of key and value."""
     return Axes(0 if spec.Bkv == spec.B else None, row_axes(spec).heads, per_key=True)
 
 
 def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
-    """Of all inputs, flat."""
+    """Axes of all inputs, flat."""
     blocks, lists = spec.blocks, []
     if blocks is not None and inputs.lists is not None:
         axes = Axes(0 if blocks.batch == spec.B else None, 1 if blocks.heads == spec.Hq else None)
@@ -55,12 +55,12 @@ def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
 
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
-    """Of output and lse, or of their cotangents, flat."""
+    """Axes of output and lse, or of their cotangents, flat."""
     return [row_axes(spec), *([] if saved.lse is None else [Axes(0, 1)])]
 
 
 def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
-    """Of the gradients that are wanted, flat."""
+    """Axes of the requested gradients, flat."""
     keys = key_axes(spec)
     axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands))
     arrays = (gradients.query, gradients.key, gradients.value, *gradients.score_operands)
@@ -71,10 +71,9 @@ class Shard(NamedTuple):
     """One shard of a spec.
 
     Attributes:
-      spec: Of the local sizes.
-      inputs: The local arrays, and where the shard starts among what the mods capture.
-      operands: For each array that the score mod captured in the whole spec, its number here; None if it is not
-        read.
+      spec: The spec with local sizes.
+      inputs: The local arrays; the mods capture the first batch entry and head of the shard.
+      operands: The index here of each array that the score mod captures in the whole spec; None if it is not read.
     """
 
     spec: AttentionSpec
@@ -98,7 +97,7 @@ class Split(NamedTuple):
 
 
 def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
-    """The local spec, inside of the program of one shard."""
+    """The local spec and inputs, inside the program of one shard."""
     batch_pieces, head_pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
     first = [
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
@@ -129,7 +128,7 @@ def shifted(
     first: Sequence[jax.Array | None],
     trace: Callable[..., tuple[TracedMod, tuple[jax.Array, ...]]],
 ) -> tuple[Mod | None, tuple[jax.Array, ...]]:
-    """A mod that is called with local indices of batch and head."""
+    """A mod that takes local indices of batch and head."""
     if mod is None or all(x is None for x in first):
         return mod, operands
     whole = lambda local, start: local if start is None else local + start.astype(jnp.int32)
@@ -152,10 +151,10 @@ def partitioned(
 
     Args:
       spec: The whole spec.
-      function: Of flat arrays, for the whole.
-      local: ``local(mesh, split, *flat arrays)``, for one shard, inside of its program.
-      in_axes: Of each input; the first is the query.
-      out_axes: Of each output.
+      function: The computation on flat, unsharded arrays.
+      local: ``local(mesh, split, *flat arrays)``: that of one shard, inside its program.
+      in_axes: Axes of each input; the first is the query.
+      out_axes: Axes of each output.
     """
     call = custom_partitioning(function)
 
@@ -167,7 +166,7 @@ def partitioned(
 
         def without_mesh(
             *xs: jax.Array,
-        ) -> tuple[jax.Array, ...]:  # a mesh with explicit axes would put shardings into the program of a shard
+        ) -> tuple[jax.Array, ...]:  # a mesh with explicit axes would put shardings into a shard's program
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 return lower_separately(functools.partial(local, mesh, split), *xs)
 
@@ -184,7 +183,7 @@ def partitioned(
 
 
 def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding | None, axes: Axes) -> Split:
-    """How the query is sharded, as far as batch and key heads divide evenly."""
+    """How the query is sharded over batch and heads; an axis is kept only if batch or key heads divide evenly."""
     pspec = getattr(sharding, "spec", ())
     names = []
     for axis, size in ((axes.batch, spec.B), (axes.heads, spec.Hkv)):
@@ -201,7 +200,7 @@ def _shardy_rule(
     in_ranks: Sequence[int],
     out_ranks: Sequence[int],
 ) -> tuple[str, dict[str, int | tuple[str, ...]]]:
-    """In Shardy's notation: batch and key heads are shared factors, all other axes must be whole."""
+    """The rule in Shardy's notation: batch and key heads are shared factors, other axes must not be sharded."""
     others: list[str] = []
     grouped = "(g r)" if spec.group > 1 else "g"
 

@@ -1,9 +1,8 @@
-"""A function of arrays as one step of JAX's programs.
+"""Wraps a pass of a backend in one JAX primitive.
 
-A backend's forward or backward pass is traced once for each spec and kept; eager calls compile once, and a
-transformation sees one primitive. It is traced free of the mesh of an enclosing `jax.shard_map`: loops whose carry
-starts from a constant would not pass that one's checks. The primitive has no derivative, because it only stands inside
-of a custom_vjp.
+A backend's forward or backward pass is traced once for each spec and cached; eager calls compile once, and a
+transformation sees one primitive. It is traced without the mesh of an enclosing `jax.shard_map`, whose checks refuse
+loops with a carry that starts from a constant. The primitive has no derivative: it is only used inside a custom_vjp.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ Flat: TypeAlias = Callable[..., tuple[jax.Array, ...]]
 
 
 class Op(Protocol[X, Y]):
-    """A pass of a backend: hashable, equal when it computes the same."""
+    """A pass of a backend: hashable, and equal if it computes the same."""
 
     def __call__(self, arrays: X, /) -> Y:
         """Computes the pass on a pytree of arrays."""
         ...
 
     def partitioned(self, arrays: X, outputs: Y, whole: Flat, /) -> Flat:
-        """`whole`, a function of flat arrays, as one that XLA can split over the devices of a mesh."""
+        """Makes `whole`, a function of flat arrays, partitionable over the devices of a mesh."""
         ...
 
     def out_specs(self, arrays: X, outputs: Y, pspec: PartitionSpec, /) -> list[PartitionSpec]:
@@ -54,7 +53,7 @@ def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
     """Computes ``function(arrays)``.
 
     Args:
-      function: The pass: it keys a cache.
+      function: The pass, which is a cache key.
       arrays: A pytree of arrays, all varying over the same axes of an enclosing `jax.shard_map`.
     """
     flat, tree = jax.tree.flatten(arrays)
@@ -65,10 +64,9 @@ def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
 
 
 def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Computes ``function(*arrays)``, a flat sequence of arrays, as a step that is lowered by itself.
+    """Computes ``function(*arrays)``, a flat sequence of arrays, as a primitive that is lowered by itself.
 
-    What XLA's partitioner asks for is lowered by a part of JAX that knows no arrays which a program writes to, as some
-    kernels do.
+    The path on which JAX lowers for XLA's partitioner does not support mutable arrays, which some kernels use.
     """
     return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
 
@@ -78,9 +76,9 @@ class _Traced:
     """A traced pass.
 
     Attributes:
-      jaxpr: What is lowered: `plain` behind a call that XLA can split, if there are devices to split it over.
+      jaxpr: What is lowered: with several devices, `plain` inside a call that XLA can partition.
       plain: The pass itself.
-      tree: Of the outputs.
+      tree: Tree structure of the outputs.
       out_specs: Shardings of the flat outputs, from that of the first input.
     """
 
@@ -98,7 +96,7 @@ def _trace(
     x64: bool,
     several_devices: bool,
 ) -> _Traced:
-    del x64  # what it traces to depends on it
+    del x64  # a cache key: the trace depends on it
     call = jax.jit(lambda *xs: function(jax.tree.unflatten(tree, xs)))
     inputs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in avals]
     arrays = jax.tree.unflatten(tree, inputs)
@@ -115,7 +113,7 @@ def _trace(
 def _batched(
     jaxpr: ClosedJaxpr, in_axes: Sequence[int | None], shapes: Sequence[tuple[tuple[int, ...], np.dtype]], x64: bool
 ) -> ClosedJaxpr:
-    """The jaxpr over batches; one of 32 bits stays one, as loops that kernels are batched by must."""
+    """The vmapped jaxpr; a 32-bit one stays 32-bit, as the loops over batched kernels must."""
     inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     with no_mesh(), jax.enable_x64(x64 and _computes_in_64_bits(open_jaxpr(jaxpr).jaxpr)):
         return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=in_axes))(*inputs)
@@ -129,7 +127,7 @@ def _computes_in_64_bits(jaxpr: Jaxpr) -> bool:
 
 
 def _inner(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs that an equation holds."""
+    """The jaxprs in an equation's parameters."""
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
             opened = open_jaxpr(x).jaxpr
@@ -143,15 +141,15 @@ def _compiled(jaxpr: ClosedJaxpr, traced: _Traced | None) -> Callable[..., list[
 
 
 def no_mesh() -> AbstractContextManager[object]:
-    """A context without a mesh, but with the abstract device of the one at hand, for which a program may be lowered."""
+    """A context without a mesh that keeps the current abstract device, for which a program may be lowered."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 _opaque_p = Primitive("jflex_call")
 _opaque_p.multiple_results = True
-# Newer versions of JAX break steps like `searchsorted` up late, and take a step that holds one for such a step itself.
-# This one is lowered by `lower_fun`, which breaks up what it holds.
+# Newer versions of JAX expand "high" primitives such as `searchsorted` late, and count a primitive that holds one as
+# high, too. This one is not: `lower_fun` expands what it holds.
 _opaque_p.is_high = lambda *_, **__: False
 _opaque_p.def_impl(lambda *args, jaxpr, traced: _compiled(jaxpr, traced)(*args))
 
@@ -161,7 +159,7 @@ def _abstract(*avals, jaxpr, traced):
     outs, first = [aval_of(v) for v in open_jaxpr(jaxpr).jaxpr.outvars], avals[0]
     specs = [(None,) * len(x.shape) for x in outs]
     if traced is not None and any(name is not None for name in first.sharding.spec):
-        specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: types say how arrays are sharded
+        specs = traced.out_specs(first.sharding.spec)  # a mesh with explicit axes: shardings are part of the types
     shardings = [first.sharding.update(spec=jax.sharding.PartitionSpec(*spec)) for spec in specs]
     return [
         ShapedArray(x.shape, x.dtype, manual_axis_type=first.manual_axis_type, sharding=sharding)
@@ -181,7 +179,7 @@ mlir.register_lowering(_opaque_p, _lowering)
 
 
 def _jvp(*_, **__):
-    """Reached by a derivative of the custom_vjp's own passes: a second one."""
+    """Refuses second derivatives, which differentiate the passes of the custom_vjp."""
     raise NotImplementedError(ONLY_REVERSE)
 
 

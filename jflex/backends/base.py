@@ -1,4 +1,4 @@
-"""What a backend is: one interface for dense and paged calls."""
+"""The interface of a backend, for dense and paged calls."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Inputs(NamedTuple):
     """The arrays of one dense call.
 
     Attributes:
-      query: In the layout of the spec.
+      query: In `spec.layout`.
       key: Likewise.
       value: Likewise.
       lists: The index lists of the BlockMask, or None.
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
-      kv_lengths: How many keys each batch entry has, int32 [B]; None where all have S.
+      kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
     """
 
     query: jax.Array
@@ -46,7 +46,7 @@ class PagedInputs(NamedTuple):
       value: [pages of all layers, page_size, Hkv, Dv].
       indptr: int32 [R + 1], where the queries of each request begin.
       lengths: int32 [R], keys of each request.
-      table: int32 [R, max_pages], its pages.
+      table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
       score_operands: The arrays that the score mod captures.
       mask_operands: The arrays that the mask captures.
@@ -64,7 +64,7 @@ class PagedInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents; None where none was requested. Those of captured arrays are float32 or of their array's dtype."""
+    """Requested cotangents, else None. Those of captured arrays are float32 or have the dtype of the array."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -73,11 +73,11 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass.
+    """The results of the forward pass, which the backward pass needs.
 
     Attributes:
-      out: In the layout of the spec; [N, Hq, Dv] of a paged call.
-      lse: float32 [B, Hq, T], natural log; [N, Hq] of a paged call.
+      out: In `spec.layout`; [N, Hq, Dv] for a paged call.
+      lse: float32 [B, Hq, T], natural log; [N, Hq] for a paged call.
     """
 
     out: jax.Array
@@ -92,7 +92,7 @@ class SavedCotangents(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How split-KV divides a paged call, for each key head: tiles of queries, and the splits of their keys."""
+    """Query tiles of a paged call under split-KV, and the splits of their keys, per key head."""
 
     tiles: int
     splits: int
@@ -110,11 +110,11 @@ class Plan:
     """How a backend runs a call.
 
     Attributes:
-      describe: Says which kernels and tiles, for `jflex.explain`.
-      kernels: What the backend keeps for itself: the plans of its kernels.
+      describe: Describes kernels and tiles, for `jflex.explain`.
+      kernels: The plans of the backend's kernels, for the backend alone.
       gradients: Which other backend computes all requested gradients, or None.
-      count_splits: The splits of a paged call, from where the queries of each request begin [R + 1] and the keys of
-        each [R]; None where the keys of a request are not split.
+      count_splits: Counts the splits of a paged call from its `indptr` [R + 1] and `lengths` [R]; None if keys are not
+        split.
     """
 
     describe: Callable[[], str]
@@ -129,8 +129,8 @@ class Backend(abc.ABC):
     Implementations are final, and hold no state.
 
     Attributes:
-      name: What `implementation=` calls it.
-      differentiable: True if JAX differentiates `forward` as it stands; then `backward` is never called.
+      name: Its name in `implementation=`.
+      differentiable: True if JAX differentiates `forward` itself; then `backward` is never called.
     """
 
     name: ClassVar[str]
@@ -162,7 +162,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """Why the next backend in the order is faster at a call that this one can run, or None.
+        """Why the next backend in the order is faster at a call that this one supports, or None.
 
-        Asked where no backend was named; of the backward pass alone if `requested` is given.
+        Used if no backend was named. With `requested`, it is about the backward pass alone.
         """

@@ -24,7 +24,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         visible &= _seen(p.mask_mod, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
 
     def keys(pages: jax.Array) -> jax.Array:
-        """Of each query's request, [N, S, Hq, D]; zeros where they are hidden, for 0 times NaN is NaN."""
+        """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
         own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
@@ -53,9 +53,9 @@ def _seen(mask: Mod, operands, request, h, n, j) -> jax.Array:
 
 
 def _modified(mod: Mod, operands, s: jax.Array, visible: jax.Array, request: jax.Array) -> jax.Array:
-    """The score mod on [N, Hq, S]; what is hidden takes the place of something that its head sees.
+    """The score mod on [N, Hq, S]; a masked position is replaced by a visible one of the same head.
 
-    There a mod may be NaN (``sqrt(q_idx - kv_idx)``), and 0 times its derivative would reach all that it depends on.
+    A mod may be NaN where masked (``sqrt(q_idx - kv_idx)``), and so would be 0 times its derivative.
     """
     n, h, j = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in range(3))
     seen = jnp.argmax(visible.swapaxes(0, 1).reshape(s.shape[1], -1), axis=1).astype(jnp.int32)

@@ -21,15 +21,15 @@ from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 class Reference(Backend):
     """Holds all T x S scores of every head; never selected automatically.
 
-    NaN that a mask hides stays hidden, with one exception: a cotangent that is NaN, of finite inputs, reaches the
-    gradients of values that its query does not attend to.
+    Masked NaN reaches no result, with one exception: a NaN cotangent with finite inputs reaches the gradients of values
+    that its query does not attend to.
     """
 
     name: ClassVar[str] = "reference"
     differentiable: ClassVar[bool] = True
 
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan:
-        """Runs everything."""
+        """Supports every call."""
         del spec, requested
         return Plan(lambda: "no tiles")
 
@@ -59,7 +59,7 @@ class Reference(Backend):
         dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
         if spec.mask_mod is None and spec.blocks is None:
             out, lse = dense(query, key, value, inputs.score_operands)
-        else:  # what is hidden may be NaN
+        else:  # masked elements may be NaN
             contained = jax.checkpoint(functools.partial(attend, _contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
             out, lse = jax.lax.cond(finite, dense, contained, query, key, value, inputs.score_operands)
@@ -74,7 +74,7 @@ class Reference(Backend):
         d_saved: SavedCotangents,
         requested: GradientRequest,
     ) -> Gradients:
-        """Differentiates `forward`; here for completeness of the interface."""
+        """Differentiates `forward`, to complete the interface."""
         floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
         _, pull = jax.vjp(
             lambda q, k, v, s: self.forward(spec, inputs._replace(query=q, key=k, value=v, score_operands=s)),
@@ -94,7 +94,7 @@ class Reference(Backend):
 
 _Scores = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, D], [B, H, S, D] -> [B, H, T, S]
 _Outputs = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, S], [B, H, S, Dv] -> [B, H, T, Dv]
-_ELEMENTS_AT_ONCE = 1 << 22  # of values that are repeated for each query
+_ELEMENTS_AT_ONCE = 1 << 22  # of values repeated for each query
 
 
 def _einsum(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _values_cleared(x: jax.Array) -> jax.Array:
-    """0 for what is NaN or infinite, differentiated as the identity."""
+    """Replaces NaN and infinity by 0; the derivative is that of the identity."""
     return cleared(x)
 
 
@@ -115,16 +115,16 @@ _values_cleared.defjvp(lambda primals, tangents: (cleared(*primals), *tangents))
 
 
 def _contained_scores(query: jax.Array, key: jax.Array) -> jax.Array:
-    """The scores, differentiated with 0 for NaN: the dS of a hidden score is 0, and 0 times NaN is NaN.
+    """The scores; the derivative takes NaN in query and key as 0, because a masked dS is 0, and 0 times NaN is NaN.
 
-    A visible score that is NaN makes dS itself NaN.
+    A visible NaN score still makes dS itself NaN.
     """
     clean = _scores(_values_cleared(query), _values_cleared(key))
     return clean + jax.lax.stop_gradient(_scores(query, key) - clean)
 
 
 def _contained_outputs(visible: jax.Array) -> _Outputs:
-    """Sums over visible keys alone: hidden values, and in the derivative cotangents of what hides them, may be NaN."""
+    """Sums over visible keys alone: masked values, and cotangents of queries that they are masked from, may be NaN."""
 
     def outputs(weights: jax.Array, value: jax.Array) -> jax.Array:
         S, per_key = weights.shape[3], weights.size // weights.shape[3] * value.shape[3]
@@ -155,8 +155,8 @@ def over_indices(mod: Mod, operands: tuple[jax.Array, ...], shape: tuple[int, ..
 def _modified(mod: Mod, operands: tuple[jax.Array, ...], score: jax.Array, visible: jax.Array) -> jax.Array:
     """The score mod on all scores.
 
-    Where nothing is seen, it is evaluated on the arguments of some place of that head that is seen: there a mod may be
-    NaN or infinite (``log(q_idx - kv_idx)``), and 0 times a derivative that is NaN would reach what it captures.
+    Where masked, it is evaluated at a visible position of the same head: a mod may be NaN or infinite where masked
+    (``log(q_idx - kv_idx)``), and 0 times its NaN derivative would reach captured arrays.
     """
     b, h, q_idx, kv_idx = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4))
     visible = jnp.broadcast_to(visible, score.shape)
@@ -172,17 +172,17 @@ def _modified(mod: Mod, operands: tuple[jax.Array, ...], score: jax.Array, visib
 
 
 def _states_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) -> jax.Array:
-    """The state of the block in which each element lies, [B or 1, Hq or 1, T, S]."""
+    """The state of each element's block, [B or 1, Hq or 1, T, S]."""
     states = states_from_lists(lists)
     Bq, Bk = blocks.size
     return jnp.repeat(jnp.repeat(states, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
 
 
 def _softmax(score: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the keys that are visible, and its logsumexp: 0 and -inf where there is none.
+    """Softmax over the visible keys, and its logsumexp; 0 and -inf for a row without any.
 
-    Scores that are not visible are replaced before anything is computed from them, so that neither they nor their
-    derivatives (of ``1 / score``, say) can bring NaN.
+    Masked scores are replaced before anything is computed from them, so that neither they nor their derivatives (of
+    ``1 / score``, say) can introduce NaN.
     """
     score = jnp.where(visible, score, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Joining and turning round BlockMasks: block by block, and what blocks cannot tell by a composed mask_mod."""
+"""`&`, `|`, `~` of BlockMasks: on block states, and by a composed mask_mod inside partial blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jflex.mods.reindex import Positions, ReindexedMod
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedMask(SizedMod):
-    """Visible where the block is listed and, if there is a mask_mod, that says so too."""
+    """Visible where the block is listed and the mask_mod, if any, is True."""
 
     listed: Bool[Array, "B H R C"]
     mask_mod: MaskMod | None
     block_size: tuple[int, int]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         batch, heads = self.listed.shape[:2]
         row, column = q_idx // self.block_size[0], kv_idx // self.block_size[1]
         visible = self.listed[b if batch > 1 else 0, h if heads > 1 else 0, row, column]
@@ -45,7 +45,7 @@ class ExtendedMask(SizedMod):
     seq_lengths: tuple[int, int]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> ArrayLike:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         is_inside = (q_idx < self.seq_lengths[0]) & (kv_idx < self.seq_lengths[1])
         return jnp.where(is_inside, self.inside(b, h, q_idx, kv_idx), self.outside(b, h, q_idx, kv_idx))
 
@@ -55,19 +55,19 @@ class ExtendedMask(SizedMod):
 
 
 def solid_states(states: Int8[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
-    """Every listed block full: what the lists of a mask without a mask_mod mean."""
+    """Makes every listed block full, as lists without a mask_mod mean."""
     return jnp.where(states >= PARTIAL, jnp.int8(FULL), jnp.int8(EMPTY))
 
 
 def element_mod(mask: BlockMatrix) -> MaskMod:
-    """A mask_mod that alone tells what is visible inside of the lengths."""
+    """A mask_mod that alone defines the mask within the lengths."""
     if mask.mask_mod is not None and mask.lists_follow_mod:
         return mask.mask_mod
     return ListedMask(mask.states > 0, mask.mask_mod, mask.block_size)
 
 
 def invert(mask: BlockMatrix) -> BlockMatrix:
-    """Visible becomes hidden: full and empty blocks change places, partial ones stay."""
+    """Negates a mask: swaps full and empty blocks; partial ones stay partial."""
     states = jnp.int8(FULL) - _meant_states(mask)
     if mask.mask_mod is None:
         return mask._replace(states=states)
@@ -77,11 +77,11 @@ def invert(mask: BlockMatrix) -> BlockMatrix:
 def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     """Visible where both are.
 
-    A block is full only where both are, and empty where either is; a partial one may turn out to show nothing.
+    A block is full only where both are, and empty where either is; a partial one may have no visible element.
     """
     shape = _joined_shape(first, second, "&")
     states = jnp.minimum(*(_spread_states(mask, shape) for mask in (first, second)))
-    # The lists already hide what either list hides, so a mask without a mask_mod has nothing to add to the elements.
+    # The joined lists leave out what either list does, so a mask without a mask_mod adds nothing to the mod.
     mods = [_shared(mask, mask.mask_mod, shape) for mask in (first, second) if mask.mask_mod is not None]
     return _joined(first, second, "&", states, and_masks(*mods) if mods else None)
 
@@ -89,7 +89,7 @@ def intersect(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
 def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     """Visible where either is.
 
-    A block is full where either is, and empty only where both are; two partial ones may turn out to show everything.
+    A block is full where either is, and empty only where both are; a partial one may be visible everywhere.
     """
     shape = _joined_shape(first, second, "|")
     states = jnp.maximum(*(_spread_states(mask, shape) for mask in (first, second)))
@@ -100,7 +100,7 @@ def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
 
 
 def crop(mask: BlockMatrix, seq_lengths: tuple[int, int]) -> BlockMatrix:
-    """The blocks that begin inside of shorter lengths."""
+    """Keeps the blocks that begin within shorter lengths."""
     rows, columns = map(block_count, seq_lengths, mask.block_size)
     return mask._replace(states=mask.states[:, :, :rows, :columns], seq_lengths=seq_lengths, lists_follow_mod=False)
 
@@ -124,7 +124,7 @@ def _spread_states(mask: BlockMatrix, shape: tuple[int, int]) -> Int8[Array, "B 
 
 
 def _shared(mask: BlockMatrix, mask_mod: MaskMod, shape: tuple[int, int]) -> MaskMod:
-    """The mask of batch 0, of head 0, or of both, for all: what an axis of size 1 means when it meets a longer one."""
+    """Broadcasts a mask of batch size 1, of one head, or of both: indexes it with batch 0 or head 0."""
     own = mask.states.shape
     shares_batch, shares_heads = own[0] == 1 != shape[0], own[1] == 1 != shape[1]
     if not (shares_batch or shares_heads):
@@ -144,7 +144,7 @@ def _joined_shape(first: BlockMatrix, second: BlockMatrix, symbol: str) -> tuple
     if first.seq_lengths != second.seq_lengths:
         raise ValueError(
             f"`{symbol}` joins BlockMasks of equal lengths. Got {first.seq_lengths} and {second.seq_lengths}. "
-            "Bring one to the lengths of the other with `with_lengths`."
+            "Crop or extend one with `with_lengths`."
         )
     if first.block_size != second.block_size:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""BlockMasks of causal masks, windows, lengths of queries and dense masks, without evaluating their elements.
+"""BlockMasks of causal masks, windows, query lengths and dense masks, without evaluating a mask_mod.
 
-A *band* is ``q_idx - left <= kv_idx <= q_idx + right``: a causal mask, a window or both. Its blocks follow from the
-positions of their corners. Those of a band alone are numbers that tracing knows: they are computed once, in numpy.
+A *band* is ``q_idx - left <= kv_idx <= q_idx + right``: a causal mask, a window or both. The state of a block follows
+from its corners. The lists of a band alone are static: they are computed once, in numpy.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from jflex.mods.types import MaskMod
 
 
 class Band(NamedTuple):
-    """How far a query sees, in queries ``T`` and keys ``S``.
+    """The keys around its own position that a query attends to.
 
     Attributes:
-      left: Keys before the position of the query; None where all of them are visible.
-      right: Keys after it, likewise.
+      left: Number of visible keys before the position of the query; None for all.
+      right: Number of visible keys after it, likewise.
     """
 
     left: int | None = None
     right: int | None = None
 
     def within(self, T: int, S: int) -> Band:
-        """The band without the sides that hide nothing, and with numbers that int32 holds.
+        """The band with None for sides that mask nothing at these lengths, so that the others fit into int32.
 
         >>> Band(4096, 0).within(512, 512)
         Band(left=None, right=0)
@@ -53,19 +53,19 @@ def band_block_mask(
     *,
     hides_more: bool = False,
 ) -> BlockMask | None:
-    """The BlockMask of a mask that is a band, and what else hides.
+    """The BlockMask of a band, query lengths and a dense mask, and of whatever else `mask_mod` masks.
 
     Args:
-      mask_mod: All of the mask, evaluated in partial blocks.
+      mask_mod: The whole mask, evaluated in partial blocks.
       band: See `Band`; `Band.within` the lengths.
       shape: ``(B, H, T, S)``; B and H are 1 where `mask_mod` does not use ``b`` and ``h``.
       block_size: Of queries and keys.
-      q_lengths: Queries of each batch entry; those beyond see nothing.
+      q_lengths: Queries of each batch entry; those beyond attend to nothing.
       mask: A dense mask, which is read once for its blocks; its axes may be 1.
-      hides_more: Whether `mask_mod` hides more than the others tell: then no block is full.
+      hides_more: Whether `mask_mod` masks more than the other arguments do: then no block is full.
 
     Returns:
-      The mask; None where lists would say nothing: all blocks are partial, or there is only one.
+      The mask; None if lists would skip nothing: all blocks are partial, or there is only one.
     """
     seq_lengths = shape[2:]
     R, C = (block_count(n, block) for n, block in zip(seq_lengths, block_size, strict=True))
@@ -96,7 +96,7 @@ def band_block_mask(
 
 @jax.jit(static_argnames="block_size")
 def dense_states(mask: Bool[Array, "b h t s"], block_size: tuple[int, int]) -> Int8[Array, "b h r c"]:
-    """The states of the blocks of a dense mask; an axis of size 1 keeps it, and padding changes nothing.
+    """The states of the blocks of a dense mask; axes of size 1 are kept, and padding has no effect.
 
     >>> dense_states(jnp.tril(jnp.ones((1, 1, 5, 5), bool)), (2, 2))[0, 0].tolist()
     [[1, 0, 0], [2, 1, 0], [2, 2, 2]]
@@ -136,7 +136,7 @@ def _list_row(listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _static_states(band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> np.ndarray:
-    """The states of the blocks of a band, int8 [1, 1, R, C]; what lies beyond the lengths changes nothing."""
+    """The states of the blocks of a band, int8 [1, 1, R, C]; positions beyond the lengths have no effect."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
     return _states(first_q[:, None], last_q[:, None], first_kv, last_kv, band)[None, None]
 
@@ -147,7 +147,7 @@ def _ends(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) -> Any:
-    """Kinds of blocks by their corners: ``kv_idx - q_idx`` takes every value between its least and its largest."""
+    """States of blocks from their corners: ``kv_idx - q_idx`` takes every value between its bounds there."""
     least, most = first_kv - last_q, last_kv - first_q
     sees, sees_all = least <= most, least <= most
     if band.right is not None:
@@ -160,7 +160,7 @@ def _states(first_q: Any, last_q: Any, first_kv: Any, last_kv: Any, band: Band) 
 def _cut_by_queries(
     states: Any, band: Band, seq_lengths: tuple[int, int], block_size: tuple[int, int], q_lengths: Int32[Array, " B"]
 ) -> Int8[Array, "B 1 R C"]:
-    """Kinds in which queries beyond the length of their batch entry see nothing."""
+    """Makes blocks of queries beyond the length of their batch entry empty; a block that it cuts is at most partial."""
     (first_q, last_q), (first_kv, last_kv) = map(_ends, seq_lengths, block_size)
     first, last = (jnp.asarray(x)[None, None, :, None] for x in (first_q, last_q))
     ends = q_lengths[:, None, None, None]

@@ -1,4 +1,4 @@
-"""Masks element by element, as dense arrays: for references, pictures and tests."""
+"""Dense masks, one element per score: for references, pictures and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jflex.mods.types import MaskMod
 
 
 def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> Bool[Array, "B H Q KV"]:
-    """Evaluates a mask_mod everywhere.
+    """Evaluates a mask_mod at every position.
 
     Args:
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``.
@@ -25,10 +25,10 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
       KV_LEN: Number of keys.
 
     Returns:
-      The dense mask, True where a query sees a key.
+      The dense mask, True where a query attends to a key.
 
     Raises:
-      TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
+      TypeError: `mask_mod` is not a mask_mod, or a size is not an integer.
       ValueError: `mask_mod` branches in Python on its arguments, or was made for other sizes; or a size is negative.
 
     >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3)[0, 0].astype(int).tolist()
@@ -48,7 +48,7 @@ def dense_elements(
     seq_lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Bool[Array, "B H Q KV"]:
-    """The dense mask: a full block is visible, a partial one where the mod says so."""
+    """The dense mask: all of a full block is visible, a partial one where the mod is True."""
     indices = (jnp.arange(seq_lengths[0], dtype=jnp.int32), jnp.arange(seq_lengths[1], dtype=jnp.int32))
     return elements_at(traced, operands, states, indices, seq_lengths, block_size)
 
@@ -62,7 +62,7 @@ def elements_at(
     seq_lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Bool[Array, "B H Q KV"]:
-    """Likewise for some queries and keys, whose numbers lie inside of the lengths."""
+    """The dense mask of some queries and keys, at positions within the lengths."""
     q_idx, kv_idx = indices
     batch, heads = states.shape[:2]
     if 0 in (batch, heads, q_idx.size, kv_idx.size):

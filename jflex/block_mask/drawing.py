@@ -20,12 +20,12 @@ _COLOURS = {"empty": "#f2f2f2", "partial": "#f0a830", "full": "#3060a0"}
 
 
 def is_concrete(lists: BlockLists) -> bool:
-    """Whether the values of the lists are known: not under ``jit``, nor while JAX moves the pytree about."""
+    """Whether the values of the lists are known: not under ``jit``, nor while JAX transforms the pytree."""
     return all(isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer) for x in lists)
 
 
 def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> float:
-    """Per cent of the elements that lie in empty blocks.
+    """The percentage of elements in empty blocks.
 
     >>> sparsity(np.array([[[[1, 0], [2, 1]]]]), (100, 100), (64, 64))
     23.04
@@ -89,11 +89,11 @@ def to_figure(
     """Draws blocks and elements of one batch entry and head; see `BlockMask.to_image`.
 
     Args:
-      lists: Of the one.
-      seq_lengths: Of the mask.
-      block_size: Likewise.
+      lists: Its lists.
+      seq_lengths: Lengths of the mask.
+      block_size: Block size of the mask.
       zoom: Which elements; None for blocks alone.
-      elements: Which are visible, [1, 1, Q, KV], by the numbers of queries and of keys.
+      elements: A function from query and key indices to which are visible, [1, 1, Q, KV].
     """
     try:
         from matplotlib.colors import ListedColormap

@@ -1,4 +1,4 @@
-"""Block lists that a user made: checked, and turned into a matrix of block states."""
+"""Block lists made by the user: checks them, and converts them to a matrix of block states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def states_from_given(
     """
     if (given[2] is None) != (given[3] is None):
         present, absent = (_NAMES[2], _NAMES[3]) if given[3] is None else (_NAMES[3], _NAMES[2])
-        raise ValueError(f"`{present}` is given without `{absent}`: give both, or neither if no block is full.")
+        raise ValueError(f"`{present}` is passed without `{absent}`: pass both, or neither if no block is full.")
     pairs = [_checked_pair(given[0], given[1], _NAMES[:2])]
     if given[2] is not None and given[3] is not None:
         pairs.append(_checked_pair(given[2], given[3], _NAMES[2:]))

@@ -1,4 +1,4 @@
-"""Indexing a BlockMask: which batches, heads and query blocks are selected, and what the mask_mod becomes."""
+"""Indexing a BlockMask: the selected batches, heads and query blocks, and the mask_mod at their indices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _AXES = ("batch", "heads", "query blocks")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """What is selected on one axis.
+    """The entries selected on one axis.
 
     Attributes:
       size: How many entries are selected.
-      blocks: Their numbers, or None when all are selected in their order.
-      start: The first number when they follow one another, else None.
-      last: The number in the last place, where it is known while tracing.
-      known: All numbers, where they are known while tracing.
+      blocks: Their indices, or None if all are selected in order.
+      start: The first index if they are consecutive, else None.
+      last: The last index, if known while tracing.
+      known: All indices, if known while tracing.
     """
 
     size: int
@@ -41,7 +41,7 @@ class Selection:
 
 
 def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> BlockMatrix:
-    """What ``block_mask[index]`` says; its errors are those of `BlockMask.__getitem__`."""
+    """Computes ``block_mask[index]``; see `BlockMask.__getitem__`."""
     batch, heads, rows = mask.states.shape[:3]
     selections = _selections(index, (batch, heads, rows))
     q_length = _selected_length(selections[2], mask.seq_lengths[0], mask.block_size[0])
@@ -55,7 +55,7 @@ def select(mask: BlockMatrix, index: AxisIndex | tuple[AxisIndex, ...]) -> Block
 def _selected_mask(
     mask_mod: MaskMod, selections: tuple[Selection, Selection, Selection], q_block_size: int
 ) -> ReindexedMod:
-    """The mask_mod that sends the new indices to the old ones."""
+    """The mask_mod that maps the new indices to the old ones."""
     of_batch, of_head, of_query = selections
 
     def old(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
@@ -66,7 +66,7 @@ def _selected_mask(
     kept = requirements_of(mask_mod)
     kept = kept if of_batch.blocks is None else without(kept, "b")
     kept = kept if of_head.blocks is None else without(kept, "h")
-    # What neighbouring blocks require beyond this depends on where they begin, which is data.
+    # Consecutive blocks require more, which depends on their start; that is data.
     required = kept if of_query.blocks is None or of_query.start is not None else without(kept, "q_idx")
     return ReindexedMod(mask_mod, old, required)
 
@@ -80,10 +80,10 @@ def _look_up(selection: Selection, index: jax.Array) -> jax.Array:
 
 
 def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[Any, Any]:
-    """The old number of a query, and whether it was selected; None where all are."""
+    """The old index of a query, and whether it was selected; None if all are."""
     if selection.blocks is None:
         return q_idx, None
-    if selection.start is not None:  # neighbouring blocks: an offset, which also holds past the selected ones
+    if selection.start is not None:  # consecutive blocks: an offset, which also holds past the selected ones
         return q_idx + selection.start * block_size, None
     if not selection.size:
         return q_idx, jnp.asarray(False)
@@ -94,11 +94,11 @@ def _look_up_query(selection: Selection, q_idx: Any, block_size: int) -> tuple[A
 def _selections(
     index: AxisIndex | tuple[AxisIndex, ...], sizes: tuple[int, int, int]
 ) -> tuple[Selection, Selection, Selection]:
-    """Reads the index of ``block_mask[index]`` for axes of these sizes.
+    """Parses the index of ``block_mask[index]`` for axes of these sizes.
 
     Raises:
       IndexError: More than three indices, or one out of range.
-      TypeError: An index is no integer, slice or array of integers with at most one axis.
+      TypeError: An index is not an integer, slice or array of integers with at most one axis.
     """
     indices = index if isinstance(index, tuple) else (index,)
     if len(indices) > 3:
@@ -121,7 +121,7 @@ def _select_axis(index: AxisIndex, size: int, axis: str) -> Selection:
         return _traced_selection(index, size, axis)
     numbers = _integers(index, axis)
     if numbers.size and (numbers.min() < -size or numbers.max() >= size):
-        raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, which are {size}.")
+        raise IndexError(f"index {numbers.tolist()} is out of range for the {axis} of a BlockMask, of size {size}.")
     numbers = np.where(numbers < 0, numbers + size, numbers)
     return _known_selection(np.atleast_1d(numbers), neighbours=numbers.size == 1)
 
@@ -155,7 +155,7 @@ def _traced_selection(index: jax.Array, size: int, axis: str) -> Selection:
             f"got {index.dtype}[{','.join(map(str, index.shape))}]."
         )
     index = index.astype(jnp.int32)
-    # The value is not known while tracing, so a wrong one is brought into range, as JAX does for arrays.
+    # The value is not known while tracing, so one out of range is clamped, as JAX does for arrays.
     blocks = jnp.clip(jnp.where(index < 0, index + size, index), 0, max(size - 1, 0)).reshape(-1)
     return Selection(blocks.size, blocks, blocks[0] if index.ndim == 0 else None)
 
@@ -175,8 +175,8 @@ def _selected_length(selection: Selection, length: int, block: int) -> int:
     """How many queries the selected blocks hold.
 
     Raises:
-      ValueError: The last block of a length that is no multiple of the block size comes before another one, or may do
-        so (the numbers are traced): positions are counted block by block, so a short block must be the last.
+      ValueError: The length is not a multiple of the block size, and the short last block is selected before another
+        one, or may be (the indices are traced): positions are counted in blocks, so a short block must come last.
     """
     tail, blocks = length % block, -(-length // block)
     if selection.blocks is None:
@@ -185,13 +185,13 @@ def _selected_length(selection: Selection, length: int, block: int) -> int:
         return selection.size * block
     if selection.known is None:
         raise ValueError(
-            f"query blocks of a BlockMask can be selected with traced numbers only if Q_LEN is a multiple of the block "
+            f"query blocks of a BlockMask can be selected with traced indices only if Q_LEN is a multiple of the block "
             f"size: the length of the result must be known. Q_LEN is {length}, the block size {block}. Extend the mask "
             f"first, with `block_mask.with_lengths({blocks * block}, kv_len)`."
         )
     if blocks - 1 in selection.known[:-1]:
         raise ValueError(
             f"query block {blocks - 1} of a BlockMask holds {tail} queries instead of {block}, so it can only be "
-            f"selected in the last place. The selected blocks are {list(selection.known)}."
+            f"selected last. The selected blocks are {list(selection.known)}."
         )
     return selection.size * block - (block - tail if selection.last == blocks - 1 else 0)

@@ -1,4 +1,4 @@
-"""Checks of the sizes that a mask is made for: batch, heads, lengths, blocks."""
+"""Checks of the sizes of a mask: batch, heads, lengths, blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checked_size(size: SupportsIndex, name: str) -> int:
 def checked_shape(
     batch: SupportsIndex | None, heads: SupportsIndex | None, q_length: SupportsIndex, kv_length: SupportsIndex
 ) -> tuple[int, int, int, int]:
-    """``(B, H, Q_LEN, KV_LEN)`` as Python ints, with 1 for a batch or heads of None.
+    """``(B, H, Q_LEN, KV_LEN)`` as Python ints; B and H of None are 1.
 
     Raises:
       TypeError: One of them is not an integer.

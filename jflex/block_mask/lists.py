@@ -1,9 +1,9 @@
-"""Lists of the visible blocks of every row and column, and the block matrix that they stand for.
+"""Lists of the visible blocks of every row and column, and the matrix of block states.
 
 The *state* of a block of queries and keys is ``EMPTY`` (no element is visible), ``PARTIAL`` (the mask decides for each
-element) or ``FULL`` (every element is visible and the block lies wholly inside the lengths, so that a kernel need not
-look at the mask). A matrix of states and the lists of block numbers are two forms of the same thing: the matrix is easy
-to reason about, the lists are what a kernel walks.
+element) or ``FULL`` (every element is visible and the block lies wholly within the lengths, so that a kernel does not
+evaluate the mask). A matrix of states and the lists of block indices hold the same information: the matrix is easy to
+reason about, the lists are what a kernel walks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BlockLists(NamedTuple):
     """The eight arrays that kernels walk, int32.
 
     ``R`` and ``C`` count blocks of queries and of keys. Row ``r`` of head ``h`` visits the key blocks
-    ``kv_indices[b, h, r, :kv_num_blocks[b, h, r]]`` (partial ones) and the same of the ``full_`` pair. The ``q_``
-    arrays are the transposed form: the query blocks that a key block visits, for the backward pass. Entries past a
-    count are arbitrary.
+    ``kv_indices[b, h, r, :kv_num_blocks[b, h, r]]`` (partial ones) and likewise those of the ``full_`` pair. The ``q_``
+    arrays are the transpose: the query blocks that visit a key block, for the backward pass. Entries past a count are
+    arbitrary.
     """
 
     kv_num_blocks: Int32[Array, "B H R"]
@@ -39,15 +39,15 @@ class BlockLists(NamedTuple):
 
 
 class BlockMatrix(NamedTuple):
-    """What a BlockMask says, with a matrix of states in place of lists: what joins, crops and selects is written in it.
+    """A BlockMask with a matrix of states in place of lists, on which algebra, cropping and indexing work.
 
     Attributes:
       states: The state of every block.
-      mask_mod: What tells which elements of a partial block are visible; None: all.
+      mask_mod: Decides which elements of a partial block are visible; None: all.
       seq_lengths: ``(Q_LEN, KV_LEN)``.
       block_size: Of queries and of keys.
-      lists_follow_mod: Whether the mask_mod alone tells what is visible.
-      source: What messages call the mask_mod; None: its own name.
+      lists_follow_mod: Whether the mask_mod alone defines the mask.
+      source: The name of the mask_mod in messages; None: its own name.
     """
 
     states: Int8[Array, "B H R C"]
@@ -86,15 +86,15 @@ def _list_row(listed: Bool[Array, "*rows C"]) -> tuple[Int32[Array, "*rows"], In
     columns = listed.shape[-1]
     counts = jnp.sum(listed, axis=-1, dtype=jnp.int32)
     number = jax.lax.broadcasted_iota(jnp.int32, listed.shape, listed.ndim - 1)
-    # One sort puts the listed numbers first, in order. The rest become 0, so that a kernel which loads an index before
-    # it looks at the count reads a block that exists.
+    # One sort puts the listed indices first, in order. The rest become 0, so that a kernel that loads an index before
+    # it checks the count reads a block that exists.
     ordered = jax.lax.sort(jnp.where(listed, number, columns), dimension=-1)
     return counts, jnp.where(ordered < columns, ordered, 0)
 
 
 @jax.jit
 def states_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
-    """The matrix of states that the ``kv_`` lists stand for; their last axis must be as wide as the matrix."""
+    """The matrix of states of the ``kv_`` lists; their last axis must be as wide as the matrix."""
     columns = lists.kv_indices.shape[-1]
     partial = listed_blocks(lists.kv_num_blocks, lists.kv_indices, columns)
     full = listed_blocks(lists.full_kv_num_blocks, lists.full_kv_indices, columns)
@@ -110,7 +110,7 @@ def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -
 def listed_blocks(
     counts: Int[Array, "B H R"], indices: Int[Array, "B H R W"], columns: int
 ) -> Bool[Array, "B H R {columns}"]:
-    """The block matrix that marks every listed block; entries past a count and outside the matrix are ignored."""
+    """A boolean matrix of the listed blocks; entries past a count or outside the matrix are ignored."""
     batch, heads, rows, width = indices.shape
     valid = jax.lax.broadcasted_iota(jnp.int32, indices.shape, 3) < counts[..., None]
     valid &= (indices >= 0) & (indices < columns)
@@ -124,13 +124,13 @@ def listed_blocks(
 def demote_tails(
     states: Int8[Array, "B H R C"], seq_lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> Int8[Array, "B H R C"]:
-    """Makes full blocks partial that reach past a length, because a kernel masks elements in partial blocks only."""
+    """Makes full blocks that reach past a length partial, because kernels mask elements in partial blocks only."""
     inside = inside_blocks(seq_lengths, block_size)[None, None]
     return jnp.where((states == FULL) & ~inside, jnp.int8(PARTIAL), states)
 
 
 def inside_blocks(seq_lengths: tuple[int, int], block_size: tuple[int, int]) -> Bool[Array, "R C"]:
-    """Which blocks lie wholly inside the lengths."""
+    """Which blocks lie wholly within the lengths."""
     sides = [
         (jnp.arange(block_count(length, block), dtype=jnp.int32) + 1) * block <= length
         for length, block in zip(seq_lengths, block_size, strict=True)

@@ -1,8 +1,8 @@
-"""BlockMask: which blocks of queries and keys see each other, as lists that kernels walk.
+"""BlockMask: which blocks of queries attend to which blocks of keys, as lists that kernels walk.
 
-A `BlockMask` splits a mask into blocks and lists, for every block of queries, the blocks of keys that it sees: *full*
-ones, where every element is visible, and *partial* ones, where the mask_mod decides element by element. A block in
-neither list is skipped. An element is visible exactly if its block is full, or partial and the mask_mod says so.
+A `BlockMask` splits a mask into blocks and lists, for every block of queries, the blocks of keys that it attends to:
+*full* ones, where every element is visible, and *partial* ones, where the mask_mod decides for each element. A block in
+neither list is skipped. An element is visible if its block is full, or if it is partial and the mask_mod is True.
 
 After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 4).
 """
@@ -44,19 +44,19 @@ class BlockMask:
     ``R`` and ``C`` count query blocks and key blocks. Batch and heads are 1 where all share one mask.
 
     Attributes:
-      kv_num_blocks: How many partial key blocks a query block sees.
-      kv_indices: Their numbers, ascending; entries past the count are arbitrary, here and in every list.
-      full_kv_num_blocks: How many full key blocks a query block sees.
-      full_kv_indices: Their numbers.
-      q_num_blocks: How many query blocks see a key block as a partial one; the backward pass walks these.
-      q_indices: Their numbers.
-      full_q_num_blocks: How many query blocks see a key block as a full one.
-      full_q_indices: Their numbers.
+      kv_num_blocks: Number of partial key blocks of each query block.
+      kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list.
+      full_kv_num_blocks: Number of full key blocks of each query block.
+      full_kv_indices: Their indices.
+      q_num_blocks: Number of query blocks of which a key block is a partial one; the backward pass walks these.
+      q_indices: Their indices.
+      full_q_num_blocks: Number of query blocks of which a key block is a full one.
+      full_q_indices: Their indices.
       mask_operands: The arrays that the mask_mod closes over.
       traced: The program of the mask_mod, or None: then every element of a listed block is visible.
       seq_lengths: ``(Q_LEN, KV_LEN)``.
       block_size: Of queries and of keys.
-      lists_follow_mod: Whether the mask_mod alone tells what is visible. The lists of `from_kv_blocks` can hide more.
+      lists_follow_mod: Whether the mask_mod alone defines the mask. The lists of `from_kv_blocks` can mask more.
 
     >>> block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512)
     >>> print(block_mask)
@@ -97,24 +97,24 @@ class BlockMask:
         """Makes a BlockMask from lists of key blocks, under ``jit`` as well as outside.
 
         Args:
-          kv_num_blocks: How many partial key blocks each query block sees.
-          kv_indices: Their numbers, each once, in any order; entries past the count are ignored. ``W`` may be smaller
+          kv_num_blocks: Number of partial key blocks of each query block.
+          kv_indices: Their indices, each once, in any order; entries past the count are ignored. ``W`` may be smaller
             than the number of key blocks.
-          full_kv_num_blocks: How many full key blocks each query block sees: those where `mask_mod` is True everywhere.
-            A full block that reaches past a length is listed as a partial one, since its padding must be hidden.
-          full_kv_indices: Their numbers. Give both ``full_`` arguments or neither.
+          full_kv_num_blocks: Number of full key blocks of each query block: those where `mask_mod` is True everywhere.
+            A full block that reaches past a length is listed as a partial one, since its padding must be masked.
+          full_kv_indices: Their indices. Pass both ``full_`` arguments or neither.
           block_size: Of queries and keys, one number or a pair.
-          mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, applied in partial blocks. None: a listed block is visible.
+          mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, applied in partial blocks. None: listed blocks are full.
           seq_lengths: ``(Q_LEN, KV_LEN)``. None: as many whole blocks as the arrays have rows and columns.
 
         Returns:
           The mask, with ascending lists of full width.
 
         Raises:
-          TypeError: The lists are not integers, or `mask_mod` is no mask_mod.
-          ValueError: Shapes do not fit one another or `seq_lengths`; a count or number is out of range; a block is
-            listed twice. Values are checked where they are known: not those of tracers, and then a block number out of
-            range is ignored and a block in both lists is full.
+          TypeError: The lists are not integers, or `mask_mod` is not a mask_mod.
+          ValueError: Shapes do not match one another or `seq_lengths`; a count or index is out of range; a block is
+            listed twice. Traced values are not checked: a block index out of range is ignored, and a block in both
+            lists is full.
 
         >>> counts, numbers = jnp.array([[[1, 2]]]), jnp.array([[[[0, 0], [1, 0]]]])
         >>> print(BlockMask.from_kv_blocks(counts, numbers, block_size=64))
@@ -141,7 +141,7 @@ class BlockMask:
 
     @property
     def mask_mod(self) -> BoundMask | None:
-        """The mask_mod, as a callable ``(b, h, q_idx, kv_idx) -> bool``; None when all of a listed block is visible."""
+        """The mask_mod, as a callable ``(b, h, q_idx, kv_idx) -> bool``; None if all of a listed block is visible."""
         return None if self.traced is None else BoundMask(self.traced, self.mask_operands)
 
     @property
@@ -154,7 +154,7 @@ class BlockMask:
         return math.prod(self.shape)
 
     def states(self) -> Int8[Array, "B H R C"]:
-        """The matrix of blocks: 0 empty, 1 partial, 2 full."""
+        """The matrix of block states: 0 empty, 1 partial, 2 full."""
         return states_from_lists(self.lists)
 
     def to_dense(self) -> Int32[Array, "B H R C"]:
@@ -171,7 +171,7 @@ class BlockMask:
         return self._elements(q_idx, kv_idx)
 
     def sparsity(self) -> float:
-        """How much of the mask lies in skipped blocks, in per cent of its elements; 0.0 for a mask without elements.
+        """The percentage of elements in skipped blocks; 0.0 for a mask without elements.
 
         Raises:
           TypeError: The lists are traced (under ``jit``), so their values are not known.
@@ -191,11 +191,11 @@ class BlockMask:
 
         Args:
           index: Up to three integers, slices or integer arrays with one axis, each for its own axis. An integer keeps
-            the axis, with size 1. Negative ones count from the end. Traced ones are brought into range.
+            the axis, with size 1. Negative ones count from the end. Traced ones are clamped.
 
         Returns:
-          A mask over the selected query blocks, renumbered from 0, with a mask_mod that follows. Extended over queries,
-          neighbouring blocks go on in the old mask; blocks chosen by an array or a step see nothing there.
+          A mask over the selected query blocks, renumbered from 0, as is its mask_mod. If it is extended over queries,
+          consecutive blocks continue the old mask; after blocks selected by an array or a step, no key is visible.
 
         Raises:
           IndexError: Too many indices, or one out of range.
@@ -208,18 +208,19 @@ class BlockMask:
         return _assemble(select(self._matrix(), index))
 
     def with_lengths(self, q_len: int, kv_len: int) -> BlockMask:
-        """The same mask, cropped or extended to other lengths; query 0 and key 0 stay where they are.
+        """The same mask, cropped or extended to other lengths; query 0 and key 0 keep their positions.
 
         Args:
           q_len: New number of queries.
           kv_len: New number of keys.
 
         Returns:
-          What `create_block_mask` would have made; or, of a mask made from lists, those and its mask_mod beyond.
+          What `create_block_mask` would make for these lengths. A mask made from lists keeps them, and beyond them has
+          its mask_mod.
 
         Raises:
           TypeError: A length is not an integer.
-          ValueError: A length is negative, or the mask would be extended and has no mask_mod that knows what is there.
+          ValueError: A length is negative, or the mask would be extended and has no mask_mod to define the extension.
 
         >>> block_mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512)
         >>> block_mask.with_lengths(300, 1024).shape
@@ -235,7 +236,7 @@ class BlockMask:
         if self.mask_mod is None:
             raise ValueError(
                 f"`BlockMask.with_lengths` cannot extend this mask from {self.seq_lengths} to {seq_lengths}: it has no "
-                "mask_mod, so nothing tells what is visible there. Make the longer one with `create_block_mask` or "
+                "mask_mod to define the extension. Make the longer one with `create_block_mask` or "
                 "`BlockMask.from_kv_blocks`."
             )
         inside = algebra.element_mod(self._matrix())
@@ -266,17 +267,17 @@ class BlockMask:
         """Draws the blocks: ``██`` full, ``░░`` partial, two spaces empty.
 
         Args:
-          grid_size: At most so many rows and columns, each cell full or empty if all of its blocks are, else partial.
+          grid_size: Maximum rows and columns; a cell is full or empty if all of its blocks are, else partial.
             None: a cell for every block.
-          limit: Draws at most so many batches and heads.
+          limit: Maximum number of (batch, head) pictures.
 
         Returns:
-          The picture, under a line with shape, block size and sparsity. While the lists are traced, that line alone.
+          A line with shape, block size and sparsity, then the picture. Traced lists give a line alone.
         """
         return drawing.draw(self.lists, self.seq_lengths, self.block_size, grid_size, limit)
 
     def to_image(self, batch: int = 0, head: int = 0, zoom: tuple[slice, slice] | None = None) -> drawing.Figure:
-        """Draws the blocks, and the elements of a part, with matplotlib.
+        """Draws the blocks, and the elements of a slice, with matplotlib.
 
         Args:
           batch: Which batch.
@@ -295,7 +296,7 @@ class BlockMask:
         return drawing.to_figure(chosen.lists, chosen.seq_lengths, chosen.block_size, zoom, chosen._elements)
 
     def _elements(self, q_idx: Int32[Array, " Q"], kv_idx: Int32[Array, " KV"]) -> Bool[Array, "B H Q KV"]:
-        """What these queries see of these keys, whose numbers lie inside of the lengths."""
+        """The dense mask of these queries and keys, at positions within the lengths."""
         traced, indices = self.traced or trace_mask_mod(noop_mask)[0], (q_idx, kv_idx)
         return elements_at(traced, self.mask_operands, self.states(), indices, self.seq_lengths, self.block_size)
 
@@ -306,7 +307,7 @@ class BlockMask:
         )
 
     def _remade(self, mask_mod: MaskMod, seq_lengths: tuple[int, int]) -> BlockMask:
-        """Evaluates a mask_mod anew, for other lengths; it is named after the same function of the user."""
+        """Evaluates a mask_mod for other lengths; messages keep the name of the user's function."""
         shape = (*self.kv_num_blocks.shape[:2], *seq_lengths)
         check_mask_shape(mask_mod, shape, "a BlockMask")
         states = block_states(*trace_mask_mod(mask_mod), shape, self.block_size)
@@ -325,25 +326,25 @@ def create_block_mask(
     *,
     block_size: BlockSize = 128,
 ) -> BlockMask:
-    """Makes the BlockMask of a mask_mod: exact, under ``jit`` as well as outside, and never as one dense array.
+    """Makes the BlockMask of a mask_mod: exact, inside or outside ``jit``, without a dense mask in memory.
 
-    Every element is evaluated, a bounded number at a time. A mask_mod with the same program, over captured arrays of
-    the same shapes, is not compiled again, whatever the values of the arrays.
+    Every element is evaluated, a bounded number at a time. A mask_mod with the same program and captured arrays of the
+    same shapes is not compiled again, whatever the values of the arrays.
 
     Args:
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query sees a key; called on int32 scalars, ``h`` being
-        the query head. What it closes over becomes `BlockMask.mask_operands`; tracers are welcome.
-      B: Batch size, or None for one mask that all share.
-      H: Query heads, or None for one mask that all share.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query attends to a key; called on int32 scalars; ``h``
+        is the query head. Arrays that it closes over, also tracers, become `BlockMask.mask_operands`.
+      B: Batch size, or None for one mask that all batch entries share.
+      H: Query heads, or None for one mask that all heads share.
       Q_LEN: Number of queries; may be 0.
       KV_LEN: Number of keys; may be 0.
       block_size: Of queries and keys, one number or a pair. Lengths need not be multiples of it.
 
     Returns:
-      The mask. A block is full if all of it is visible and it lies wholly inside of the lengths.
+      The mask. A block is full if all of it is visible and it lies wholly within the lengths.
 
     Raises:
-      TypeError: `mask_mod` is no mask_mod, or a size is not an integer.
+      TypeError: `mask_mod` is not a mask_mod, or a size is not an integer.
       ValueError: A size is negative; `mask_mod` branches in Python on its arguments; or it uses ``b`` while `B` is
         None, or ``h`` while `H` is None; or a ready mask was made for other sizes.
 
@@ -376,7 +377,7 @@ def create_block_mask(
 
 
 def _assemble(mask: BlockMatrix) -> BlockMask:
-    """Makes a BlockMask of a matrix of states, whose tails may be full."""
+    """Makes a BlockMask from a matrix of states, in which blocks past a length may be full."""
     traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
     if traced is not None and mask.source is not None:
         traced = dataclasses.replace(traced, source=mask.source)

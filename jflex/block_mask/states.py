@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Int8, Int32
 from jflex.block_mask.lists import block_count
 from jflex.mods.trace import TracedMod
 
-# Elements that are evaluated at once. Large enough for a GPU to be busy (at 131072 x 131072 that is 1024 steps), small
-# enough that a backend which did not fuse the mask into its reduction would still hold tens of megabytes only.
+# Elements evaluated at once: enough to fill a GPU (131072 x 131072 takes 1024 steps), and few enough that without
+# fusion of the mask into its reduction only tens of megabytes are needed.
 _ELEMENTS_PER_STEP = 1 << 24
 
 
@@ -24,8 +24,8 @@ def block_states(
 ) -> Int8[Array, "B H R C"]:
     """Classifies every block of a mask of `shape` ``(B, H, Q_LEN, KV_LEN)``, exactly.
 
-    The blocks are cut into units, a few neighbouring blocks of one row; a step of the loop evaluates as many units as
-    `_ELEMENTS_PER_STEP` allows and reduces them at once, so that XLA fuses the mask into the reduction.
+    The blocks are grouped into units, a few neighbouring blocks of one row; a step of the loop evaluates as many units
+    as `_ELEMENTS_PER_STEP` allows and reduces them at once, so that XLA fuses the mask into the reduction.
     """
     batch, heads, q_length, kv_length = shape
     rows, columns = block_count(q_length, block_size[0]), block_count(kv_length, block_size[1])
@@ -40,7 +40,7 @@ def block_states(
     steps = block_count(units, units_per_step)
 
     def classify_unit(unit: Int32[Array, ""]) -> Int8[Array, " W"]:
-        # An axis of size 1 keeps a constant index, so that what depends on it alone is computed once for all units.
+        # An axis of size 1 has a constant index, so that values that depend on it alone are computed only once.
         group, unit = (jnp.int32(0), unit) if groups == 1 else (unit % groups, unit // groups)
         row, unit = (jnp.int32(0), unit) if rows == 1 else (unit % rows, unit // rows)
         h, b = (jnp.int32(0), unit) if heads == 1 else (unit % heads, unit // heads)
@@ -64,10 +64,10 @@ def visible_elements(
     indices: tuple[Int32[Array, " Q"], Int32[Array, "N K"]],
     seq_lengths: tuple[int, int],
 ) -> Bool[Array, "N Q K"]:
-    """Evaluates a mask on some queries and some blocks of keys; False outside of the lengths.
+    """Evaluates a mask on some queries and some blocks of keys; False beyond the lengths.
 
-    The mod sees an index that exists even in a padded place, so that it never reads a capture out of range. ``vmap``
-    over one axis at a time keeps what depends on the query alone at the size of the queries.
+    Indices of padding are clamped, so that the mod never reads a captured array out of range. ``vmap`` over one axis at
+    a time keeps values that depend on the query alone at the size of the queries.
     """
     q_idx, kv_idx = indices
     q_length, kv_length = seq_lengths

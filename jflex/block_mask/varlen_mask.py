@@ -1,7 +1,7 @@
 """The BlockMask of packed sequences: which blocks of packed queries and keys have a sequence in common.
 
-The sequences of a batch stand one behind the other, without padding between them. Their boundaries alone tell which
-blocks can see each other; a mask_mod is evaluated in those, and nowhere else.
+The sequences of a batch are concatenated, without padding between them. Their boundaries alone decide which blocks have
+a sequence in common; a mask_mod is evaluated in these blocks only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jflex.mods.types import MaskMod, ScoreMod
 from jflex.types import AnyArray
 
 DEFAULT_BLOCK = 128
-_ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_mask.states`
+_ELEMENTS_PER_STEP = 1 << 24  # evaluated at once, as in `jflex.block_mask.states`
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +38,11 @@ _ELEMENTS_PER_STEP = 1 << 24  # that are evaluated at once, as in `jflex.block_m
 class VarlenBlockMask(BlockMask):
     """The BlockMask of packed sequences. Made by `varlen_block_mask`; its lengths are those of the packed arrays.
 
-    Its mask_mod takes numbers of packed tokens, hides other sequences, and then asks the mask_mod of the user.
+    Its mask_mod takes packed indices, masks other sequences, and maps to positions for the user's mask_mod.
 
     Attributes:
-      cu_seqlens_q: The boundaries of the queries that it was made for.
-      cu_seqlens_k: Those of the keys.
+      cu_seqlens_q: The boundaries of the queries.
+      cu_seqlens_k: The boundaries of the keys.
     """
 
     cu_seqlens_q: Int32[Array, " R_and_1"]
@@ -61,27 +61,27 @@ def varlen_block_mask(
 ) -> VarlenBlockMask:
     """Makes the BlockMask of packed sequences, for `flex_attention_varlen`: once for all layers of a model.
 
-    Without a `mask_mod` no element is evaluated: the boundaries tell which blocks have a sequence in common, and which
-    lie within one. With one, it is evaluated in those blocks alone, however many there are; so the work grows with the
-    squares of the lengths of the sequences, not with that of their sum. What is held grows with the number of blocks of
-    the whole matrix, about 20 bytes for each.
+    Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common and which
+    lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the sequence
+    lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
+    bytes for each.
 
     Args:
-      cu_seqlens_q: As in `flex_attention_varlen`; traced ones too.
+      cu_seqlens_q: As in `flex_attention_varlen`; may be traced.
       cu_seqlens_k: Likewise.
       num_queries: N, the length of the packed queries.
-      num_keys: M, that of the packed keys.
+      num_keys: M, the length of the packed keys.
       mask_mod: As in `flex_attention_varlen`.
-      H: Query heads, or None for one mask that all share.
+      H: Query heads, or None for one mask that all heads share.
       block_size: Of queries and keys, one number or a pair.
 
     Returns:
-      The mask. A block is full if all of it is visible and it lies wholly inside of the lengths.
+      The mask. A block is full if all of it is visible and it lies wholly within the lengths.
 
     Raises:
-      TypeError: An argument is of a wrong kind.
-      ValueError: Boundaries that are known do not ascend from 0 to at most `num_queries` and `num_keys`; they are for
-        different numbers of sequences; or `mask_mod` uses ``h`` while `H` is None, or was made for other sizes.
+      TypeError: An argument has a wrong type.
+      ValueError: Known boundaries do not ascend from 0 to at most `num_queries` and `num_keys`; they are for different
+        numbers of sequences; or `mask_mod` uses ``h`` while `H` is None, or was made for other sizes.
 
     >>> boundaries = jnp.array([0, 200, 456], jnp.int32)  # two sequences, of 200 and 256 tokens
     >>> print(varlen_block_mask(boundaries, boundaries, 512, 512, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx))
@@ -123,7 +123,7 @@ def varlen_block_mask(
 
 
 class PackedTokens(NamedTuple):
-    """Of every packed token its sequence and its place there; of padding sequences that are nobody's, and place 0."""
+    """Sequence and position of every packed token; padding has position 0, and different ids for queries and keys."""
 
     q_sequence: Int32[Array, " N"]
     q_position: Int32[Array, " N"]
@@ -133,29 +133,29 @@ class PackedTokens(NamedTuple):
 
     @classmethod
     def of(cls, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> PackedTokens:
-        """From boundaries; padding of queries and of keys differ."""
+        """Computes both from boundaries; the padding of queries and that of keys get different sequence ids."""
         sequences = q_ends.size - 1
-        return cls(*_places(q_ends, lengths[0], sequences), *_places(kv_ends, lengths[1], -1), sequences)
+        return cls(*_locate(q_ends, lengths[0], sequences), *_locate(kv_ends, lengths[1], -1), sequences)
 
     def same_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Bool[Array, ""]:
-        """The mask_mod of the boundaries: visible where query and key are of one sequence."""
+        """The mask_mod of the boundaries: visible if query and key belong to one sequence."""
         del b, h
         return self.q_sequence[q_idx] == self.kv_sequence[kv_idx]
 
     def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
-        """What a score_mod of the user sees; the mask hides other sequences."""
+        """The positions for the user's score_mod; the mask excludes other sequences."""
         del b
         sequence = jnp.minimum(self.q_sequence[q_idx], self.sequences - 1)
         return Positions(sequence, h, self.q_position[q_idx], self.kv_position[kv_idx])
 
     def positions_in_sequence(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
-        """What a mask_mod of the user sees, and whether query and key are of one sequence."""
+        """The positions for the user's mask_mod, and whether query and key belong to one sequence."""
         exists = self.same_sequence(b, h, q_idx, kv_idx)
         return self.positions(b, h, q_idx, kv_idx)._replace(exists=exists)
 
 
-def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
-    """The sequence of every token, and its place there."""
+def _locate(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+    """The sequence of every token, and its position there."""
     token = jnp.arange(max(length, 1), dtype=jnp.int32)  # a mod is traced even where there are none
     if ends.size == 1:
         return jnp.full_like(token, padding), jnp.zeros_like(token)
@@ -165,7 +165,7 @@ def _places(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " 
 
 
 def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> Int32[Array, " N"]:
-    """How many sequences end before or at a token: its own number, R for padding. Empty ones have no token."""
+    """How many sequences end before or at a token: the index of its sequence, R for padding."""
     return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
@@ -176,9 +176,9 @@ def _boundary_states(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "R C"]:
-    """The states of blocks, by boundaries alone: full within one sequence, empty where they have none in common."""
+    """The states of blocks from boundaries alone: full within one sequence, empty without one in common."""
     both = (q_ends[1:] > q_ends[:-1]) & (kv_ends[1:] > kv_ends[:-1])
-    # Sequences that have both queries and keys, counted from 0: a block holds a range of them.
+    # Ranks of the sequences that have both queries and keys: a block holds a range of them.
     rank = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(both, dtype=jnp.int32)])
     (q_first, q_last, q_one), (kv_first, kv_last, kv_one) = (
         _range_of_blocks(ends, rank, *sizes) for ends, sizes in
@@ -190,7 +190,7 @@ def _boundary_states(
 
 
 def _range_of_blocks(ends: jax.Array, rank: jax.Array, length: int, block: int) -> tuple[jax.Array, ...]:
-    """Ranks of the sequences of each block, from and up to, and whether all of it is of one sequence."""
+    """Ranks of the sequences of each block, begin and end, and whether all of it belongs to one sequence."""
     begin = jnp.arange(block_count(length, block), dtype=jnp.int32) * block
     filled = jnp.minimum(ends[-1], length)
     first = _sequence_of(begin, ends)
@@ -208,7 +208,7 @@ def _evaluated_states(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Int8[Array, "H R C"]:
-    """The states of the blocks that are not empty, by their elements; a loop over as many as there are."""
+    """The states of the blocks that are not empty, from their elements, in a loop over these blocks."""
     if 0 in (*states.shape, heads):
         return jnp.zeros((heads, *states.shape), jnp.int8)
     operands = lax.stop_gradient(operands)
@@ -252,17 +252,17 @@ def check_callable(mod: object, name: str, signature: str) -> None:
 def check_packed_sizes(
     mod: ScoreMod | MaskMod | None, q_ends: jax.Array, kv_ends: jax.Array, heads: int | None, caller: str
 ) -> None:
-    """Raises unless a mod was made for packed sequences; of positions, where the boundaries are known."""
+    """Raises unless the sizes of a mod fit packed sequences; positions are checked if the boundaries are known."""
     ends = known_lengths(q_ends), known_lengths(kv_ends)
     queries, keys = (None if known is None else int(np.diff(known).max(initial=0)) for known in ends)
     check_mod_sizes(mod, batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys, caller=caller)
 
 
 def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """The boundaries of queries and of keys, as arrays of JAX.
+    """The boundaries of queries and of keys, as JAX arrays.
 
     Raises:
-      TypeError: One is no array, or not int32.
+      TypeError: One is not an array, or not int32.
       ValueError: Shapes do not fit, or known values do not ascend from 0 to at most the number of packed tokens.
     """
     named = (("cu_seqlens_q", q_ends, lengths[0], "queries"), ("cu_seqlens_k", kv_ends, lengths[1], "keys"))
@@ -273,11 +273,11 @@ def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, 
         if ends.dtype != jnp.int32:
             raise TypeError(f"{rule}. Got {describe_array(ends)}; cast it with `.astype(jnp.int32)`.")
         if len(ends.shape) != 1 or not ends.shape[0]:
-            raise ValueError(f"{rule}. Got {describe_array(ends)}. Of no sequences it is [0].")
+            raise ValueError(f"{rule}. Got {describe_array(ends)}. For no sequences, pass [0].")
     if q_ends.shape != kv_ends.shape:
         raise ValueError(
             f"`cu_seqlens_q` and `cu_seqlens_k` must be for the same sequences. They are for {q_ends.shape[0] - 1} and "
-            f"{kv_ends.shape[0] - 1}. A sequence without queries or without keys has two equal boundaries there."
+            f"{kv_ends.shape[0] - 1}. For a sequence without queries or keys, repeat a boundary."
         )
     for name, ends, length, kind in named:
         known = known_lengths(ends)
@@ -289,8 +289,8 @@ def checked_boundaries(q_ends: AnyArray, kv_ends: AnyArray, lengths: tuple[int, 
 def _check_values(name: str, ends: np.ndarray, length: int, kind: str) -> None:
     if ends[0] != 0:
         raise ValueError(
-            f"`{name}` must begin with 0, where the {kind} of the first sequence begin. It begins with {ends[0]}. Put "
-            "the sums of the lengths behind a 0."
+            f"`{name}` must begin with 0, where the {kind} of the first sequence begin. It begins with {ends[0]}. "
+            "Prepend a 0 to the cumulative sums of the lengths."
         )
     falls = ends[1:] < ends[:-1]
     if falls.any():

@@ -1,10 +1,10 @@
 """Ready mask_mods, one idea a file; each function returns a ``(b, h, q_idx, kv_idx) -> bool``.
 
-Python numbers that are given to them become part of the compiled program; arrays, 0-d ones too, are operands whose
-values may change without compiling again. Join them with ``and_masks``, ``or_masks`` and ``not_mask``.
+Python numbers passed to them become part of the compiled program; arrays, also 0-d ones, are operands whose values may
+change without recompiling. Combine them with ``and_masks``, ``or_masks`` and ``not_mask``.
 
-They know the sizes that they were made for, and calls of others are refused: another batch or other heads, or positions
-beyond their arrays. In mods of your own, an index beyond the end of an array reads its last element, as always in JAX.
+They know the sizes that they were made for. A call with another batch size or number of heads, or positions beyond
+their arrays, is refused. In your own mods, an index beyond an array reads its last element, as always in JAX.
 """
 
 from jflex.masks.block_diffusion import block_diffusion as block_diffusion

@@ -9,9 +9,9 @@ from jflex.mods.compose import MaskMod
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
-    """Joins a noised copy of a sequence, places 0 to ``length - 1``, with the clean one that follows it.
+    """A noised copy of a sequence, at positions 0 to ``length - 1``, followed by the clean one.
 
-    A noised block sees itself and the clean blocks before it; a clean block sees itself and the clean blocks before it.
+    A noised or clean block attends to itself and to the clean blocks before it.
 
     Args:
       length: Tokens of the sequence; the mask is for ``2 * length`` queries and keys, or fewer.

@@ -1,4 +1,4 @@
-"""Causal attention: a query sees the keys up to its own place."""
+"""Causal attention: a query attends to the keys up to its own position."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ def causal(
     q_length: _Length | None = None,
     kv_length: _Length | None = None,
 ) -> MaskMod:
-    """Hides the keys after the query.
+    """Masks the keys after the query.
 
     Args:
-      alignment: ``"top_left"``: query 0 sees key 0. ``"bottom_right"``: the last query sees the last key, as when new
-        queries follow a cache of earlier keys. They are the same for equal lengths.
-      q_length: Number of queries, for ``"bottom_right"``: a Python number is compared with the call, which must not
-        have more.
+      alignment: ``"top_left"``: query 0 is at key 0. ``"bottom_right"``: the last query is at the last key, as when new
+        queries follow a cache of earlier keys. For equal lengths they are the same.
+      q_length: Number of queries, for ``"bottom_right"``. If it is a Python number, a call must not have more.
       kv_length: Number of keys, likewise.
 
     Returns:
       A mask_mod.
 
     Raises:
-      ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or given for ``"top_left"``.
+      ValueError: `alignment` is unknown, or the lengths are missing for ``"bottom_right"`` or set for ``"top_left"``.
 
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(causal("bottom_right", q_length=2, kv_length=4), None, None, 2, 4)[0, 0].astype(int).tolist()
@@ -42,7 +41,7 @@ def causal(
         raise ValueError(f"`alignment` must be 'top_left' or 'bottom_right'. Got {alignment!r}.")
     if alignment == "top_left":
         if q_length is not None or kv_length is not None:
-            raise ValueError("`q_length` and `kv_length` have a meaning for `alignment='bottom_right'` only.")
+            raise ValueError("`q_length` and `kv_length` are for `alignment='bottom_right'` only.")
         return lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     if q_length is None or kv_length is None:
         raise ValueError("`alignment='bottom_right'` needs `q_length` and `kv_length`.")
@@ -60,6 +59,6 @@ def causal(
         known = known_count(length)
         if known is not None:
             rule = f"`{name}` of `causal` must count all {what}, the last of which are aligned"
-            remedy = f"Pass `{name}={{}}`, or an array if the {what} behind are padding."
+            remedy = f"Pass `{name}={{}}`, or an array if the {what} after them are padding."
             required.append(Requirement(axis, known, rule, remedy, in_program=False))
     return ReadyMod(causal_bottom_right, tuple(required))

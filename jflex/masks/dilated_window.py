@@ -6,11 +6,11 @@ from jflex.mods.compose import MaskMod
 
 
 def dilated_window(left: int, right: int = 0, *, dilation: int) -> MaskMod:
-    """Shows every `dilation`-th key from `left` places before the query to `right` places after it.
+    """Shows every `dilation`-th key from `left` positions before the query to `right` positions after it.
 
     Args:
-      left: How far the window reaches back, in places.
-      right: How far it reaches forward, in places.
+      left: How far the window reaches back, in positions.
+      right: How far it reaches forward, in positions.
       dilation: Distance between visible keys; the query's own key is one of them.
 
     Returns:

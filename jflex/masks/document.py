@@ -1,4 +1,4 @@
-"""Packed documents: several sequences in one row, none of which sees another."""
+"""Packed documents: several sequences in one row, none of which attends to another."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jflex.mods.compose import MaskMod
 
 
 def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | None = None) -> MaskMod:
-    """Shows the keys of the query's own document. Join it with `causal` for a packed language model.
+    """Shows the keys of the query's own document. Combine it with `causal` for a packed language model.
 
     Args:
       q_ids: The document of every query, integers [T] for one packing that all batch entries share, or [B, T]. They
         may be longer than a call.
-      kv_ids: The document of every key; None: that of the queries.
+      kv_ids: The document of every key; None for `q_ids`.
 
     Returns:
       A mask_mod; it uses ``b`` if the ids have a batch axis.
 
     Raises:
-      TypeError: The ids are no integers.
+      TypeError: The ids are not integers.
       ValueError: The ids do not have one or two axes, or are for different batch sizes.
 
     >>> from jflex.block_mask.dense import create_mask
@@ -47,7 +47,7 @@ def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | Non
         "b",
         q_ids.shape[0],
         "`q_ids` of `document` must hold one row for each batch entry",
-        "Pass ids [{}, T], or [T] for what all batch entries share.",
+        "Pass ids [{}, T], or [T] for ids that all batch entries share.",
     )
     return ReadyMod(lambda b, h, q_idx, kv_idx: q_ids[b, q_idx] == kv_ids[b, kv_idx], (rows, *required))
 
@@ -58,17 +58,17 @@ def _positions(axis: Axis, size: int, argument: str, of: str) -> Requirement:
 
 
 def document_ids_from_lengths(lengths: Int[ArrayLike, " N"], total: int) -> Int32[Array, " {total}"]:
-    """The document of every place of a row in which documents of these lengths follow one another.
+    """The document id of every token of a row of consecutive documents of these lengths.
 
     Args:
-      lengths: Their lengths; traced ones too.
-      total: Length of the row. Places after the last document form one more, number ``N``.
+      lengths: Their lengths; may be traced.
+      total: Length of the row. Tokens after the last document form one more, with the id ``N``.
 
     Returns:
-      Numbers from 0, ascending.
+      Ids from 0, ascending.
 
     Raises:
-      TypeError: The lengths are no integers.
+      TypeError: The lengths are not integers.
       ValueError: The lengths do not have one axis.
 
     >>> document_ids_from_lengths(jnp.array([2, 3]), 6).tolist()

@@ -1,4 +1,4 @@
-"""Global tokens: a few that see all and that all see (Longformer, https://arxiv.org/abs/2004.05150, section 3.1)."""
+"""Global tokens: attended to by all, and attend to all (Longformer, https://arxiv.org/abs/2004.05150, section 3.1)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jflex.mods.compose import MaskMod
 
 
 def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
-    """Shows every key to the global queries, and the global keys to every query. Join it to a window with `or_masks`.
+    """Shows every key to the global queries, and the global keys to every query. Add them to a window with `or_masks`.
 
     Args:
-      is_global: Which places are global, of queries and keys alike: booleans, which may be more than a call has.
+      is_global: Which positions are global, for queries and keys alike: booleans; may be longer than a call.
 
     Returns:
       A mask_mod.

@@ -11,7 +11,7 @@ from jflex.mods.compose import MaskMod
 def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
     """Shows the keys of a `kernel` around the query; near a border the kernel is moved inside, so it keeps its size.
 
-    Place ``i`` of the sequence is row ``i // width`` and column ``i % width`` of the canvas.
+    Position ``i`` of the sequence is row ``i // width`` and column ``i % width`` of the canvas.
 
     Args:
       canvas: Height and width of the grid.

@@ -1,4 +1,4 @@
-"""Padding: rows of different lengths in one batch."""
+"""Padding: sequences of different lengths in one batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jflex.mods.compose import MaskMod
 def padding(kv_lengths: Int[ArrayLike, " B"]) -> MaskMod:
     """Shows the first ``kv_lengths[b]`` keys of every batch entry.
 
-    Padded queries still see keys: what they give is for the caller to drop.
+    Padding queries still attend to keys: the caller must drop their outputs.
 
     Args:
-      kv_lengths: How many keys of each batch entry are real.
+      kv_lengths: How many keys of each batch entry are not padding.
 
     Returns:
       A mask_mod; it uses ``b``.
 
     Raises:
-      TypeError: The lengths are no integers.
+      TypeError: The lengths are not integers.
       ValueError: The lengths do not have one axis.
 
     >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Prefix language modelling: a prefix that all see, then causal (T5, https://arxiv.org/abs/1910.10683, section 3.2)."""
+"""Prefix language modelling: a prefix for all, then causal (T5, https://arxiv.org/abs/1910.10683, section 3.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prefix_lm(prefix_length: int | Int[ArrayLike, ""] | Int[ArrayLike, " B"]) ->
       A mask_mod.
 
     Raises:
-      TypeError: `prefix_length` is no integer.
+      TypeError: `prefix_length` is not an integer.
       ValueError: `prefix_length` has more than one axis.
 
     >>> from jflex.block_mask.dense import create_mask

@@ -1,4 +1,4 @@
-"""Sliding-window attention: a query sees its neighbours (Longformer, https://arxiv.org/abs/2004.05150)."""
+"""Sliding-window attention: a query attends to its neighbours (Longformer, https://arxiv.org/abs/2004.05150)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jflex.mods.compose import MaskMod
 
 
 def sliding_window(left: int | Int[ArrayLike, ""], right: int | Int[ArrayLike, ""] = 0) -> MaskMod:
-    """Shows the keys from `left` places before the query to `right` places after it.
+    """Shows the keys from `left` positions before the query to `right` positions after it.
 
-    With ``right=0`` the window is causal and holds ``left + 1`` keys, the query's own among them: a model with "window
-    4096" that counts the own key has ``left=4095``.
+    With ``right=0`` the window is causal and holds ``left + 1`` keys, the query's own included: for a model with a
+    window of 4096 that counts the query's own key, pass ``left=4095``.
 
     Args:
       left: Keys before the query.

@@ -15,12 +15,12 @@ from jflex.mods.compose import MaskMod
 
 
 def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
-    """Shows the prefix to every node of a tree of drafted tokens, and to each node its ancestors and itself.
+    """Shows to every node of a tree of drafted tokens the prefix, its ancestors and itself.
 
     Queries are the nodes; keys are the prefix and then the nodes.
 
     Args:
-      prefix_length: Keys before the first node. Of a Python number, the call must not have keys behind the last node.
+      prefix_length: Keys before the first node. If it is a Python number, no keys may follow the last node.
       ancestors: Whether node ``j`` is node ``i`` or an ancestor of it, at ``[i, j]``; from `tree_ancestors`.
 
     Returns:
@@ -48,13 +48,13 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
     prefix = known_count(prefix_length)
     if prefix is not None:
         rule = "`prefix_length` and `ancestors` of `tree` must make up all keys, the prefix and then the nodes"
-        remedy = "Pass `kv_lengths` to the call if the keys behind are not in use."
+        remedy = "Pass `kv_lengths` to the call if the keys after the nodes are unused."
         required.append(Requirement("kv_idx", prefix + nodes, rule, remedy))
     return ReadyMod(mask, tuple(required))
 
 
 def tree_ancestors(parents: Sequence[int]) -> Bool[np.ndarray, "N N"]:
-    """The ancestors of every node of a tree, each node counting as one of its own.
+    """The ancestors of every node of a tree, the node itself included.
 
     Args:
       parents: The parent of each node, which must come before it; -1 for a root.

@@ -1,1 +1,1 @@
-"""Mods: traced, fingerprinted, composed, moved to other positions, checked."""
+"""Mods: tracing, fingerprints, composition, re-indexing, checks."""

@@ -1,8 +1,8 @@
 """The sizes that a ready mod was made for, and their comparison with those of a call.
 
-A mod that indexes an array beyond its end reads the last element: JAX's rule, which holds for mods of users. A ready
-mod, of `jflex.masks` and `jflex.scores`, says which sizes its arrays have; what composes or shifts mods passes that on,
-as far as positions are still known; and a call that does not fit is refused before anything is computed.
+A mod that indexes an array beyond its end reads the last element: JAX's rule, which holds for users' mods. A ready mod,
+of `jflex.masks` and `jflex.scores`, declares the sizes of its arrays; composed and re-indexed mods pass them on while
+positions are known; and a call that does not match is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ Axis = Literal["b", "h", "q_idx", "kv_idx"]
 
 
 class Requirement(NamedTuple):
-    """What a mod requires of one of its indices.
+    """A mod's requirement on one of its indices.
 
     Attributes:
       axis: The index.
-      size: How many values of it the mod was made for: the number of batch entries or heads of a call must be equal,
-        the number of positions at most this.
+      size: The range of the index: a call must have as many batch entries or heads, and at most as many positions.
       rule: The beginning of the message: which argument, and what it must hold.
-      remedy: The end of the message; ``{}`` stands for the size that would fit.
-      shift: What the mod adds to the index of the call.
-      in_program: Whether equal programs over arrays of equal shapes require the same; a shift is the value of an array.
+      remedy: The end of the message; ``{}`` is replaced by the required size.
+      shift: Added by the mod to the index of the call.
+      in_program: Whether all mods with this program and array shapes require it; not so with a shift, a captured value.
     """
 
     axis: Axis
@@ -40,7 +39,7 @@ class Requirement(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """How far the indices of a call go; None where that is not known.
+    """The ranges of the indices of a call; None if not known.
 
     Attributes:
       batch: Batch entries.
@@ -48,7 +47,7 @@ class CallSizes(NamedTuple):
       queries: The last position of a query, plus 1.
       keys: The last position of a key, plus 1.
       caller: What has these sizes, for messages.
-      all_batch: Whether `batch` counts all entries; else it is the last one in use, plus 1.
+      all_batch: Whether `batch` is the batch size; else it is the last entry in use, plus 1.
     """
 
     batch: int | None = None
@@ -60,16 +59,16 @@ class CallSizes(NamedTuple):
 
 
 class SizedMod:
-    """A mod that knows sizes that it was made for."""
+    """A mod that knows the sizes that it was made for."""
 
     def requirements(self) -> tuple[Requirement, ...]:
-        """What it requires of a call."""
+        """Its requirements on a call."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReadyMod(SizedMod):
-    """A ready mod: a function, and what it requires."""
+    """A ready mod: a function and its requirements."""
 
     mod: Callable[..., ArrayLike]
     required: tuple[Requirement, ...]
@@ -78,7 +77,7 @@ class ReadyMod(SizedMod):
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
 
     def __call__(self, *args: jax.Array) -> ArrayLike:
-        """Evaluates the mod at one place."""
+        """Evaluates the mod at one position."""
         return self.mod(*args)
 
     def requirements(self) -> tuple[Requirement, ...]:
@@ -87,7 +86,7 @@ class ReadyMod(SizedMod):
 
 
 def for_positions(size: int, rule: str, remedy: str) -> tuple[Requirement, Requirement]:
-    """What queries and keys alike require; ``{}`` in the rule stands for one of them."""
+    """The same requirement on queries and on keys; ``{}`` in the rule is replaced by either."""
     return (
         Requirement("q_idx", size, rule.format("query"), remedy),
         Requirement("kv_idx", size, rule.format("key"), remedy),
@@ -95,7 +94,7 @@ def for_positions(size: int, rule: str, remedy: str) -> tuple[Requirement, Requi
 
 
 def requirements_of(*mods: object) -> tuple[Requirement, ...]:
-    """What mods require together; nothing for functions of users.
+    """The requirements of all of these mods; a user's function has none.
 
     >>> requirements_of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     ()
@@ -104,17 +103,17 @@ def requirements_of(*mods: object) -> tuple[Requirement, ...]:
 
 
 def program_requirements(mod: object) -> tuple[Requirement, ...]:
-    """Those that a traced mod keeps, which JAX may replace by an equal one of other values."""
+    """The requirements that a traced mod keeps, which JAX may replace by an equal one with other captured values."""
     return tuple(needed for needed in requirements_of(mod) if needed.in_program)
 
 
 def without(requirements: Iterable[Requirement], *axes: Axis) -> tuple[Requirement, ...]:
-    """Those of the other indices: what remains where these are replaced by unknown ones."""
+    """The requirements on the other indices: those that remain if these axes are replaced by unknown indices."""
     return tuple(needed for needed in requirements if needed.axis not in axes)
 
 
 def shifted(requirements: Iterable[Requirement], axis: Axis, shift: int | None) -> tuple[Requirement, ...]:
-    """What remains where a number is added to an index first; None for an unknown number.
+    """The requirements after adding `shift` to an index; those on it are dropped if the shift is None, unknown.
 
     >>> needed = Requirement("q_idx", 32, "`ids` must hold one number for each query", "")
     >>> shifted((needed,), "q_idx", 16)[0].shift, shifted((needed,), "q_idx", None)
@@ -141,14 +140,14 @@ def check_mod_sizes(
     keys: int | None = None,
     caller: str = "a call",
 ) -> None:
-    """Raises unless a mod was made for these sizes: early, where a model that is built knows some of them.
+    """Raises unless a mod was made for these sizes: for early checks, when a model is built and some are known.
 
-    Ready mods, of `jflex.masks` and `jflex.scores`, and what is composed of them know what they were made for. A
-    function of a user does not, and passes.
+    Ready mods, of `jflex.masks` and `jflex.scores`, and mods composed of them know the sizes that they were made for. A
+    user's function does not, and passes.
 
     Args:
       mod: A score_mod or a mask_mod.
-      batch: The number of batch entries; None, here and below, where it is not known.
+      batch: The number of batch entries; None, here and below, if not known.
       heads: The number of query heads.
       queries: The number of queries, or the last position of one, plus 1.
       keys: The number of keys, or the last position of one, plus 1.
@@ -182,7 +181,7 @@ def check_requirements(requirements: Iterable[Requirement], sizes: CallSizes) ->
 
 
 def _fault(needed: Requirement, sizes: CallSizes) -> tuple[str, int] | None:
-    """What of a call does not meet a requirement, and the size that would fit."""
+    """The size of a call that does not meet a requirement, as text, and the size that would; None if it is met."""
     if needed.axis in ("q_idx", "kv_idx"):
         number, name = (sizes.queries, "queries") if needed.axis == "q_idx" else (sizes.keys, "keys")
         reach = (number or 0) + needed.shift

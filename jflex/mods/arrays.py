@@ -23,13 +23,13 @@ def checked_array(
     """An argument of a ready mod as an array.
 
     Args:
-      x: An array, or what `jax.numpy.asarray` makes one of.
-      argument: Which argument, for messages.
-      kind: Of its elements.
-      axes: The axes that it must have, as in ``"[B, T]"``; None: those are not checked here.
+      x: An array, or anything that `jax.numpy.asarray` converts.
+      argument: Its name, for messages.
+      kind: Required kind of its elements.
+      axes: Required axes, as in ``"[B, T]"``; None if they are not checked here.
 
     Raises:
-      TypeError: Its elements are of another kind.
+      TypeError: Its elements have another kind.
       ValueError: It has another number of axes.
 
     >>> checked_array([3, 4], "`kv_lengths` of `padding`", "integers", "[B]").tolist()

@@ -1,17 +1,17 @@
-"""A mod's program as `jax.vmap` and XLA should see it: branches are selects, sums of products are contractions.
+"""Rewrites a mod's program for `jax.vmap` and XLA: branches to selects, sums of products to contractions.
 
-For all that evaluates a mod in plain JAX (the `xla` and `reference` backends, block masks, dense masks). The kernels
-take the program as it was traced.
+For everything that evaluates a mod in plain JAX (the `xla` and `reference` backends, block masks, dense masks). The
+kernels take the program as it was traced.
 
 * `jax.vmap` of a `cond` with a batched predicate broadcasts the operands of its branches, captured arrays among them:
   a bias [B, H, T, S] to one copy for each score. So both branches are evaluated, and a select chooses.
-* XLA's CPU compiler hands a sum of products to YNNPACK as a matrix product. Where both factors are broadcast, some
-  shapes give wrong numbers or read memory that is not theirs. Of 150 random products of 2 to 4 axes, both factors
-  broadcast, 7, 7 and 10 were wrong with jaxlib 0.10.2, 0.11.2 and 0.12.0.1. A contraction (`dot_general`) of the
-  factors as they are was never wrong (360, 210 and 360 products); of factors that were broadcast before, it is no
-  safer than the sum. `jax.lax.optimization_barrier` between product and sum helps from 0.11.2 on only.
-  `jax.lax.reduce_precision` to the same precision, of which XLA does not know that it does nothing, helps everywhere,
-  but the sum is then a plain loop (50 ms for 0.8 ms, of 256 x 512 x 64): it serves where there is no contraction.
+* XLA's CPU compiler passes a sum of products to YNNPACK as a GEMM. If both factors are broadcast, some shapes give
+  wrong results or read out of bounds. Of 150 random products of 2 to 4 axes, both factors broadcast, 7, 7 and 10 were
+  wrong with jaxlib 0.10.2, 0.11.2 and 0.12.0.1. A contraction (`dot_general`) of the factors before broadcasting was
+  never wrong (360, 210 and 360 products); of broadcast factors it is no safer than the sum.
+  `jax.lax.optimization_barrier` between product and sum helps from 0.11.2 on only. `jax.lax.reduce_precision` to the
+  same precision, which XLA does not recognise as a no-op, helps everywhere, but turns the sum into a plain loop (50 ms
+  instead of 0.8 ms for 256 x 512 x 64): it is used where no contraction is possible.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
       jaxpr: What `jax.make_jaxpr` returned.
 
     Returns:
-      A program of the same arguments and results; `jaxpr` itself where nothing is to be done.
+      A program with the same arguments and results; `jaxpr` itself if nothing needs rewriting.
     """
     opened = open_jaxpr(jaxpr)
     if not _needs_rewriting(opened.jaxpr):
@@ -76,12 +76,12 @@ def batchable(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 class Factored(NamedTuple):
-    """One result of a program, as a number times an array.
+    """One result of a program, as a scalar times an array.
 
     Attributes:
-      scale: The number, float32; None for an array that is no such product.
-      rest: The array; float32 if there is a number.
-      depends: On which arguments of the program `rest` depends, by number.
+      scale: The scalar, float32; None for an array that is not such a product.
+      rest: The array; float32 if there is a scalar.
+      depends: Indices of the arguments of the program on which `rest` depends.
     """
 
     scale: jax.Array | None
@@ -90,10 +90,10 @@ class Factored(NamedTuple):
 
 
 def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> list[Factored]:
-    """Calls a function of scalars, rewritten for `jax.vmap`, and takes its results apart.
+    """Calls a function of scalars, rewritten for `jax.vmap`, and factors its results.
 
     The cotangent of a vector that a mod reads is mostly that of the score times another vector, which depends on fewer
-    indices. Apart they take the memory of a block of scores and of a row, and are summed by a matrix product.
+    indices. Kept apart, they take the memory of a block of scores and of a row, and a GEMM sums their product.
     """
     opened = open_jaxpr(jax.make_jaxpr(function)(*args))
     values = _run(opened, [_Value(x, frozenset({i})) for i, x in enumerate(args)])
@@ -110,7 +110,7 @@ def factored(function: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> 
 
 
 class _Product(NamedTuple):
-    """Numbers and arrays of one shape: an array is all of them multiplied."""
+    """An array as a product of scalars and of arrays of its shape."""
 
     scales: tuple[ArrayLike, ...]
     factors: tuple[_Value, ...]
@@ -121,12 +121,12 @@ class _Value:
     """A value while a program is rewritten.
 
     Attributes:
-      x: It, before the gates.
-      depends: On which arguments it depends.
-      product: What it is a product of, where that is known.
-      multiplied: Whether it is a product, or the elements of one in another order or number.
+      x: The value before its gates.
+      depends: Indices of the arguments on which it depends.
+      product: Its factors, if known.
+      multiplied: Whether it is a product, or reorders, repeats or selects elements of one.
       spread: Whether it may be broadcast: then a contraction of it is no safer than a sum.
-      gates: Of what came into branches: for each of them, whether it is taken.
+      gates: The predicates of the branches that it entered.
     """
 
     x: ArrayLike
@@ -138,10 +138,10 @@ class _Value:
 
 
 def _used(value: _Value) -> ArrayLike:
-    """A value behind its gates.
+    """A value after its gates.
 
-    In a branch that is not taken its cotangent is 0, also where a derivative is infinite, as it is under `lax.cond`:
-    0 times infinity would else be a NaN that a select behind the branch does not stop.
+    Its cotangent is 0 in a branch that is not taken, as under `lax.cond`, even if a derivative is infinite there: else
+    0 times infinity would be NaN, which a select after the branch does not stop.
     """
     x = value.x
     if value.gates and _is_floating(x) and math.prod(jnp.shape(x)) <= SMALL:
@@ -172,7 +172,7 @@ def _equation(eqn: core.JaxprEqn, ins: list[_Value]) -> Sequence[_Value]:
         return _run(inner, ins)
     if name == "cond" and not eqn.effects:
         return _selected(eqn, ins, depends)
-    if name in VIEWS and ins[0].gates:  # of a captured array, maybe: what is read of it passes the gates, not the array
+    if name in VIEWS and ins[0].gates:  # maybe of a captured array: gate the values read, not the array
         return [_Value(x, depends, gates=ins[0].gates) for x in bind(eqn, [ins[0].x, *map(_used, ins[1:])])]
     ins = [dataclasses.replace(x, x=_used(x), gates=()) for x in ins]
     if name == "reduce_sum" and _is_floating(ins[0].x):
@@ -202,7 +202,7 @@ def _selected(eqn: core.JaxprEqn, ins: list[_Value], depends: frozenset[int]) ->
 
 
 def _product(eqn: core.JaxprEqn, ins: Sequence[_Value]) -> _Product | None:
-    """The result of an equation as a product of numbers and arrays, where it is one."""
+    """The result of an equation as a product of scalars and arrays; None if it is not one."""
     name, aval, first = eqn.primitive.name, aval_of(eqn.outvars[0]), ins[0] if ins else None
     if first is None or not jnp.issubdtype(aval.dtype, jnp.floating):
         return None
@@ -228,7 +228,7 @@ def _parts(value: _Value, shape: tuple[int, ...]) -> _Product | None:
 
 
 def _sum(eqn: core.JaxprEqn, value: _Value) -> jax.Array:
-    """A sum; of products, a contraction."""
+    """A sum; a sum of products becomes a contraction."""
     axes, dtype, product = eqn.params["axes"], aval_of(eqn.outvars[0]).dtype, value.product
     known = product is not None and product.factors and not any(x.spread for x in product.factors)
     if product is None or not known or not axes or dtype.itemsize < 4:
@@ -246,13 +246,13 @@ def _sum(eqn: core.JaxprEqn, value: _Value) -> jax.Array:
 
 
 def guarded(x: jax.Array) -> jax.Array:
-    """The same numbers; a sum of them is not taken for a matrix product."""
+    """The same values; XLA does not turn a sum of them into a GEMM."""
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def multiplied(xs: Sequence[ArrayLike], dtype: DTypeLike) -> jax.Array:
-    """The product of numbers and arrays."""
+    """The product of scalars and arrays."""
     return functools.reduce(jnp.multiply, [jnp.asarray(x, dtype) for x in xs])
 
 

@@ -1,6 +1,6 @@
 """Composition of mask_mods: ``and_masks``, ``or_masks``, ``not_mask``, ``noop_mask``.
 
-What they return keeps its parts in a field, so that the structure of a mask can be read back from it.
+The composites keep their parts in a field, so that the structure of a mask can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AndMasks(SizedMod):
     parts: tuple[MaskMod, ...]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         visible = jnp.asarray(True)
         for part in self.parts:
             visible = visible & part(b, h, q_idx, kv_idx)
@@ -42,7 +42,7 @@ class OrMasks(SizedMod):
     parts: tuple[MaskMod, ...]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         visible = jnp.asarray(False)
         for part in self.parts:
             visible = visible | part(b, h, q_idx, kv_idx)
@@ -60,7 +60,7 @@ class NotMask(SizedMod):
     part: MaskMod
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         return ~jnp.asarray(self.part(b, h, q_idx, kv_idx))
 
     def requirements(self) -> tuple[Requirement, ...]:
@@ -70,13 +70,13 @@ class NotMask(SizedMod):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BoundMask(SizedMod):
-    """A traced mask_mod joined with the values of its captures: a mask_mod again."""
+    """A traced mask_mod with the values of its captures: a mask_mod again."""
 
     traced: TracedMod
     operands: tuple[jax.Array, ...]
 
     def __call__(self, b: jax.Array, h: jax.Array, q_idx: jax.Array, kv_idx: jax.Array) -> Bool[Array, ""]:
-        """Evaluates the mask at one place."""
+        """Evaluates the mask at one position."""
         indices = (jnp.asarray(index, jnp.int32) for index in (b, h, q_idx, kv_idx))
         return self.traced(self.operands, *indices)
 
@@ -86,13 +86,13 @@ class BoundMask(SizedMod):
 
 
 def and_masks(*mask_mods: MaskMod) -> AndMasks:
-    """Joins masks: a key is visible where every mask says so.
+    """The intersection of masks: a key is visible where every mask is True.
 
     Args:
-      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. None at all hides nothing.
+      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. Without any, nothing is masked.
 
     Returns:
-      A mask_mod whose field ``parts`` holds the given ones.
+      A mask_mod whose field ``parts`` holds the arguments.
 
     Raises:
       TypeError: One of them cannot be called.
@@ -105,13 +105,13 @@ def and_masks(*mask_mods: MaskMod) -> AndMasks:
 
 
 def or_masks(*mask_mods: MaskMod) -> OrMasks:
-    """Joins masks: a key is visible where any mask says so.
+    """The union of masks: a key is visible where any mask is True.
 
     Args:
-      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. None at all hides everything.
+      *mask_mods: Functions ``(b, h, q_idx, kv_idx) -> bool``. Without any, everything is masked.
 
     Returns:
-      A mask_mod whose field ``parts`` holds the given ones.
+      A mask_mod whose field ``parts`` holds the arguments.
 
     Raises:
       TypeError: One of them cannot be called.
@@ -124,13 +124,13 @@ def or_masks(*mask_mods: MaskMod) -> OrMasks:
 
 
 def not_mask(mask_mod: MaskMod) -> NotMask:
-    """Turns a mask round: visible becomes hidden.
+    """Negates a mask_mod.
 
     Args:
       mask_mod: A function ``(b, h, q_idx, kv_idx) -> bool``.
 
     Returns:
-      A mask_mod whose field ``part`` holds the given one.
+      A mask_mod whose field ``part`` holds the argument.
 
     Raises:
       TypeError: It cannot be called.
@@ -145,7 +145,7 @@ def not_mask(mask_mod: MaskMod) -> NotMask:
 def noop_mask(
     b: Int[ArrayLike, ""], h: Int[ArrayLike, ""], q_idx: Int[ArrayLike, ""], kv_idx: Int[ArrayLike, ""]
 ) -> Bool[Array, ""]:
-    """Hides nothing: every query sees every key.
+    """Masks nothing: every query attends to every key.
 
     >>> bool(noop_mask(0, 0, 3, 7))
     True

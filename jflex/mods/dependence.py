@@ -28,7 +28,7 @@ def uses_index(traced: TracedMod, index: str) -> bool:
 
 
 def _used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
-    """Positions of the inputs on which the `wanted` outputs depend."""
+    """Indices of the inputs on which the `wanted` outputs depend."""
     live = {v for v, want in zip(jaxpr.outvars, wanted, strict=True) if want and not isinstance(v, core.Literal)}
     for eqn in reversed(jaxpr.eqns):
         outputs = [v in live for v in eqn.outvars]

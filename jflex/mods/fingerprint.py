@@ -1,6 +1,6 @@
-"""A jaxpr as text that is equal for equal programs: what caches compare.
+"""A jaxpr as text that is equal for equal programs: the key of caches.
 
-The text of ``str(jaxpr)`` will not do: it holds addresses of functions and names of the user's variables.
+``str(jaxpr)`` does not serve: it holds addresses of functions and names of the user's variables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMES = frozenset(
 
 
 class Open(NamedTuple):
-    """A jaxpr and its constants, whichever of JAX's types held them."""
+    """A jaxpr and its constants, from any of JAX's types for them."""
 
     jaxpr: core.Jaxpr
     consts: Sequence[ArrayLike]
@@ -44,7 +44,7 @@ def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> Open:
 
 
 def aval_of(v: core.Var | core.Literal) -> ShapedArray:
-    """What a jaxpr says of a value."""
+    """The abstract value (shape and dtype) of a variable."""
     return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
 
 
@@ -62,7 +62,7 @@ def fingerprint(jaxpr: core.ClosedJaxpr, *, differentiable: bool) -> str:
     Args:
       jaxpr: What ``jax.make_jaxpr`` returned; it must hold no array constants.
       differentiable: Whether rules of ``jax.custom_jvp`` and ``jax.custom_vjp`` belong to the program. They are Python
-        functions, different objects in each trace, so the program of the derivative stands in for them.
+        functions, different objects in each trace, so the program of the derivative is compared instead.
     """
     text = _describe_jaxpr(open_jaxpr(jaxpr))
     if differentiable and "custom_" in text:

@@ -30,24 +30,24 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
     """Turns a mod for training into its form for inference, where the queries of a call continue a sequence.
 
     Query ``i`` of the call has the position ``offset + i``, and that is the ``q_idx`` that `mod` sees; ``kv_idx``
-    stays. To decode one token after ``n`` others the offset is ``n``, and its own key stands at ``n``, too.
+    is unchanged. To decode one token after ``n`` others, the offset is ``n``, and so is the position of its own key.
 
-    The offset is an operand, also when it is a Python number: a new value compiles nothing. Composites of `and_masks`,
-    `or_masks` and `not_mask` stay composites, of parts with an offset. Calling it on its own result adds the offsets.
+    The offset is an operand, even if it is a Python number: a new value compiles nothing. Composites of `and_masks`,
+    `or_masks` and `not_mask` stay composites, of parts with an offset. Offsets of nested calls add up.
 
     Args:
       mod: A score_mod, ``(score, b, h, q_idx, kv_idx) -> score``, or a mask_mod, ``(b, h, q_idx, kv_idx) -> bool``;
-        which one, the number of its required arguments tells.
-      offset: A position for the whole batch, or one for each sequence, indexed by ``b``: integers, traced ones too.
-        Their number must be that of the batch. Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must
-        then expect negative positions.
+        the number of its required arguments decides which.
+      offset: A position for the whole batch, or one for each sequence, indexed by ``b``: integers, also traced. Their
+        number must be the batch size. Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must then
+        expect negative positions.
 
     Returns:
-      A mod of the same kind, for `flex_attention`, `create_block_mask` and all else that takes mods. A
+      A mod of the same role, for `flex_attention`, `create_block_mask` and everything else that takes mods. A
       `create_block_mask` with an offset for each sequence needs ``B``.
 
     Raises:
-      TypeError: `mod` is no function of five or four arguments, or `offset` is no integer.
+      TypeError: `mod` is not a function of five or four arguments, or `offset` is not an integer.
       ValueError: `offset` has more than one axis, or does not fit into int32.
 
     References:
@@ -77,7 +77,7 @@ def _continued(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None
 
 def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | None) -> tuple[Requirement, ...]:
     kept = requirements_of(mod)
-    if any(needed.axis == "q_idx" for needed in kept):  # else nothing waits for the value of an offset
+    if any(needed.axis == "q_idx" for needed in kept):  # else do not wait for the value of the offset
         known = known_lengths(offset) if known is None else known
         kept = shifted(kept, "q_idx", None if known is None else int(known.max()))
     if not offset.ndim:
@@ -87,7 +87,7 @@ def _requirements(mod: Callable[..., Any], offset: Offset, known: np.ndarray | N
 
 
 def _check_mod(mod: Any) -> None:
-    """Raises TypeError unless the arguments that a mod takes tell its role."""
+    """Raises TypeError unless the signature of a mod determines its role."""
     if not callable(mod):
         hint = ""
         if hasattr(mod, "kv_num_blocks"):
@@ -96,7 +96,7 @@ def _check_mod(mod: Any) -> None:
     try:
         signature = inspect.signature(mod)
     except ValueError:  # some builtins have none
-        raise TypeError(f"{_RULE}. {describe(mod)} does not tell its arguments: wrap it in a `lambda`.") from None
+        raise TypeError(f"{_RULE}. {describe(mod)} has no signature: wrap it in a `lambda`.") from None
     fitting = [arguments for arguments in (5, 4) if _binds(signature, arguments)]
     if len(fitting) == 1:
         return
@@ -116,7 +116,7 @@ def _binds(signature: inspect.Signature, arguments: int) -> bool:
 
 
 def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
-    """The offset as an array of JAX, and its value where no tracing hides it."""
+    """The offset as a JAX array, and its value if known."""
     rule = "`offset` must be an integer, or an integer array [B] with one for each sequence"
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{rule}. Got {type(offset).__name__}. Wrap a list in `jnp.asarray`.")
@@ -129,6 +129,6 @@ def _checked_offset(offset: object) -> tuple[Offset, np.ndarray | None]:
         raise ValueError(f"{rule}. {got} Index or `jax.vmap` over the other axes.")
     if isinstance(offset, np.ndarray) and offset.size and not _INT32.min <= offset.min() <= offset.max() <= _INT32.max:
         raise ValueError(f"{rule}, within int32, like all positions. Got {offset.tolist()}.")
-    if not offset.size:  # of no sequences: there is no place to read, but a mod is traced all the same
+    if not offset.size:  # no sequences: the mod is traced, but there is no element to read
         return jnp.zeros((), jnp.int32), np.zeros((), np.int32)
     return jnp.asarray(offset, jnp.int32), offset if isinstance(offset, np.ndarray) else None

@@ -1,6 +1,6 @@
-"""Mods of other positions: one class for all that maps the positions of a call to those that a mod was written for.
+"""Re-indexed mods: one class that maps the positions of a call to those that a mod was written for.
 
-Queries that continue a sequence, packed sequences, pages, selected blocks and shards differ in the mapping alone.
+Queries that continue a sequence, packed sequences, pages, selected blocks and shards only differ in the mapping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Positions(NamedTuple):
       h: Query head.
       q_idx: Query.
       kv_idx: Key.
-      exists: Whether there is such a position; if not, the others are any that can be read. None: there always is.
+      exists: Whether there is such a position; if not, the other fields are any valid position. None: there always is.
     """
 
     b: Any
@@ -34,13 +34,13 @@ class Positions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReindexedMod(SizedMod):
-    """A score_mod or a mask_mod of other positions. Where there is no position, a mask hides and a score is ``-inf``.
+    """A score_mod or mask_mod at other positions. Where there is none, a mask is False and a score ``-inf``.
 
     Attributes:
       mod: The mod, of either role: a score_mod is called with a score before the positions.
-      positions: From ``b, h, q_idx, kv_idx`` of the call to the positions that `mod` sees. The arrays that it captures
-        are operands, like those of `mod`.
-      required: What `mod` still requires of a call whose positions are mapped; nothing where that has been checked.
+      positions: Maps ``b, h, q_idx, kv_idx`` of the call to the positions for `mod`. The arrays that it captures are
+        operands, like those of `mod`.
+      required: Requirements of `mod` on the call that remain after the mapping; empty if already checked.
 
     >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     >>> continued = ReindexedMod(causal, lambda b, h, q_idx, kv_idx: Positions(b, h, q_idx + 16, kv_idx))
@@ -56,7 +56,7 @@ class ReindexedMod(SizedMod):
         object.__setattr__(self, "__wrapped__", self.mod)  # messages name the function, and the signature is its own
 
     def __call__(self, *args: Any) -> Any:
-        """Evaluates the mod at one place."""
+        """Evaluates the mod at one position."""
         *score, b, h, q_idx, kv_idx = args
         *positions, exists = self.positions(b, h, q_idx, kv_idx)
         value = self.mod(*score, *positions)
@@ -65,7 +65,7 @@ class ReindexedMod(SizedMod):
         if score:
             return jnp.where(exists, value, -jnp.inf)
         if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
-            return value  # which tracing refuses, in the name of the user's function
+            return value  # tracing refuses it, and names the user's function
         return exists & value
 
     def requirements(self) -> tuple[Requirement, ...]:

@@ -1,7 +1,7 @@
 """From a user's mod to a jaxpr and its operands.
 
-A mod is traced once, on scalars. Every array or tracer that it closes over becomes an operand, and work that depends on
-captures alone (``jnp.exp(table)``) is done here, outside of any kernel, by XLA, which also differentiates it.
+A mod is traced once, on scalars. Every array or tracer that it closes over becomes an operand. Work that depends on
+captures alone (``jnp.exp(table)``) is hoisted out of the kernel: XLA computes it, and JAX differentiates it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TracedMod:
 
     Attributes:
       role: ``"score"`` or ``"mask"``.
-      fingerprint: The program as text; what equality compares.
+      fingerprint: The program as text, compared for equality.
       operands: Shape and dtype of each captured array.
       jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar.
       source: The user's function, for messages: ``causal (model.py:41)``.
@@ -73,7 +73,7 @@ class TracedMod:
 
 @functools.lru_cache(maxsize=256)
 def batchable_program(traced: TracedMod) -> core.ClosedJaxpr:
-    """The program of a mod as plain JAX evaluates it under `jax.vmap`; see `jflex.mods.batchable`."""
+    """The program of a mod for evaluation in plain JAX under `jax.vmap`; see `jflex.mods.batchable`."""
     return batchable(traced.jaxpr)
 
 
@@ -151,7 +151,7 @@ def _check_signature(mod: object, role: Role, source: str) -> None:
         raise TypeError(f"{rule}. Got {type(mod).__name__}.")
     try:
         signature = inspect.signature(mod)
-    except ValueError:  # builtins have none; a wrong call shows itself while tracing
+    except ValueError:  # builtins have none; tracing reports a wrong call
         return
     try:
         signature.bind(*_ARGUMENTS[role])
@@ -195,7 +195,7 @@ def _checked_result(out: Any, role: Role, source: str) -> jax.Array:
 
 @contextlib.contextmanager
 def _explained(role: Role, source: str):
-    """Turns JAX's errors about tracers into sentences about the user's function."""
+    """Turns JAX's errors about tracers into messages about the user's function."""
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:
@@ -218,17 +218,17 @@ def _explained(role: Role, source: str):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Known:
-    """A value that no argument of the mod enters; `captured` if an array or tracer of the user's does."""
+    """A value that depends on no argument of the mod; `captured` if it depends on a user's array or tracer."""
 
     value: Any  # a constant of a jaxpr
     captured: bool
 
 
-_Value: TypeAlias = int | _Known  # an int names what an equation that stays computes
+_Value: TypeAlias = int | _Known  # an int is the id of a value that a remaining equation computes
 
 
 def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
-    """Computes what the constants of a jaxpr alone decide; returns the rest as a function, and its operands."""
+    """Computes what depends on the constants of a jaxpr alone; returns the rest as a function, and its operands."""
     steps: list[tuple[core.JaxprEqn, list[_Value], list[int]]] = []  # (equation, inputs: id or _Known, output ids)
     count = iter(range(1 << 30))
 
@@ -293,9 +293,9 @@ def _compute(eqn: core.JaxprEqn, ins: Sequence[_Known]) -> list[_Known]:
 
 
 def _evaluate_varying(opened: Open, args: Sequence[ArrayLike]) -> list[ArrayLike]:
-    """Evaluates a jaxpr inside of a `jax.shard_map`, where what a primitive takes must vary over the same axes.
+    """Evaluates a jaxpr inside a `jax.shard_map`, where all inputs of a primitive must vary over the same axes.
 
-    The jaxpr was traced without a mesh, so its literals and the bodies of its calls know of none.
+    The jaxpr was traced without a mesh, so its literals and the bodies of its calls are not typed for one.
     """
     env = dict(zip((*opened.jaxpr.constvars, *opened.jaxpr.invars), (*opened.consts, *args), strict=True))
     read = lambda v: jnp.asarray(v.val) if isinstance(v, core.Literal) else env[v]

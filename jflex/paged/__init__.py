@@ -1,4 +1,4 @@
-"""Paged caches: keys and values of many sequences in pages, written by slot and read through page tables."""
+"""Paged KV caches: keys and values of many sequences in pages, written by slot and read through page tables."""
 
 from jflex.paged.batch import PagedBatch as PagedBatch
 from jflex.paged.batch import check_batch as check_batch

@@ -1,4 +1,4 @@
-"""What `jflex.explain` says of a call of `paged_attention`, and of one of `cascade_attention`, level by level."""
+"""What `jflex.explain` reports for `paged_attention`, and for each level of `cascade_attention`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ NOT_KNOWN = "not known (traced, or a shape alone)"
 class PagedAccount(Choice):
     """What a call of `paged_attention` would do, or a level of `cascade_attention`; ``print`` it.
 
-    What follows from lengths, boundaries or the page table is None where these are not known.
+    Fields that follow from lengths, boundaries or the page table are None if these are not known.
 
     Attributes:
-      requests: Requests; of a level, groups of queries.
-      rows: Packed rows, those that belong to no request included.
-      queries: Those that belong to a request.
+      requests: Requests; for a level, groups of queries.
+      rows: Packed rows, padding included.
+      queries: Rows that belong to a request.
       keys: Keys of all requests.
       page_size: Keys in a page.
       pages: Entries of the page table that are in use.
-      different_pages: Different pages among them: fewer than `pages` where requests share pages.
-      query_tiles: Tiles of queries that split-KV kernels take, for each key head; None where keys are not split.
-      splits: Splits of the keys of these tiles, for each key head: as many as tiles if none has several; likewise None.
+      different_pages: Different pages among them: fewer than `pages` if requests share pages.
+      query_tiles: Query tiles of the split-KV kernels, per key head; None if keys are not split.
+      splits: KV splits of these tiles, per key head, at least one per tile; None likewise.
       splits_keys: Whether the kernels can split the keys of a request among CTAs.
-      flops: Floating-point operations, 2 for a multiply-add, of all keys of a query's request: the mask is not
+      flops: Floating-point operations, 2 for a multiply-add, over all keys of a query's request: the mask is not
         evaluated.
-      bytes: Bytes that it must move at least: each query and output once, and keys and values once for each request.
+      bytes: Lower bound on the bytes moved: each query and output once, keys and values once for each request.
     """
 
     requests: int
@@ -55,7 +55,7 @@ class PagedAccount(Choice):
 
     @classmethod
     def of(cls, call: PagedCall, implementation: Implementation) -> PagedAccount:
-        """Takes the account of one call; query, key and value may be shapes."""
+        """Makes the account of one call; query, key and value may be shapes."""
         spec, pages = call.spec, call.pages
         selection = select(implementation, spec)
         indptr, lengths, table = map(known_lengths, (pages.indptr, pages.lengths, pages.table))
@@ -97,7 +97,7 @@ class PagedAccount(Choice):
         lines.append(f"pages     {used}")
         if self.backend is not None:
             lines.append(f"splits    {self._splits()}")
-        without = "" if self.flops is None else ", without regard to a mask"
+        without = "" if self.flops is None else ", ignoring the mask"
         return [*lines, f"work      {work_of(self.flops, self.bytes)}{without}"]
 
     def _splits(self) -> str:
@@ -105,7 +105,7 @@ class PagedAccount(Choice):
             return "none: the keys of a request are not split"
         if self.splits is None:
             return NOT_KNOWN
-        return f"{self.splits} of the keys of {self.query_tiles} tiles of queries, for each key head"
+        return f"{self.splits} of the keys of {self.query_tiles} query tiles, per key head"
 
     __str__ = Choice.__str__
 
@@ -115,11 +115,11 @@ class CascadeAccount:
     """What a call of `cascade_attention` would do; ``print`` it.
 
     Attributes:
-      levels: The account of each level, in the order of the call; None of one that is left out, since it has no room
-        for a key that a query could see.
-      merge_bytes: Bytes that merging the partial outputs moves at least; 0 where there are not several.
-      flops: Floating-point operations of all levels; None where one is not known.
-      bytes: Bytes that the levels and the merge must move at least; likewise.
+      levels: The account of each level, in the order of the call; None for a level that is left out, because it has no
+        queries or no room for keys.
+      merge_bytes: Lower bound on the bytes that merging the partial outputs moves; 0 if there are not several.
+      flops: Floating-point operations of all levels; None if those of one are not known.
+      bytes: Lower bound on the bytes that the levels and the merge move; None likewise.
     """
 
     levels: tuple[PagedAccount | None, ...]
@@ -129,7 +129,7 @@ class CascadeAccount:
 
     @classmethod
     def of(cls, calls: Sequence[PagedCall | None], implementation: Implementation) -> CascadeAccount:
-        """Takes the account of one call, from those of its levels."""
+        """Makes the account of one call, from those of its levels."""
         levels = tuple(None if call is None else PagedAccount.of(call, implementation) for call in calls)
         merge_bytes = _merge_bytes([call.spec for call in calls if call is not None])
         run = [level for level in levels if level is not None]
@@ -143,7 +143,7 @@ class CascadeAccount:
 
     @property
     def merged(self) -> int:
-        """Levels that are computed, of which the partial outputs are merged if there are several."""
+        """Number of computed levels; the partial outputs of several are merged."""
         return sum(level is not None for level in self.levels)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class CascadeAccount:
             lines += [f"  {line}" for line in [f"left out: {NOTHING}"] if level is None]
             lines += [] if level is None else [f"  {line}" for line in level.lines()]
         several = f"{self.merged} partial outputs, by XLA, {self.merge_bytes / 1e6:.3f} MB"
-        lines.append(f"merge     {several if self.merged > 1 else 'none: there are not several levels'}")
+        lines.append(f"merge     {several if self.merged > 1 else 'none: fewer than two levels'}")
         return "\n".join([*lines, f"work      {work_of(self.flops, self.bytes)} in all"])
 
 
@@ -169,7 +169,7 @@ def _describe(call: PagedCall, selection: Selection) -> Described:
 def _splits(
     spec: AttentionSpec, selection: Selection, indptr: np.ndarray | None, lengths: np.ndarray | None
 ) -> tuple[int | None, int | None]:
-    """Tiles of queries, and splits of their keys."""
+    """Query tiles, and the splits of their keys."""
     count = None if selection.plan is None else selection.plan.count_splits
     if count is None or indptr is None or lengths is None or spec.is_empty:
         return None, None
@@ -177,7 +177,7 @@ def _splits(
 
 
 def _pages(page_size: int, lengths: np.ndarray | None, table: np.ndarray | None) -> tuple[int | None, int | None]:
-    """Entries of the table in use, and how many pages these name."""
+    """Entries of the table in use, and how many different pages they name."""
     if lengths is None:
         return None, None
     used = -(-lengths // page_size)
@@ -203,7 +203,7 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
 
 
 def _merge_bytes(specs: Sequence[AttentionSpec]) -> int:
-    """Out and lse of each level are read, and those of all are written."""
+    """Bytes of the merge: reads out and lse of each level, and writes the merged ones."""
     if len(specs) < 2:
         return 0
     [first, *_] = specs

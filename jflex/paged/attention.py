@@ -23,7 +23,7 @@ from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
 
-# What is returned, by `return_lse`.
+# Return types, by `return_lse`.
 # fmt: off
 @overload
 def paged_attention(
@@ -53,41 +53,40 @@ def paged_attention(
     implementation: Implementation = None,
     config: Config | None = None,
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
-    """Attention of requests whose keys lie on pages: prefill chunks and decoding steps in one call, without padding.
+    """Attention over a paged KV cache: prefill chunks and decoding steps in one call, without padding.
 
     The queries of a request are its last tokens, and mods see logical, absolute positions: ``b`` is the request,
-    ``q_idx`` of its i-th query is ``kv_length - q_len + i``, ``kv_idx`` counts the keys of the request. So a mod for
-    training serves as it stands. No mask is implied: pass a causal one for a prefill.
+    ``q_idx`` of its i-th query is ``kv_length - q_len + i``, ``kv_idx`` counts the keys of the request. So mods written
+    for training work unchanged. No mask is implied: pass a causal one for a prefill.
 
-    What is returned depends on what the tables lead to, not on which pages that lies: it is the same to the last bit
-    wherever the pages are. Slots at or beyond a request's length never influence anything, even if they hold NaN. A
-    request without keys gives zeros and an lse of ``-inf``, and so do rows that belong to no request. How the keys are
-    divided among programs of a GPU depends on the whole batch, and with it the last bits.
+    The result does not depend on physical pages: it is the same to the last bit wherever they are. Slots at or beyond a
+    request's length have no effect, even if they hold NaN. A request without keys gives zeros and an lse of ``-inf``,
+    and so do padding rows. How keys are split among CTAs of a GPU depends on the whole batch, and so do the last bits.
 
     Lengths, tables and `qo_indptr` are data: other values do not recompile anything. Outside of ``jit`` they are
-    checked; inside, wrong ones are not seen: pages and lengths are clamped to what exists, so that nothing is read out
-    of range (`jflex.paged.debug_check_batch` checks them). There is no derivative, except on ``"reference"``.
+    checked. Inside they are not (`jflex.paged.debug_check_batch` does): pages and lengths are clamped, so that nothing
+    is read out of range. There is no derivative, except on ``"reference"``.
 
     Args:
       q: Packed queries, in the dtype of the cache. Query head ``h`` attends to key head ``h // (Hq // Hkv)``.
       cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
-      batch: Which queries and keys are whose.
+      batch: The queries and keys of each request.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
-      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. What a comparison of positions hides whole (causal, a
-        window) is not read.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Tiles that a comparison of positions masks fully (causal, a
+        window) are not read.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       implementation: As in `flex_attention`.
-      config: Its ``decode`` holds the tiles of requests with few queries, its ``forward`` those of the others.
+      config: Its ``decode`` tiles are for requests with few queries, its ``forward`` tiles for the others.
 
     Returns:
-      The output in the dtype of `q`, or a pair of it and the lse, of which `AttentionState` makes a state.
+      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`.
 
     Raises:
-      TypeError: An argument is of a wrong kind, or a mod takes or returns something else than it must.
-      ValueError: Shapes disagree, a ready mod was made for other sizes, or a value that is known is out of its range.
-      UnsupportedError: The named backends cannot run this call, or a derivative is asked for.
+      TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
+      ValueError: Shapes disagree, a ready mod was made for other sizes, or a known value is out of range.
+      UnsupportedError: No requested backend supports this call, or a derivative is requested.
 
     References:
       Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention,
@@ -119,7 +118,7 @@ def prepare(
     layer: int | Int32[AnyArray, ""] | None,
     config: Config | None,
 ) -> PagedCall:
-    """Checks every argument of `paged_attention`; of q and of keys and values only the shapes are read."""
+    """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
@@ -130,7 +129,7 @@ def prepare(
 
 
 def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
-    """Compares the sizes that mods were made for; positions where lengths are known, since a table may hold more."""
+    """Compares the sizes that mods were made for; positions only if lengths are known, since a table may hold more."""
     lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
     longest = None
     if lengths is not None and indptr is not None:  # of the requests that have queries in this call
@@ -140,32 +139,32 @@ def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: in
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
-    """The pages of a layer, where they lie."""
+    """The pages of a layer, without a copy."""
     first = jnp.zeros((1,), jnp.int32)
     if layer is not None:
-        assert cache.layers is not None  # `checked_layer` has made sure
+        assert cache.layers is not None  # checked by `checked_layer`
         first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
     return Pages(cache.k, cache.v, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
 
 
 def _of_packed(mod: Any, batch: PagedBatch) -> Any:
-    """A mod that is called with the numbers of packed queries: the last query of a request stands at its last key."""
+    """A mod on indices of packed queries: the last query of a request has the position of its last key."""
 
     def positions(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
         lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
-        if not lengths.size:  # no requests: there is nothing to read, but a mod is traced all the same
+        if not lengths.size:  # no requests: the mod is traced, but there is nothing to read
             return Positions(b, h, n, kv_idx)
         return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
 
-    return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses what is no function
+    return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses anything else
 
 
 def check_queries(q: AnyArray, cache: object) -> None:
     """Raises unless packed queries fit a cache.
 
     Raises:
-      TypeError: `cache` is none, `q` is no array, or their dtypes differ.
-      ValueError: Axes, head sizes or heads do not fit.
+      TypeError: `cache` is not a PagedCache, `q` is not an array, or their dtypes differ.
+      ValueError: Axes, head sizes or heads do not match.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(

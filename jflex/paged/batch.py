@@ -1,4 +1,4 @@
-"""Which tokens of a packed batch belong to which request, and on which pages the keys of a request stand."""
+"""The batch of a paged call: the packed tokens of each request, and the pages of its keys."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PagedBatch:
     ``qo_indptr[R]`` on are padding. They are the last tokens of the request: row ``i`` of its ``q_len`` has the
     position ``kv_length - q_len + i``, and its own key is among the ``kv_length`` keys.
 
-    The key at position ``p`` of request ``r`` stands on page ``page_table[r, p // page_size]`` at the offset
-    ``p % page_size``. Entries past the pages that ``kv_lengths[r]`` needs are ignored; put 0 there, the reserved page.
+    The key at position ``p`` of request ``r`` is on page ``page_table[r, p // page_size]`` at offset ``p % page_size``.
+    Entries past the pages that ``kv_lengths[r]`` needs are ignored; put 0 there, the reserved page.
 
     Attributes:
       qo_indptr: Where the queries of each request begin, ascending from 0, and where the last ones end.
@@ -58,19 +58,19 @@ class PagedBatch:
 
     @property
     def max_pages(self) -> int:
-        """Pages that a request can have at most: the width of the table."""
+        """Maximum pages of a request: the width of the table."""
         return self.page_table.shape[1]
 
 
 def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
-    """The request of every packed query; -1 for padding behind the last request.
+    """The request of every packed query; -1 for padding after the last request.
 
     Args:
       batch: The batch.
       num_tokens: N, the number of packed rows.
 
     Returns:
-      Numbers of requests.
+      Indices of requests.
 
     >>> batch = PagedBatch(jnp.array([0, 2, 2, 3]), jnp.array([2, 0, 1]), jnp.ones((3, 1), jnp.int32))
     >>> token_requests(batch, 4).tolist()
@@ -84,14 +84,14 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
 
 
 def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
-    """The position of every packed query within its request: what mods see as ``q_idx``, and a rotary embedding needs.
+    """The position of every packed query within its request: ``q_idx`` of mods, and the one for rotary embeddings.
 
     Args:
       batch: The batch.
       num_tokens: N, the number of packed rows.
 
     Returns:
-      Positions; -1 for padding behind the last request.
+      Positions; -1 for padding after the last request.
 
     >>> batch = PagedBatch(jnp.array([0, 2, 3]), jnp.array([2, 8]), jnp.array([[1, 0], [2, 3]]))
     >>> token_positions(batch, 4).tolist()
@@ -110,7 +110,7 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
     Args:
       batch: The batch, its `kv_lengths` counting the tokens of this step.
       num_tokens: N, the number of packed rows.
-      page_size: That of the cache.
+      page_size: Page size of the cache.
 
     Returns:
       Slots; -1, which `write` drops, for padding and for tokens without a page.
@@ -137,7 +137,7 @@ def slots_of(
       Slots; -1 where a position is negative or beyond the table, or its entry is not a page of tokens (0 or negative).
 
     Raises:
-      ValueError: The shapes do not fit, or a page holds fewer than 1 or more than 256 tokens.
+      ValueError: The shapes do not match, or a page holds fewer than 1 or more than 256 tokens.
 
     >>> slots_of(jnp.array([7, 2, 0]), jnp.array([0, 3, 4, 9, -1]), page_size=4).tolist()
     [28, 31, 8, -1, -1]
@@ -156,15 +156,15 @@ def slots_of(
 
 
 def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
-    """Raises unless a batch is right for a cache and for the number of packed queries.
+    """Raises unless a batch is valid for a cache and for the number of packed queries.
 
-    Dtypes and shapes are always checked. Values are, where they are known: those of numpy arrays and of JAX arrays
-    outside of ``jit``, which are waited for; of the page table only the entries that a request uses. Tracers pass: see
-    `debug_check_batch`. What cannot be seen: a page that is another request's, or free (`PagePool.check_table` knows),
-    and a page size that is not the one the table was made for, unless lengths give it away.
+    Dtypes and shapes are always checked. Values are checked if known: those of numpy arrays and of JAX arrays outside
+    ``jit``, whose values the check waits for; in the page table only the entries that a request uses. Tracers pass: see
+    `debug_check_batch`. Not detected are a page of another request or a free one (`PagePool.check_table` detects it),
+    and mostly a page size other than the table was made for.
 
-    A request without keys or without queries is right, and so is one with more queries than keys, whose first
-    queries have negative positions; so is a batch without requests.
+    Valid are requests without keys or queries, requests with more queries than keys, whose first queries have negative
+    positions, and a batch without requests.
 
     Args:
       batch: The batch.
@@ -172,8 +172,8 @@ def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
       num_tokens: N, the number of packed rows.
 
     Raises:
-      TypeError: `batch` or `cache` is none, or a field is no int32 array.
-      ValueError: Shapes do not fit; `qo_indptr` does not begin with 0, descends, or ends beyond N; a length is
+      TypeError: `batch` or `cache` has another type, or a field is not an int32 array.
+      ValueError: Shapes do not match; `qo_indptr` does not begin with 0, descends, or ends beyond N; a length is
         negative, or beyond the table or the cache; a used page is the reserved one, or outside of the cache.
 
     >>> cache = PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
@@ -258,8 +258,8 @@ def check_fields(batch: object) -> None:
     if not right_ranks or not qo_indptr.shape[0] - 1 == kv_lengths.shape[0] == page_table.shape[0]:
         got = ", ".join(f"{name}: {describe_array(x)}" for name, x in fields.items())
         raise ValueError(
-            f"`batch` must have `qo_indptr` [R + 1], `kv_lengths` [R] and `page_table` [R, max_pages]. Got {got}. Give "
-            "a request without queries or keys its place in all three."
+            f"`batch` must have `qo_indptr` [R + 1], `kv_lengths` [R] and `page_table` [R, max_pages]. Got {got}. "
+            "Requests without queries or keys need an entry in all three."
         )
 
 

@@ -1,4 +1,4 @@
-"""What must hold of the values of a batch, once for numpy arrays and for traced ones."""
+"""The rules on the values of a batch, for numpy arrays and for traced ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):
-    """Where a rule is broken, the message for one such place, and the values that it names, alike in shape."""
+    """Where a rule is broken, the message for one such index, and the values in it, arrays of the same shape."""
 
     fault: AnyArray
     message: str
@@ -46,8 +46,8 @@ def indptr_rules(qo_indptr: AnyArray, num_tokens: int) -> Iterator[Rule]:
     first, last, begins, ends = qo_indptr[:1], qo_indptr[-1:], qo_indptr[:-1], qo_indptr[1:]
     yield Rule(
         first != 0,
-        "`qo_indptr` must begin with 0, where the queries of the first request begin. It begins with {first}. Put the "
-        "sums of the query counts behind a 0.",
+        "`qo_indptr` must begin with 0, where the queries of the first request begin. It begins with {first}. "
+        "Prepend a 0 to the cumulative sums of the query counts.",
         {"first": first},
     )
     yield Rule(

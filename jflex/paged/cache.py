@@ -1,7 +1,7 @@
 """The paged cache: keys and values of many sequences in pages of one size, which any sequence may own or share.
 
-A *slot* is the place of one token, ``page * page_size + offset``. Page 0 is reserved: no pool hands it out and no
-token of a sequence lives there, so that padding of page tables can point to it.
+A *slot* holds one token; its index is ``page * page_size + offset``. Page 0 is reserved: no pool allocates it and it
+holds no token of a sequence, so that padding of page tables can point to it.
 
 After PagedAttention (Kwon et al., 2023, https://arxiv.org/abs/2309.06180, section 4).
 """
@@ -29,9 +29,9 @@ from jflex.types import AnyArray
 class PagedCache:
     """Keys and values in pages: a pytree that passes through ``jit``, ``scan`` and ``device_put``.
 
-    Nothing is updated in place by itself: `write` and `copy_pages` return a new cache. Donate the old one to ``jit``
-    and the new one takes its memory. Carry a stacked cache through ``scan`` over layers as part of the *carry*, and
-    pass the layer's number: as an input that is sliced by layer, XLA would hold a second one.
+    `write` and `copy_pages` return a new cache, which takes the memory of the old one if that is donated to ``jit``. In
+    a ``scan`` over layers, pass a stacked cache in the *carry*, and index it by `layer`: sliced as an input, it would
+    be held twice by XLA.
 
     Attributes:
       k: Keys, [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers that share one page table.
@@ -60,13 +60,13 @@ class PagedCache:
         """A cache of zeros.
 
         Args:
-          num_pages: Pages in all, page 0 included, which holds no tokens.
+          num_pages: Total pages, page 0 included, which holds no tokens.
           page_size: Tokens in a page, 1 to 256.
           num_kv_heads: Hkv.
           head_dim: D of keys.
           v_head_dim: Dv of values; None: D.
           dtype: Floating-point, of keys and values.
-          layers: How many layers are stacked in one cache; None: no axis for them.
+          layers: How many layers are stacked in one cache; None for no layer axis.
 
         Returns:
           The cache.
@@ -90,7 +90,7 @@ class PagedCache:
 
     @property
     def num_pages(self) -> int:
-        """P: pages in all, page 0 included."""
+        """P: total pages, page 0 included."""
         return self.k.shape[-4]
 
     @property
@@ -117,7 +117,7 @@ def write(
     *,
     layer: int | Int[AnyArray, ""] | None = None,
 ) -> PagedCache:
-    """Puts keys and values of tokens into their slots; all other slots keep what they hold.
+    """Writes keys and values of tokens to their slots; all other slots are unchanged.
 
     Under ``jit`` with the cache donated, no second cache is made, whatever `layer` is.
 
@@ -125,18 +125,19 @@ def write(
       cache: The cache.
       k: Keys of N tokens, in the dtype of the cache.
       v: Their values.
-      slots: Where each goes, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
-        compute them from page tables. A token whose slot is -1, or otherwise outside of the cache, is dropped: it
-        neither wraps nor clamps. No slot may be given twice, except in page 0: which token stays is not defined.
+      slots: The slot of each token, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
+        compute them from page tables. A token with slot -1, or any other outside of the cache, is dropped: slots
+        neither wrap nor clamp. Slots must not repeat, except in page 0: which token is kept is undefined.
       layer: Which layer of a stacked cache, a Python int or traced; a traced one outside of the cache drops all tokens.
 
     Returns:
       The new cache.
 
     Raises:
-      TypeError: `cache` is none, dtypes are not those of the cache or `slots` are not int32, `layer` is no integer.
-      ValueError: Shapes do not fit; `layer` is missing, superfluous or, where known, outside of the cache; a slot is
-        given twice, where `slots` are known.
+      TypeError: `cache` is not a PagedCache, dtypes differ from the cache, `slots` are not int32, or `layer` is not an
+        integer.
+      ValueError: Shapes do not match; `layer` is missing, superfluous or, if known, outside of the cache; known `slots`
+        repeat.
 
     >>> cache = PagedCache.create(4, 2, 1, 1, dtype=jnp.float32)
     >>> tokens = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1, 1)
@@ -156,23 +157,23 @@ def write(
 
 
 def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> PagedCache:
-    """Copies whole pages, of all layers: what follows a `PagePool.fork` that gave another page.
+    """Copies whole pages, in all layers: required after a `PagePool.fork` that returned another page.
 
     All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
 
     Args:
       cache: The cache.
       src: Pages to read.
-      dst: Pages to write, no page twice. One that is -1, or otherwise outside of the cache, is dropped together with
-        its source, so that a list of any length can be padded to a fixed one.
+      dst: Pages to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped,
+        so that lists can be padded to a fixed length.
 
     Returns:
       The new cache.
 
     Raises:
-      TypeError: `cache` is none, or the page ids are not int32.
-      ValueError: Shapes do not fit one another; or, where values are known, a page that is read lies outside of the
-        cache, or one is written twice.
+      TypeError: `cache` is not a PagedCache, or the page ids are not int32.
+      ValueError: Shapes do not match; or, if values are known, a page in `src` is outside of the cache, or one in `dst`
+        repeats.
 
     >>> cache = PagedCache(*jnp.arange(6.0).reshape(2, 3, 1, 1, 1))
     >>> copy_pages(cache, jnp.array([2, 0]), jnp.array([1, -1])).k.ravel().tolist()
@@ -192,11 +193,11 @@ def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
 
 
 def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
-    """The number of a layer as a scalar int32; None for a cache without layers.
+    """The index of a layer as a scalar int32; None for a cache without layers.
 
     Raises:
-      TypeError: `layer` is no integer.
-      ValueError: It is missing, superfluous or, where known, outside of the cache.
+      TypeError: `layer` is not an integer.
+      ValueError: It is missing, superfluous or, if known, outside of the cache.
 
     >>> int(checked_layer(PagedCache.create(4, 2, 1, 1, dtype="float32", layers=2), 1))
     1
@@ -223,11 +224,11 @@ def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Arra
 
 
 def check_cache(cache: object) -> None:
-    """Raises unless `cache` is a PagedCache whose keys and values fit together.
+    """Raises unless `cache` is a PagedCache whose keys and values match.
 
     Raises:
-      TypeError: It is none, or its dtypes differ or are not floating-point.
-      ValueError: The shapes do not fit.
+      TypeError: It has another type, or its dtypes differ or are not floating-point.
+      ValueError: The shapes do not match.
 
     >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
     """
@@ -244,8 +245,8 @@ def check_cache(cache: object) -> None:
         raise TypeError(f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}")
     if cache.k.ndim not in (4, 5) or cache.k.shape[:-1] != cache.v.shape[:-1]:
         raise ValueError(
-            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both behind an axis of "
-            f"layers or neither. {got} Make one with `PagedCache.create`."
+            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both with a leading "
+            f"axis of layers or neither. {got} Make one with `PagedCache.create`."
         )
     checked_pages(cache.num_pages, cache.page_size)
 
@@ -266,7 +267,7 @@ def check_int32(name: str, x: object, of: str) -> None:
 
 
 def is_known(x: AnyArray) -> bool:
-    """Whether the values can be read here: not those of tracers, nor of arrays that other hosts hold parts of.
+    """Whether the values can be read here: not those of tracers, nor of arrays spread over several hosts.
 
     >>> is_known(jnp.arange(3))
     True
@@ -298,7 +299,7 @@ def _check_tokens(cache: PagedCache, k: AnyArray, v: AnyArray, slots: AnyArray) 
 
 
 def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int) -> None:
-    """Where values are known: a slot that is given twice would hold either token."""
+    """Raises if known slots repeat: such a slot would hold either token."""
     if not is_known(slots):
         return
     used, counts = np.unique(np.asarray(slots), return_counts=True)
@@ -321,7 +322,7 @@ def _check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
     pages, counts = np.unique(dst[inside], return_counts=True)
     if (counts > 1).any():
         raise ValueError(
-            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Put -1 in one place."
+            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Replace one by -1."
         )
 
 

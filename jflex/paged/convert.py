@@ -1,12 +1,12 @@
-"""The paper's route to a paged cache: a BlockMask and mods for logical positions become ones for slots.
+"""The FlexAttention paper's paged attention: converts a BlockMask and mods from logical positions to physical slots.
 
-All pages, taken as one long sequence of slots, are keys and values that the requests share, [1, P * page_size, Hkv, D].
+All pages, taken as one sequence of slots, are keys and values that the requests share, [1, P * page_size, Hkv, D].
 Plain `flex_attention` runs on them: the converted BlockMask visits the pages of each request only, and the converted
-mods turn the slot that they are given into the position that it holds for the request.
+mods map a slot to its logical position in the request.
 
-Slots that hold no token of a request are masked, so what they hold, be it NaN, reaches nothing, as under any mask of
-`flex_attention`. Only with ``Config(contain_nan=False)`` must pages that are visited hold finite numbers in all slots;
-`clear_unused` sees to that.
+Slots that hold no token of a request are masked: their contents, even NaN, have no effect, as under any mask of
+`flex_attention`. Only with ``Config(contain_nan=False)`` must all slots of visited pages be finite; `clear_unused`
+makes them so.
 
 After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, section 5.1).
 """
@@ -45,38 +45,38 @@ def convert_block_mask(
     num_pages: int,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
 ) -> BlockMask:
-    """The BlockMask over all slots of a paged cache that shows each request the keys which `block_mask` shows it.
+    """Converts a BlockMask for logical positions to one over all slots of a paged cache.
 
-    A block of keys must be a page; so a backend takes the page sizes that it takes as block sizes: ``"xla"`` and
-    ``"reference"`` all, ``"triton"`` multiples of 16. With `convert_mask_mod` in place of a BlockMask any page size
-    will do, but all slots are visited. Blocks without a page are left out, as are those beyond `kv_lengths`; so the
-    counts are those of `block_mask` where every block that it lists has a page and keys.
+    A block of keys must be a page, so a backend supports the page sizes that it supports as block sizes: ``"xla"`` and
+    ``"reference"`` all, ``"triton"`` multiples of 16. `convert_mask_mod` without a BlockMask takes any page size, but
+    visits all slots. Blocks without a page or beyond `kv_lengths` are left out; so the counts are those of `block_mask`
+    if every block that it lists has a page and keys.
 
-    Pure, and made to run under ``jit``, where new tables and lengths compile nothing. It takes time and memory in
-    proportion to B times the query blocks times P: where that is too much, and for page sizes that are no multiples of
-    16, `jflex.paged_attention` looks pages up as it walks. Lists ascend by page, so sums are formed in the order of
-    pages: results depend on where pages lie, in the last bits.
+    Pure, and made to run under ``jit``, where new tables and lengths compile nothing. Time and memory grow with B times
+    the query blocks times P. If that is too much, or page sizes are not multiples of 16, use `jflex.paged_attention`,
+    which looks pages up as it walks. Lists ascend by physical page, which sets the order of summation: the last bits of
+    results depend on where pages are.
 
     Args:
       block_mask: For logical positions, of block size ``(any, page_size)`` and batch 1 or B.
-      page_table: The pages of each request. Pages may be shared between requests. Entries that are no pages of tokens
-        (0 or negative) hold nothing. A request must not have one page at two places, which no inverse of the table can
-        express: of a traced table that has, the first place counts.
-      page_size: That of the cache.
+      page_table: The pages of each request. Requests may share pages. Entries of 0 or below are no page. A request must
+        not list a page twice, because its inverse would be ambiguous: in a traced table that does, the first entry
+        counts.
+      page_size: Page size of the cache.
       num_pages: P of the cache.
-      kv_lengths: Keys of each request. Those beyond are hidden, and entries of the table for them are ignored, so that
-        these may hold anything. None: as many as `block_mask` has and the table has pages for. Not to be given to
-        `flex_attention` as well, where lengths would count slots.
+      kv_lengths: Keys of each request. Keys beyond are masked, and table entries for them are ignored. None: as many as
+        `block_mask` has and the table has pages for. Do not pass them to `flex_attention` as well, where lengths would
+        count slots.
 
     Returns:
-      A BlockMask for B requests (1 for none) and ``P * page_size`` keys, with a mask_mod that hides all slots
-      which a request does not have. The numbers of its queries are unchanged.
+      A BlockMask for B requests (1 for none) and ``P * page_size`` keys, with a mask_mod that masks all slots that do
+      not belong to a request. Query indices are unchanged.
 
     Raises:
-      TypeError: `block_mask` is none; `page_table` or `kv_lengths` are no int32 arrays; a size is not an integer.
-      ValueError: The shapes do not fit; the key blocks are not pages; the table is too narrow for the keys of
-        `block_mask`; a mask for one batch entry uses ``b``; or, where values are known, a page is outside of the
-        cache, stands twice in a row, or a length is negative or beyond the table.
+      TypeError: `block_mask` is not a BlockMask; `page_table` or `kv_lengths` are not int32; a size is not an integer.
+      ValueError: The shapes do not match; the key blocks are not pages; the table is too narrow for the keys of
+        `block_mask`; a mask for one batch entry uses ``b``; or, if values are known, a page is outside of the cache or
+        listed twice in a row, or a length is negative or beyond the table.
 
     References:
       Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
@@ -122,27 +122,27 @@ def convert_mask_mod(
     num_pages: int,
     kv_lengths: Int32[Array, " B"] | None = None,
 ) -> MaskMod:
-    """The mask_mod over all slots of a paged cache that shows each request the keys which `mask_mod` shows it.
+    """Converts a mask_mod for logical positions to one over all slots of a paged cache.
 
-    It is for `flex_attention` without a BlockMask, of any page size, and for `create_block_mask` over slots. A slot
-    that is not among the request's own is hidden, and `mask_mod` sees the logical position of one that is.
+    It is for `flex_attention` without a BlockMask, of any page size, and for `create_block_mask` over slots. A slot of
+    the request is mapped to its logical position for `mask_mod`; other slots are masked.
 
     Args:
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, ``b`` being the row of the table; `jflex.noop_mask` for none.
       page_table: The pages of each request; see `convert_block_mask`.
-      page_size: That of the cache; 1 to 256.
+      page_size: Page size of the cache; 1 to 256.
       num_pages: P of the cache.
-      kv_lengths: Keys of each request; None: all that the table has pages for. Without it the slots of a page that is
-        partly filled are visible unless `mask_mod` hides the positions.
+      kv_lengths: Keys of each request; None: all that the table has pages for. Without it the unused slots of a partly
+        filled page are visible unless `mask_mod` masks their positions.
 
     Returns:
       A mask_mod whose ``kv_idx`` is a slot.
 
     Raises:
-      TypeError: `mask_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
+      TypeError: `mask_mod` cannot be called; `page_table` or `kv_lengths` are not int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not fit, or a ready mod was made for other sizes; or, where values are known, a page is
-        outside of the cache, stands twice in a row, or a length is negative or beyond the table.
+      ValueError: The shapes do not match, or a ready mod was made for other sizes; or, if values are known, a page is
+        outside of the cache or listed twice in a row, or a length is negative or beyond the table.
 
     >>> import jflex
     >>> table, lengths = jnp.array([[3, 1]]), jnp.array([3])
@@ -164,16 +164,16 @@ def convert_score_mod(
     num_pages: int,
     kv_lengths: Int32[Array, " B"] | None = None,
 ) -> ScoreMod:
-    """The score_mod over all slots of a paged cache that does to each request's keys what `score_mod` does.
+    """Converts a score_mod for logical positions to one over all slots of a paged cache.
 
-    Use it together with a converted BlockMask or mask_mod: it turns the scores of slots that the request does not have
-    into ``-inf``, but only a mask keeps their keys and values from being used, NaN among them.
+    Use it with a converted BlockMask or mask_mod: it sets the scores of slots that do not belong to the request to
+    ``-inf``, but only a mask keeps NaN in their keys and values out.
 
     Args:
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, ``b`` being the row of the table. Arrays that it reads by
         ``kv_idx`` are read by logical position, and receive gradients.
       page_table: The pages of each request; see `convert_block_mask`.
-      page_size: That of the cache; 1 to 256.
+      page_size: Page size of the cache; 1 to 256.
       num_pages: P of the cache.
       kv_lengths: Keys of each request; None: all that the table has pages for.
 
@@ -181,10 +181,10 @@ def convert_score_mod(
       A score_mod whose ``kv_idx`` is a slot.
 
     Raises:
-      TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are no int32 arrays; a size is not an
+      TypeError: `score_mod` cannot be called; `page_table` or `kv_lengths` are not int32 arrays; a size is not an
         integer.
-      ValueError: The shapes do not fit, or a ready mod was made for other sizes; or, where values are known, a page is
-        outside of the cache, stands twice in a row, or a length is negative or beyond the table.
+      ValueError: The shapes do not match, or a ready mod was made for other sizes; or, if values are known, a page is
+        outside of the cache or listed twice in a row, or a length is negative or beyond the table.
 
     >>> distance = lambda score, b, h, q_idx, kv_idx: score - (q_idx - kv_idx).astype(jnp.float32)
     >>> mod = convert_score_mod(distance, jnp.array([[3, 1]]), page_size=2, num_pages=4)
@@ -202,7 +202,7 @@ def clear_unused(
 ) -> PagedCache:
     """The cache with zeros in every slot that holds no token of these requests, so that NaN there cannot spread.
 
-    It reads and writes all of the cache. The result is for attention of these requests alone: others lose their tokens.
+    It reads and writes the whole cache. The result is for these requests alone: others lose their tokens.
 
     Args:
       cache: The cache.
@@ -210,11 +210,11 @@ def clear_unused(
       kv_lengths: Keys of each request; None: all that the table has pages for.
 
     Returns:
-      Another cache.
+      A new cache.
 
     Raises:
-      TypeError: `cache` is none; `page_table` or `kv_lengths` are no int32 arrays.
-      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
+      TypeError: `cache` is not a PagedCache; `page_table` or `kv_lengths` are not int32 arrays.
+      ValueError: The shapes do not match; or, if values are known, a page is outside of the cache or listed twice in a
         row, or a length is negative or beyond the table.
 
     >>> cache = PagedCache(*jnp.full((2, 4, 2, 1, 1), jnp.nan).at[:, 3].set(1))
@@ -237,7 +237,7 @@ def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:
 def _states_within(
     states: Int8[Array, "B H R C"], lengths: Int32[Array, " B"], page_size: int
 ) -> Int8[Array, "B H R C"]:
-    """Without the blocks beyond a length; a full one that reaches past it becomes partial, to hide what is beyond."""
+    """Removes blocks beyond a length; a full one that reaches past it becomes partial, to mask the keys beyond."""
     starts = jnp.arange(states.shape[-1], dtype=jnp.int32) * page_size
     starts, lengths = starts[None, None, None], lengths[:, None, None, None]
     states = jnp.where(starts < lengths, states, jnp.int8(EMPTY))
@@ -245,9 +245,9 @@ def _states_within(
 
 
 def _page_states(states: Int8[Array, "B H R C"], slots: SlotMap) -> Int8[Array, "B H R P"]:
-    """Puts every block of keys in the place of its page."""
+    """Moves every block of keys to the column of its page."""
     block = jnp.where(slots.starts < 0, states.shape[-1], slots.starts // slots.page_size)
-    # A table can have more entries than the mask has blocks. One more, empty, stands for all that are beyond.
+    # A table can have more entries than the mask has blocks. One more, empty, serves for all beyond.
     states = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=EMPTY)
     return jax.vmap(functools.partial(jnp.take, axis=-1, mode="clip"))(states, block)
 
@@ -282,7 +282,7 @@ def _check_block_mask(block_mask: object, table_shape: tuple[int, ...], page_siz
 
 
 def _check_sizes(mod: Callable[..., ArrayLike], page_table: AnyArray, kv_lengths: AnyArray | None) -> None:
-    """Compares what the call over slots no longer can: batch entries are rows of the table, and positions are known."""
+    """Checks requirements on batch entries, the rows of the table, and on logical keys, lost in a call over slots."""
     keys = None if kv_lengths is None else last_key(kv_lengths)
     check_mod_sizes(mod, batch=page_table.shape[0], keys=keys, caller="a page table")
 

@@ -1,8 +1,8 @@
-"""What a pool of pages raises."""
+"""Exceptions of `PagePool`."""
 
 
 class OutOfPages(RuntimeError):
-    """More pages are asked for than are free. Nothing was allocated: release pages, or wait, and ask again."""
+    """Not enough free pages. Nothing was allocated: release pages, or wait, and try again."""
 
 
 class DoubleFree(ValueError):
@@ -10,4 +10,4 @@ class DoubleFree(ValueError):
 
 
 class ForeignPage(ValueError):
-    """A page is not one that the pool hands out (1 up to P), or it is free where one with an owner is needed."""
+    """A page is not one of the pool (from 1 to below P), or it is free and must have an owner."""

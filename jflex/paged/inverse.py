@@ -1,4 +1,4 @@
-"""The inverse of a page table: which position of a request a slot holds."""
+"""The inverse of a page table: from slots to positions of a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SlotMap:
     """From slots to positions, for each request: the inverse of a page table.
 
     Attributes:
-      starts: [B, P]: the position of a page's first token; -1 where the request does not have the page.
+      starts: [B, P]: the position of a page's first token; -1 if the request does not have the page.
       lengths: [B]: slots that hold positions from here on are hidden.
       page_size: Tokens in a page.
     """
@@ -32,7 +32,7 @@ class SlotMap:
     page_size: int
 
     def positions(self, b: Any, h: Any, q_idx: Any, slot: Any) -> Positions:
-        """The position of the key that a slot holds for a request, and whether it holds any; if not, it is 0."""
+        """The position of the key in a slot, and whether the slot belongs to the request; if not, the position is 0."""
         row = b if self.starts.shape[0] > 1 else 0
         start = self.starts[row, slot // self.page_size]
         position = start + slot % self.page_size
@@ -46,18 +46,17 @@ def slot_map(
     """Inverts a page table; memory is B times P.
 
     Args:
-      page_table: [B, max_pages]; entries of 0 or below, and those for positions beyond a length, hold nothing.
+      page_table: [B, max_pages]; entries of 0 or below, and those for positions beyond a length, are ignored.
       kv_lengths: [B], or None: as many as the table has entries for.
       num_pages: P of the cache.
-      page_size: That of the cache.
+      page_size: Page size of the cache.
 
     Returns:
-      The map, with one row without pages for a table without rows. Of a page that stands twice in a row of the table,
-      the first place counts.
+      The map; for a table without rows, one row without pages. If a row lists a page twice, the first entry counts.
 
     Raises:
       TypeError: The arrays are not int32, or a size is not an integer.
-      ValueError: The shapes do not fit; or, where values are known, a page is outside of the cache, stands twice in a
+      ValueError: The shapes do not match; or, if values are known, a page is outside of the cache or listed twice in a
         row, or a length is negative or beyond the table.
 
     >>> slots = slot_map(jnp.array([[3, 1]]), jnp.array([3]), num_pages=4, page_size=2)
@@ -80,7 +79,7 @@ def _inverted(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: int,
         requests, table, lengths = 1, jnp.zeros((1, max_pages), jnp.int32), jnp.zeros(1, jnp.int32)
     used = (table > 0) & (starts < lengths[:, None])
     nowhere = max_pages * page_size
-    # The least, so that of a page that stands twice always the first place counts.
+    # The minimum, so that the first entry counts for a page that is listed twice.
     inverse = jnp.full((requests, num_pages), nowhere, jnp.int32)
     row = jnp.arange(requests, dtype=jnp.int32)[:, None]
     inverse = inverse.at[row, jnp.where(used, table, num_pages)].min(starts, mode="drop")
@@ -115,7 +114,7 @@ def _check_table(page_table: AnyArray, kv_lengths: AnyArray | None, num_pages: i
 
 
 def _check_pages(table: np.ndarray, lengths: np.ndarray | None, num_pages: int, page_size: int) -> None:
-    """Of known pages: that they are in the cache, and that a request has each once."""
+    """Raises unless known pages are in the cache, and a request lists each once."""
     used = table > 0
     if lengths is not None:
         used &= np.arange(table.shape[1]) * page_size < lengths[:, None]
@@ -126,13 +125,13 @@ def _check_pages(table: np.ndarray, lengths: np.ndarray | None, num_pages: int, 
             f"`page_table` must hold pages below `num_pages`, {num_pages}. Entry {entry} of request {request} is "
             f"{table[request, entry]}. Put 0 where a request has no page, or pass the `num_pages` of the cache."
         )
-    # Entries that are not used get different negative numbers, so that they are never alike.
+    # Unused entries get distinct negative numbers.
     ordered = np.sort(np.where(used, table, -1 - np.arange(table.shape[1])), axis=1)
     twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
     if twice.size:
         request, place = twice[0].tolist()
         raise ValueError(
-            f"`page_table` must not hold a page twice for one request: no inverse of it can tell two positions of one "
-            f"slot. Request {request} has page {ordered[request, place]} twice. Use `jflex.paged_attention`, which "
-            "looks pages up, or pass `kv_lengths` if the entries after the first are not in use."
+            f"`page_table` must not hold a page twice for one request: one slot would map to two positions. "
+            f"Request {request} has page {ordered[request, place]} twice. Use `jflex.paged_attention`, which "
+            "looks pages up, or pass `kv_lengths` if the entries after the first are unused."
         )

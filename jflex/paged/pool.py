@@ -1,7 +1,7 @@
-"""Who owns which page: the host-side book of a paged cache, in numpy alone.
+"""The page allocator of a paged cache: reference counts on the host, in numpy alone.
 
-A page is free, or it has owners: requests and caches of prefixes, each counted once for every time that it lists the
-page. The pool knows how many owners a page has, not who they are. It never touches a device.
+A page is free, or it has owners: requests and prefix caches, each counted as often as it lists the page. The pool knows
+how many owners a page has, not which. It never touches a device.
 
 After the block manager of vLLM (Kwon et al., 2023, https://arxiv.org/abs/2309.06180, sections 4.3 and 4.4).
 """
@@ -21,19 +21,19 @@ from jflex.paged.sizes import checked_pages
 
 
 class PagePool:
-    """The pages of a `PagedCache` of the same `num_pages` and `page_size`, except page 0, which is never handed out.
+    """The pages of a `PagedCache` of the same `num_pages` and `page_size`, except page 0, which is never allocated.
 
-    Every method does all that it is asked for, or raises and changes nothing. In lists of pages a page may stand more
-    than once, and counts so often. A pool is one thread's, and can be copied with ``copy.deepcopy``.
+    Every method succeeds as a whole, or raises and changes nothing. A list of pages may repeat a page, which then
+    counts as often. A pool is not thread-safe; ``copy.deepcopy`` copies it.
 
-    Free pages are a stack: the page that was released last is allocated first. So of a request whose pages are
-    released in their order, the tail is used again before the head; a new pool hands out 1, 2, 3 and so on.
+    Free pages are a stack: the page released last is allocated first. So if a request releases its pages in order, its
+    tail is reused before its head; a new pool allocates 1, 2, 3 and so on.
 
-    To write to a page that others own too would change what they read. Before a request appends to a page that is
-    partly filled, `fork` it; full pages are not written again and can be shared as they are.
+    Writing to a shared page would change what its other owners read. Before a request appends to a partly filled page,
+    `fork` it; full pages are not written again and can stay shared.
 
     Args:
-      num_pages: Pages in all, page 0 included.
+      num_pages: Total pages, page 0 included.
       page_size: Tokens in a page, 1 to 256.
 
     Raises:
@@ -60,7 +60,7 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """P: pages in all, page 0 included."""
+        """P: total pages, page 0 included."""
         return self._num_pages
 
     @property
@@ -70,14 +70,14 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `alloc` can give now."""
+        """Pages that `alloc` can return now."""
         return self._num_free
 
     def __repr__(self) -> str:
         return f"PagePool(num_pages={self._num_pages}, page_size={self._page_size}, num_free={self._num_free})"
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages so many tokens take.
+        """How many pages `num_tokens` tokens need.
 
         Raises:
           TypeError: `num_tokens` is not an integer.
@@ -93,7 +93,7 @@ class PagePool:
 
         Raises:
           TypeError: `page` is not an integer.
-          ForeignPage: The pool does not hand out this page.
+          ForeignPage: The page is not one of the pool.
 
         >>> pool = PagePool(8, 16)
         >>> pool.share(pool.alloc(1))
@@ -103,13 +103,13 @@ class PagePool:
         return int(self._owners[self._checked("page", [page])][0])
 
     def alloc(self, n: int) -> tuple[int, ...]:
-        """Takes free pages; each has one owner then.
+        """Allocates free pages, each with one owner.
 
         Args:
           n: How many; may be 0.
 
         Returns:
-          Their ids. What the pages hold is arbitrary.
+          Their ids. The contents of the pages are arbitrary.
 
         Raises:
           TypeError: `n` is not an integer.
@@ -123,7 +123,7 @@ class PagePool:
         if n > self._num_free:
             raise OutOfPages(
                 f"`n` is {n}, but {self._num_free} pages are free of {self._num_pages - 1}. Release pages, or make the "
-                "cache and its pool with more."
+                "cache and its pool larger."
             )
         pages = self._free[self._num_free - n : self._num_free][::-1].copy()
         self._num_free -= n
@@ -138,7 +138,7 @@ class PagePool:
 
         Raises:
           TypeError: An id is not an integer.
-          ForeignPage: A page is free, or none that the pool hands out.
+          ForeignPage: A page is free, or not one of the pool.
 
         >>> pool = PagePool(8, 16)
         >>> pool.share(pool.alloc(2))
@@ -148,15 +148,15 @@ class PagePool:
         np.add.at(self._owners, self._owned("ids", ids), 1)
 
     def release(self, ids: Iterable[int]) -> None:
-        """Takes one owner from each page; those without owners are free then, the last one to be allocated first.
+        """Removes one owner from each page; pages without owners become free, and the last is allocated first.
 
         Args:
           ids: Pages that have owners.
 
         Raises:
           TypeError: An id is not an integer.
-          ForeignPage: A page is none that the pool hands out.
-          DoubleFree: A page has no owner, or fewer than the times that it is listed.
+          ForeignPage: A page is not one of the pool.
+          DoubleFree: A page is listed more often than it has owners.
 
         >>> pool = PagePool(8, 16)
         >>> pool.release(pool.alloc(3))
@@ -174,26 +174,26 @@ class PagePool:
             )
         self._owners[distinct] -= times.astype(np.int32)
         freed = distinct[self._owners[distinct] == 0]
-        # In the order of the call, each at the place where its last owner left.
+        # In the order of the call, each page where it loses its last owner.
         last = {int(page): place for place, page in enumerate(pages)}
         self._push(sorted(freed.tolist(), key=last.__getitem__))
 
     def fork(self, page: int) -> int:
-        """A page for one owner of `page` alone, to write to: copy on write.
+        """Copy-on-write: returns a page that the caller, an owner of `page`, owns alone.
 
-        The caller must be one of the owners. If it is the only one, `page` itself comes back and nothing changes. Else
-        the caller's ownership moves to a page that was free: `page` has one owner less, the new page has one, and the
-        caller copies the tokens, ``copy_pages(cache, src, dst)``, before anything is written to either.
+        If the caller is the only owner, this is `page` and nothing changes. Else the caller's ownership moves to a free
+        page: `page` has one owner less, the new page has one, and the caller must copy the tokens,
+        ``copy_pages(cache, src, dst)``, before anything is written to either.
 
         Args:
           page: A page that has owners.
 
         Returns:
-          `page`, or the id of another one.
+          `page`, or the id of the new page.
 
         Raises:
           TypeError: `page` is not an integer.
-          ForeignPage: It is free, or none that the pool hands out.
+          ForeignPage: It is free, or not one of the pool.
           OutOfPages: It has several owners, and no page is free.
 
         >>> pool = PagePool(8, 16)
@@ -210,7 +210,7 @@ class PagePool:
         if not self._num_free:
             raise OutOfPages(
                 f"`page` {page} has {self._owners[page]} owners, and none of {self._num_pages - 1} pages is free to "
-                "copy it to. Release pages, or make the cache and its pool with more."
+                "copy it to. Release pages, or make the cache and its pool larger."
             )
         (new,) = self.alloc(1)
         self._owners[page] -= 1
@@ -223,14 +223,14 @@ class PagePool:
 
         Args:
           requests: The pages of each request, in the order of its tokens.
-          max_pages: The width of the table; None: as wide as the longest request needs. A fixed width compiles once.
+          max_pages: The width of the table; None: that of the longest request. A fixed width compiles once.
 
         Returns:
           The table.
 
         Raises:
           TypeError: An id or `max_pages` is not an integer.
-          ForeignPage: A page is free, or none that the pool hands out.
+          ForeignPage: A page is free, or not one of the pool.
           ValueError: A request has more than `max_pages` pages.
 
         >>> pool = PagePool(8, 16)
@@ -256,12 +256,12 @@ class PagePool:
 
         Args:
           page_table: [R, max_pages], integers, on the host or the device.
-          kv_lengths: [R]: keys of each request, so that the entries are known which it uses; None: all but 0.
+          kv_lengths: [R]: keys of each request, which decide the entries that it uses; None: all entries but 0.
 
         Raises:
-          TypeError: An argument holds no integers.
-          ValueError: The shapes do not fit, or a length needs more entries than the table has.
-          ForeignPage: A used page is free, or none that the pool hands out.
+          TypeError: An argument does not hold integers.
+          ValueError: The shapes do not match, or a length needs more entries than the table has.
+          ForeignPage: A used page is free, or not one of the pool.
 
         >>> pool = PagePool(8, 16)
         >>> table = pool.table([pool.alloc(2)])
@@ -289,15 +289,15 @@ class PagePool:
             )
 
     def check(self, holders: Iterable[Iterable[int]] | None = None) -> None:
-        """Raises unless the books balance: every page but 0 is either free, once, or has owners.
+        """Raises unless the pool is consistent: every page but 0 is either free, once, or has owners.
 
         Args:
-          holders: All that own pages, each as a list of them: then every page must have as many owners as it is listed.
+          holders: The pages of each owner: then every page must have as many owners as it is listed.
 
         Raises:
           TypeError: An id is not an integer.
-          ForeignPage: A page in `holders` is none that the pool hands out.
-          RuntimeError: The books do not balance: a page leaked, or is used by more than its owners.
+          ForeignPage: A page in `holders` is not one of the pool.
+          RuntimeError: The pool is inconsistent: a page leaked, or is used by more than its owners.
 
         >>> pool = PagePool(8, 16)
         >>> held = pool.alloc(2)
@@ -309,8 +309,8 @@ class PagePool:
         free = np.sort(self._free[: self._num_free])
         if not np.array_equal(free, 1 + np.flatnonzero(self._owners[1:] == 0)) or self._owners.min() < 0:
             raise RuntimeError(
-                f"the books of {self!r} do not balance: {len(free)} pages are free, {np.count_nonzero(self._owners)} "
-                "have owners. Only the methods of the pool may change it, and of one thread."
+                f"{self!r} is inconsistent: {len(free)} pages are free, {np.count_nonzero(self._owners)} have owners. "
+                "Change a pool only through its methods, from one thread."
             )
         if holders is None:
             return
@@ -331,7 +331,7 @@ class PagePool:
         self._num_free += len(pages)
 
     def _checked(self, name: str, ids: Iterable[int]) -> np.ndarray:
-        """Ids as an array; every one a page that the pool hands out."""
+        """Ids as an array; raises unless every one is a page of the pool."""
         pages = _integers(name, ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1)
         wrong = pages[(pages < 1) | (pages >= self._num_pages)]
         if wrong.size:

@@ -1,6 +1,6 @@
-"""From packed queries and pages to output and lse: traces the mods, chooses a backend, runs it.
+"""From packed queries and pages to output and lse: traces the mods, selects a backend, runs it.
 
-What `jflex.paged_attention` and `jflex.cascade_attention` have in common.
+Shared by `jflex.paged_attention` and `jflex.cascade_attention`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pallas_kernels.spec import AttentionSpec, Paging
 
 
 class Pages(NamedTuple):
-    """Keys and values, and which of them each group of queries has; numpy arrays too.
+    """Pages of keys and values, and those of each group of queries; may be numpy arrays.
 
     Attributes:
-      key: [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] of L layers; or its shape.
+      key: [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers; or its shape.
       value: The same with Dv.
       num_pages: Pages that the table may name.
-      first_page: int32 [1], the first page of the layer; the pages of the layers are one row.
+      first_page: int32 [1], the first page of the layer; the pages of all layers are numbered consecutively.
       indptr: int32 [R + 1], where the queries of each group begin.
       lengths: int32 [R], keys of each.
       table: int32 [R, max_pages].
@@ -48,14 +48,14 @@ class Pages(NamedTuple):
 
 
 class How(NamedTuple):
-    """How to attend: what callers pass on.
+    """Options that callers pass on.
 
     Attributes:
       score_mod: ``(score, r, h, n, j)``: group, query head, packed query, key of the group.
       mask_mod: ``(r, h, n, j)``.
       scale: As in `flex_attention`.
       config: Likewise.
-      exact_out: Whether the output keeps the precision of sums, to be merged; else it has the dtype of the query.
+      exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
     """
 
     score_mod: ScoreMod | None
@@ -70,7 +70,7 @@ class PagedCall(NamedTuple):
 
     Attributes:
       caller: Name of the public function, for messages.
-      spec: What is static in it.
+      spec: Its static part.
       query: [N, Hq, D], in the dtype of the pages; or its shape.
       pages: The keys and values.
       score_operands: The arrays that the score mod captures.
@@ -109,7 +109,7 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
 
 
 def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
-    """Traces the mods and checks what is left to check; nothing is computed, and query and pages may be shapes."""
+    """Traces the mods and makes the remaining checks; nothing is computed, and query and pages may be shapes."""
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
@@ -149,7 +149,7 @@ def no_derivative(caller: str, name: str) -> str | None:
 
 
 def _without_gradient(x: jax.Array, reason: str) -> jax.Array:
-    """The array itself; raises where a derivative of it is asked for."""
+    """The array itself; raises if it is differentiated."""
 
     @jax.custom_jvp
     def identity(x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Ready score_mods, one idea a file; each function returns a ``(score, b, h, q_idx, kv_idx) -> score``.
 
-Arrays that are given to them are captured, and floating-point ones receive gradients. Calls of other sizes than those
-that they were made for are refused, as for `jflex.masks`.
+Arrays passed to them are captured, and floating-point ones receive gradients. Calls with other sizes than those that
+they were made for are refused, as for `jflex.masks`.
 """
 
 from jflex.scores.alibi import alibi as alibi

@@ -14,9 +14,9 @@ from jflex.mods.types import ScoreMod
 
 
 def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
-    """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: keys before the query lose, in proportion to their distance.
+    """Adds ``slopes[h] * (kv_idx - q_idx)`` to the scores: a penalty for keys before the query, linear in distance.
 
-    Join it with a causal mask: keys after the query gain.
+    Combine it with a causal mask: the scores of keys after the query increase.
 
     Args:
       slopes: One slope for each query head; `alibi_slopes` gives those of the paper.
@@ -42,8 +42,8 @@ def alibi(slopes: Float[ArrayLike, " Hq"]) -> ScoreMod:
 def alibi_slopes(heads: int) -> Float32[Array, " {heads}"]:
     """The slopes of the paper: ``2 ** (-8 (h + 1) / heads)`` for a power of two.
 
-    Any other number of heads takes those of the power of two below it, and then every second one of the power above,
-    as the authors' code does.
+    For other numbers of heads, these are the slopes of the power of two below, then every second one of the power
+    above, as in the authors' code.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]

@@ -15,7 +15,7 @@ def bias(values: Float[ArrayLike, "B H T S"]) -> ScoreMod:
     """Adds ``values[b, h, q_idx, kv_idx]`` to the scores.
 
     Args:
-      values: The bias. Batch and heads may be 1, shared by all; queries and keys may be more than a call has.
+      values: The bias. Batch and heads may be 1, shared by all; T and S may exceed those of a call.
 
     Returns:
       A score_mod.

@@ -15,8 +15,8 @@ def relative_bias(table: Float[ArrayLike, "Hq N"]) -> ScoreMod:
     """Adds ``table[h, clip(kv_idx - q_idx, -m, m) + m]`` to the scores, where ``N = 2 m + 1``.
 
     Args:
-      table: One number for each query head and distance from ``-m`` (the key comes first) to ``m``; farther keys share
-        the outermost.
+      table: One number for each query head and distance from ``-m`` (the key comes first) to ``m``; larger distances
+        are clipped.
 
     Returns:
       A score_mod.

@@ -1,4 +1,4 @@
-"""Soft capping: scores never pass a bound (Gemma 2, https://arxiv.org/abs/2408.00118, section 2)."""
+"""Soft capping: bounds the scores (Gemma 2, https://arxiv.org/abs/2408.00118, section 2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jflex.mods.types import ScoreMod
 
 
 def softcap(cap: float | Float[ArrayLike, ""]) -> ScoreMod:
-    """Sends a score to ``cap * tanh(score / cap)``.
+    """Maps a score to ``cap * tanh(score / cap)``.
 
     Args:
       cap: The bound, positive; 50.0 in Gemma 2.

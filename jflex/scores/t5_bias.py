@@ -14,13 +14,13 @@ from jflex.mods.types import ScoreMod
 
 
 def t5_bias(table: Float[ArrayLike, "Hq N"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
-    """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: near distances have own buckets, far ones share them.
+    """Adds ``table[h, bucket(kv_idx - q_idx)]`` to the scores: small distances have their own buckets, others share.
 
     Args:
       table: One number for each query head and bucket.
-      bidirectional: As in T5's encoder, half of the buckets are for keys after the query. Otherwise, as in its decoder,
-        those share the bucket of the query itself: hide them with a causal mask.
-      max_distance: From here on all distances share the last bucket.
+      bidirectional: True as in T5's encoder: half of the buckets are for keys after the query. False as in its decoder:
+        keys after the query share the bucket of distance 0; use a causal mask.
+      max_distance: Distances from here on share the last bucket.
 
     Returns:
       A score_mod.

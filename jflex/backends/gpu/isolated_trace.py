@@ -15,10 +15,10 @@ _R = TypeVar("_R")
 
 
 def isolated_trace(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Traces kernels and programs by themselves.
+    """Traces kernels and programs apart from the caller's settings.
 
-    That is without ``jax_enable_x64``, under which the Python numbers in them would have 64 bits, and outside of the
-    mesh of an enclosing `jax.shard_map`, in which derivatives hold steps that say how an array lies on the mesh.
+    That is without ``jax_enable_x64``, which would give Python numbers in them 64 bits, and outside the mesh of an
+    enclosing `jax.shard_map`, which would put sharding annotations into derivatives.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""Adapter of the Hopper kernels: plans a call, and hands the kernels its arrays.
+"""Adapter of the Hopper kernels: plans a call, and passes its arrays to the kernels.
 
-The Triton kernels compute the gradients that these leave, and tiles that masked NaN reached.
+The Triton kernels compute the gradients that these do not, and recompute tiles that masked NaN reached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.spec import AttentionSpec
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu import plan as mosaic_plan
 
-_LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists that lengths alone lead to
+_LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
 
 class MosaicGpu(Backend):
@@ -55,7 +55,7 @@ class MosaicGpu(Backend):
         d_saved: SavedCotangents,
         requested: GradientRequest,
     ) -> Gradients:
-        """Runs the backward kernels, and those of `triton` for what these leave."""
+        """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
         own = _own(spec, requested)
         rest = None
         if own.left is not None:
@@ -75,7 +75,7 @@ class MosaicGpu(Backend):
         if requested is not None:
             return preference.slower_backward(spec)
         if triton.decodes(spec):
-            return "for so few queries only 'triton' has kernels of their own"
+            return "only 'triton' has split-KV kernels for so few queries"
         return preference.slower_forward(_own(spec, None))
 
 
@@ -105,7 +105,7 @@ def _describe(own: mosaic_plan.Plan) -> str:
 
 
 def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:
-    """The plan of the Hopper kernels, for a call that is known to run."""
+    """The plan of the Hopper kernels, for a call that they support."""
     plan = _plan(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
@@ -117,7 +117,7 @@ def _own_gradients(
     from pallas_kernels.gradients import RequestedGradients
     from pallas_kernels.mosaic_gpu.backward import gradients
 
-    assert plan.backward is not None  # or there is nothing to run
+    assert plan.backward is not None  # else the caller has returned
     requested, derivative, tiles = plan.backward.requested, plan.backward.derivative, plan.backward.tiles
     operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
     states = (saved.out, saved.lse), (d_saved.out, d_saved.lse)

@@ -20,6 +20,6 @@ def operands_of(inputs: Inputs) -> Operands:
 
 
 def requested_gradients(result: KernelGradients, requested: GradientRequest) -> Gradients:
-    """The gradients of the kernels, without those of captured arrays that nobody requested."""
+    """The gradients of the kernels, without those of captured arrays that were not requested."""
     captured = tuple(g if r else None for g, r in zip(result.score_operands, requested.score_operands, strict=True))
     return Gradients(result.query, result.key, result.value, captured)

@@ -1,4 +1,4 @@
-"""Adapter of the Triton kernels: plans a call, and hands the kernels its arrays."""
+"""Adapter of the Triton kernels: plans a call, and passes its arrays to the kernels."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Triton(Backend):
 
     @isolated_trace
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-        """The kernels and tiles of both passes. Lengths become a mask, but where few queries are decoded."""
+        """The kernels and tiles of both passes. Lengths become a mask, except in decoding."""
         return _plan(spec, requested)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
-        """Runs the forward kernel, the one for few queries, or the one for pages."""
+        """Runs the forward, the decoding or the paged kernel."""
         from pallas_kernels.triton import forward
         from pallas_kernels.triton.decode.kernel import decode
 
         planned = _planned(spec, None)
         if isinstance(inputs, PagedInputs):
             return _attend_paged(planned, inputs)
-        assert planned.forward is not None  # of a dense call
+        assert planned.forward is not None  # the call is dense
         tiles = planned.forward.tiles
         if planned.decodes:
             return Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
@@ -58,12 +58,12 @@ class Triton(Backend):
         d_saved: SavedCotangents,
         requested: GradientRequest,
     ) -> Gradients:
-        """Runs the kernel for dK and dV, and the one for dQ, as far as they are requested."""
+        """Runs the dK/dV and the dQ kernel, if their gradients are requested."""
         from pallas_kernels.gradients import RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
         plan = _planned(spec, requested).backward
-        assert plan is not None  # it was requested
+        assert plan is not None  # gradients were requested
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
         found = gradients.backward(
             plan.spec,
@@ -85,7 +85,7 @@ class Triton(Backend):
 def repair_forward(
     spec: AttentionSpec, operands: Operands, result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of the Hopper kernels; rows that these marked are computed again (`pallas_kernels.marks`)."""
+    """Out and lse of the Hopper kernels, with the marked rows recomputed (`pallas_kernels.marks`)."""
     from pallas_kernels.triton import repairs
 
     return repairs.forward(spec, operands, result)
@@ -98,7 +98,7 @@ def repairs_of(
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
 ) -> Repairs:
-    """How gradients of the Hopper kernels are computed again where they marked them."""
+    """Functions that recompute gradients of the Hopper kernels where these marked them."""
     from pallas_kernels.triton import repairs
 
     return repairs.backward(spec, operands, derivative, saved, d_saved)
@@ -112,7 +112,7 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
     from pallas_kernels.triton.plan import plan
 
     lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
-    decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # that kernel knows lengths
+    decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # the decoding kernel takes lengths
     planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
     if isinstance(planned, Refusal):
         return planned
@@ -125,7 +125,7 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
 
 
 def _planned(spec: AttentionSpec, requested: GradientRequest | None) -> triton_plan.Plan:
-    """The plan of a call that is known to run."""
+    """The plan of a supported call."""
     plan = _plan(spec, requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
@@ -146,7 +146,7 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
-    """Of lists that are made for lengths alone: large enough for all tiles, not much larger than the call."""
+    """Block size of lists made from lengths alone: no smaller than any tile, not much larger than the call."""
     given = [t for t in (spec.config.forward, spec.config.dkv, spec.config.dq) if t is not None]
     cover = lambda length: min(kv_lengths.LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
     return max([cover(spec.T), *(t.block_q for t in given)]), max([cover(spec.S), *(t.block_kv for t in given)])

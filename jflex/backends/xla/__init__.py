@@ -1,1 +1,1 @@
-"""The backend in plain JAX: blockwise, for any device."""
+"""The `xla` backend: blockwise attention in plain JAX, for any device."""

@@ -1,4 +1,4 @@
-"""Blockwise attention in plain JAX: linear memory, empty blocks are never computed. What CPUs and TPUs run."""
+"""Blockwise attention in plain JAX, for CPUs and TPUs: linear memory, and empty blocks are skipped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Xla(Backend):
         """The blocks of the mask, or fixed ones, in both passes."""
         del requested
         if spec.paging is not None:
-            return Plan(lambda: "pages, one request after the other")
+            return Plan(lambda: "pages, one request after another")
         size = spec.block_size
         if size is not None:
             return Plan(lambda: f"{size[0]} x {size[1]}, the blocks of the mask")
@@ -87,12 +87,12 @@ class Xla(Backend):
         d_saved: SavedCotangents,
         requested: GradientRequest,
     ) -> Gradients:
-        """One pass over the rows: dQ is a row's own, dK, dV and the gradients of captures are added up in place."""
+        """One pass over the rows: each row computes its dQ, and adds to dK, dV and gradients of captures in place."""
         return _Backward(spec, inputs, saved, d_saved, requested).run()
 
 
 class _Rows(NamedTuple):
-    """What the backward pass needs of the queries of one unit, in the orders in which it is multiplied."""
+    """What the backward pass reads of the queries of one unit, in the layouts of its GEMMs."""
 
     unit: Unit
     q: jax.Array
@@ -110,7 +110,7 @@ class _Rows(NamedTuple):
         return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None])
 
 
-_Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and sums: arrays, lists of arrays or None
+_Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and accumulators: arrays, lists of arrays or None
 
 
 class _Backward:
@@ -128,7 +128,7 @@ class _Backward:
         lse = saved.lse.reshape(delta.shape).astype(exact)
         if d_saved.lse is not None:
             delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: exp(s - inf) is 0
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a fully masked row: exp(s - inf) is 0
         rows = self.walk.rows * self.walk.size[0]
         pad = lambda x, fill=0.0: jnp.pad(
             x, [(0, 0)] * 3 + [(0, rows - spec.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
@@ -137,7 +137,7 @@ class _Backward:
         self.loaded = split_loads(spec.score_mod) if spec.score_mod is not None else None
 
     def run(self) -> Gradients:
-        """All wanted gradients."""
+        """All requested gradients."""
         spec, walk, wanted = self.spec, self.walk, self.requested
         exact = _exact(spec)
         keys = (spec.B, spec.Hkv, block_count(spec.S, walk.size[1]) * walk.size[1])
@@ -182,7 +182,7 @@ class _Backward:
         d_s = (d_s * spec.scale).astype(spec.dtype)
         p = p.astype(spec.dtype)
         d_key, d_value = grads["key"], grads["value"]
-        # What is hidden has a dS of 0, and may be NaN itself; what is visible and NaN has made dS NaN.
+        # A masked q or k may be NaN, while its dS is 0; a visible NaN has made dS NaN.
         contained = cleared if is_partial else lambda x: x
         over_queries = lambda a, b: _einsum("bksgq,bkgqd->bksd", a, b, spec)
         if d_key is not None:
@@ -221,10 +221,9 @@ class _Backward:
         return d_score.rest.astype(exact), grads
 
     def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
-        """Gradient, flat, of an operand of which the mod reads much at once, or by the score.
+        """Flat gradient of an operand of which the mod reads many values at once, or at an index that uses the score.
 
-        A mod may be NaN where nothing is seen, and so is 0 times its derivative: there it is evaluated at a place that
-        is seen.
+        A mod may be NaN where masked, and so is 0 times its derivative: there it is evaluated at a visible position.
         """
         operands, axes = self.inputs.score_operands, self.walk.axes
         places = (raw, *over_block(lambda *scalars: scalars, (), indices, axes))
@@ -245,7 +244,7 @@ class _Backward:
 def _over_block(
     function: Callable[..., Sequence[jax.Array]], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str
 ) -> list[Factored]:
-    """`over_block` of a function of several results, each of them `factored` and its factors as small as they are."""
+    """`over_block` of a function of several results, each `factored`; factors are not broadcast over the block."""
     depends: list[frozenset[int]] = []
 
     def pairs(*args):
@@ -271,7 +270,7 @@ def _over_block(
 def _summed(cotangent: Factored, load: Load, axes: str, visible: jax.Array | None) -> jax.Array:
     """The cotangent of a load, summed over the axes of a block on which the load does not depend."""
     scale, rest, _ = cotangent
-    if visible is not None:  # a mod may give NaN where nothing is seen
+    if visible is not None:  # a mod may give NaN where masked
         of_elements = rest if scale is None else scale
         seen = jnp.broadcast_to(visible, of_elements.shape[: len(axes)])
         shared = tuple(i for i in range(len(axes)) if rest.shape[i] < seen.shape[i])
@@ -311,19 +310,19 @@ def _scatter(
 
 
 def _exact(spec: AttentionSpec) -> jnp.dtype:
-    """The dtype of scores and sums."""
+    """The dtype of scores and accumulators."""
     return jnp.dtype(spec.exact)
 
 
 def _einsum(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
     exact = _exact(spec)
-    if spec.platform == "cpu":  # XLA's CPU lacks some products of 16-bit numbers into float32 ("UNIMPLEMENTED")
+    if spec.platform == "cpu":  # XLA's CPU lacks some 16-bit GEMMs with float32 results ("UNIMPLEMENTED")
         a, b = a.astype(exact), b.astype(exact)
     return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=exact)
 
 
-def _scaled(products: jax.Array, spec: AttentionSpec) -> jax.Array:
-    return products * jnp.asarray(spec.scale, products.dtype)
+def _scaled(scores: jax.Array, spec: AttentionSpec) -> jax.Array:
+    return scores * jnp.asarray(spec.scale, scores.dtype)
 
 
 def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
@@ -339,21 +338,21 @@ def _accumulate(
     state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, spec: AttentionSpec
 ) -> tuple[jax.Array, ...]:
     """One step of the online softmax."""
-    top, total, out = state
-    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+    row_max, row_sum, out = state
+    new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
+    shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     p = jnp.exp(s - shift[..., None])
-    keep = jnp.exp(top - shift)
-    product = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
-    out = out * keep[..., None] + masked_product(product, p.astype(spec.dtype), v, visible)
-    return new_top, total * keep + jnp.sum(p, axis=-1), out
+    alpha = jnp.exp(row_max - shift)
+    gemm = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
+    out = out * alpha[..., None] + masked_product(gemm, p.astype(spec.dtype), v, visible)
+    return new_max, row_sum * alpha + jnp.sum(p, axis=-1), out
 
 
-def _finish(top: jax.Array, total: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and lse; 0 and -inf for rows that see nothing."""
-    empty = top == -jnp.inf
-    safe = jnp.where(empty, 1.0, total)
-    return out / safe[..., None], jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+def _finish(row_max: jax.Array, row_sum: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and lse; 0 and -inf for fully masked rows."""
+    empty = row_max == -jnp.inf
+    safe = jnp.where(empty, 1.0, row_sum)
+    return out / safe[..., None], jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
 
 
 def _padded_query(walk: Walk, query: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Walking the blocks of a mask one at a time, as the `xla` backend does.
+"""The block walk of the `xla` backend.
 
-A *unit* is one row of blocks of the lists: a block of queries for one entry of the lists' batch and heads. What the
-lists share (batch size 1, or one head for all) is computed together in one unit; what they do not is walked unit by
-unit, so that exactly the listed blocks are computed.
+A *unit* is one row of blocks of the lists: a block of queries for one batch entry and head of the lists. If the lists
+share a batch (size 1) or a head among all, one unit computes all of these together; so exactly the listed blocks are
+computed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jflex.backends.xla.narrow import read
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_states
 from pallas_kernels.spec import AttentionSpec, Mod
 
-# Tiles where no mask says otherwise: the smallest that lose nothing. Milliseconds of processor time on 2 cores,
+# Tiles without a BlockMask: the smallest of the fast ones. Milliseconds of CPU time on 2 cores,
 # float32, S 2048, H 4, D 64, forward and (in brackets) forward with backward: 128 x 1024 64 (171), 256 x 512
 # 54 (160), 256 x 1024 55 (158), 256 x 2048 86 (265), 512 x 512 55 (150), 512 x 1024 50 (167), 1024 x 1024 69 (177).
 _DENSE_TILE = (256, 512)
 
 
-# The axes of a block of scores: batch, key head, group, queries and keys. XLA on a CPU copies a factor of which the
-# contracted axes do not come last on the left and first on the right. The forward pass multiplies scores by values,
-# over the keys; of the three such products of the backward pass two are over the queries, and the one over the keys
-# takes the scores on the right. So neither copies a block of scores. Processor time of the backward pass on 2 cores,
-# float32, S 2048, H 4, D 64: 110 ms with the keys first, 190 ms with the queries first.
+# The axes of a block of scores: batch, key head, group, queries and keys. XLA on a CPU copies a GEMM operand unless its
+# contracted axes come last in the left operand, or first in the right one. The forward pass contracts P V over the
+# keys; of the backward GEMMs with P or dS, two contract over the queries, and the one over the keys has dS on the
+# right. So neither copies a block of scores. CPU time of the backward pass on 2 cores, float32, S 2048, H 4, D 64:
+# 110 ms with the keys first, 190 ms with the queries first.
 QUERIES_FIRST, KEYS_FIRST = "bkgqs", "bksgq"
 INDEX_OF_AXIS = {"b": 0, "k": 1, "g": 1, "q": 2, "s": 3}  # which of b, h, q_idx, kv_idx varies along an axis
 
@@ -42,7 +42,7 @@ S = TypeVar("S")
 
 
 class Unit(NamedTuple):
-    """One row of blocks: where it starts in batch, key heads, group and rows, and which lists are its own."""
+    """One row of blocks: its start in batch, key heads and group, its row, and the index of its lists."""
 
     start: tuple[jax.Array, jax.Array, jax.Array]
     row: jax.Array
@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A block of keys: its number, and True, which XLA does not know (see `jflex.backends.xla.narrow.read`)."""
+    """A block of keys: its number, and a True that XLA cannot fold (see `jflex.backends.xla.narrow.read`)."""
 
     number: jax.Array
     exists: jax.Array
@@ -58,14 +58,14 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The blocks of one spec, and in which pieces they are visited.
+    """The blocks of one spec, and the units that visit them.
 
     Attributes:
-      spec: The spec; lengths of keys have become a part of its mask and lists.
-      lists: Of the BlockMask, or of a dense mask.
+      spec: The spec; `kv_lengths` are part of its mask and lists.
+      lists: Lists of the BlockMask, or of all blocks.
       mask_operands: The arrays that the mask captures.
       size: Queries and keys in a block.
-      axes: Of a block of scores.
+      axes: Axes of a block of scores.
       kv_lengths: How many keys each batch entry has, or None.
     """
 
@@ -78,13 +78,13 @@ class Walk:
 
     @classmethod
     def of(cls, spec: AttentionSpec, inputs: Inputs, axes: str) -> Walk:
-        """Takes the lists of the mask, or makes those of a dense one."""
+        """Takes the lists of the BlockMask, or makes lists of all blocks."""
         size, kv_lengths = _dense_size(spec), inputs.kv_lengths
         if spec.kv_lengths:
             spec, inputs = with_lengths_as_mask(spec, size), bounded_inputs(spec, inputs, size)
         lists = inputs.lists
         if spec.blocks is not None and lists is not None:
-            size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # of few queries, only these
+            size = min(spec.blocks.size[0], spec.T), spec.blocks.size[1]  # no more queries than there are
             return cls(spec, lists, inputs.mask_operands, size, axes, kv_lengths)
         lengths = (spec.T, spec.S)
         state = FULL if spec.mask_mod is None else PARTIAL
@@ -117,11 +117,11 @@ class Walk:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """Number of units."""
         return self.list_batch * self.list_heads * self.rows
 
     def unit(self, number: jax.Array) -> Unit:
-        """The unit of this number."""
+        """The unit with this number."""
         row, rest = number % self.rows, number // self.rows
         head, batch = rest % self.list_heads, rest // self.list_heads
         group = self.spec.group
@@ -141,7 +141,7 @@ class Walk:
         return b, h, jnp.minimum(q_idx, self.spec.T - 1), jnp.minimum(kv_idx, self.spec.S - 1)
 
     def visible(self, unit: Unit, column: jax.Array) -> jax.Array:
-        """Which elements of a partial block count, with the axes of a block of scores or broadcast to them."""
+        """Which elements of a partial block are visible, in a shape that broadcasts to a block of scores."""
         q_idx = unit.row * self.size[0] + jnp.arange(self.size[0], dtype=jnp.int32)
         kv_idx = column * self.size[1] + jnp.arange(self.size[1], dtype=jnp.int32)
         along = lambda x, axis: jnp.expand_dims(x, tuple(n for n, a in enumerate(self.axes) if a != axis))
@@ -152,15 +152,15 @@ class Walk:
         return inside & over_block(mask, (), self.indices(unit, column), self.axes)
 
     def queries(self, x: jax.Array, unit: Unit) -> jax.Array:
-        """The rows of one unit, of an array [B, Hkv, group, T, ...]."""
+        """The rows of one unit in an array [B, Hkv, group, T, ...]."""
         start = (*unit.start, unit.row * self.size[0], *[jnp.zeros_like(unit.row)] * (x.ndim - 4))
         part = lambda: lax.dynamic_slice(x, start, (*self.together, self.size[0], *x.shape[4:]))
         return read(part, unit.row < self.rows, self.spec.platform)
 
     def keys(self, x: jax.Array, unit: Unit, column: Column, *, is_partial: bool) -> jax.Array:
-        """A block of key or value as [B, Hkv, S, ...], zeros past the end and, in a partial one, past the lengths.
+        """A block of key or value as [B, Hkv, S, ...]; zeros past the end and, in a partial block, past the lengths.
 
-        It is taken from the array as it came, so that what no query visits costs nothing.
+        It is sliced from the unpadded array, so that blocks that no query visits cost nothing.
         """
         p, size = self.spec, min(self.size[1], self.spec.S)
         batch, heads, _ = self.together
@@ -171,7 +171,7 @@ class Walk:
         turn = lambda t: t if p.layout == "BNTH" else (t[0], t[2], t[1], t[3])
         block = read(lambda: lax.dynamic_slice(x, turn(at), turn(shape)), column.exists, p.platform)
         block = block if p.layout == "BNTH" else block.swapaxes(1, 2)
-        if p.S % self.size[1]:  # the last block begins earlier than it should, and moves to where it should
+        if p.S % self.size[1]:  # the slice of the last block begins too early: shift it
             block = jnp.pad(block, ((0, 0), (0, 0), (0, self.size[1]), (0, 0)))
             zero = jnp.zeros_like(first)
             block = lax.dynamic_slice(block, (zero, zero, first - start, zero), (*shape[:2], self.size[1], shape[3]))
@@ -179,14 +179,14 @@ class Walk:
         return self._cleared(block, unit, first) if is_partial and self.kv_lengths is not None else block
 
     def _cleared(self, block: jax.Array, unit: Unit, first: jax.Array) -> jax.Array:
-        """Zeros where a batch entry has no keys: NaN there would survive a weight of 0."""
+        """Zeros keys beyond the lengths: NaN there would survive a weight of 0."""
         assert self.kv_lengths is not None
         lengths = lax.dynamic_slice(self.kv_lengths, (unit.start[0],), (block.shape[0],))[:, None, None, None]
         kv_idx = first + lax.broadcasted_iota(jnp.int32, block.shape, 2)
         return jnp.where(kv_idx < jnp.broadcast_to(lengths, block.shape), block, jnp.zeros_like(block))
 
     def add_keys(self, x: jax.Array, block: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
-        """Adds to a block of an array [B, Hkv, S padded to blocks, ...], in place under jit."""
+        """Adds to a block in an array [B, Hkv, S padded to blocks, ...], in place under jit."""
         at = (unit.start[0], unit.start[1], column * self.size[1], jnp.zeros_like(column))
         return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, block.shape) + block, at)
 
@@ -206,7 +206,7 @@ class Walk:
         return carry
 
     def assemble(self, x: jax.Array) -> jax.Array:
-        """Joins what the units gave, [units, batch, key head, group, queries, ...], to [B, Hkv, group, T, ...]."""
+        """Joins the results of units [units, batch, key head, group, queries, ...] to [B, Hkv, group, T, ...]."""
         p, rest = self.spec, x.shape[5:]
         heads = (1, 1) if self.list_heads == 1 else (p.Hkv, p.group)
         x = x.reshape(self.list_batch, *heads, self.rows, *self.together, self.size[0], *rest)
@@ -215,14 +215,14 @@ class Walk:
 
 
 def _dense_size(spec: AttentionSpec) -> tuple[int, int]:
-    """Queries and keys in a block where no BlockMask says so."""
+    """Queries and keys in a block without a BlockMask."""
     tiles = spec.config.forward
     size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
     return min(size[0], spec.T), min(size[1], spec.S)
 
 
 def over_block(function: Callable[..., R], blocks: Sequence[jax.Array], indices: Sequence[jax.Array], axes: str) -> R:
-    """Evaluates a function of scalars on blocks with these axes, and on the indices of `Walk.indices`."""
+    """Evaluates a function of scalars on blocks with these axes and the indices of `Walk.indices`."""
     for axis in reversed(axes):
         in_axes = (0 if number == INDEX_OF_AXIS[axis] else None for number in range(4))
         function = jax.vmap(function, in_axes=(*(0 for _ in blocks), *in_axes))

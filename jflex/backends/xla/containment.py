@@ -1,4 +1,4 @@
-"""Keeps NaN that a mask hides out of sums, in plain JAX: a weight of 0 times NaN is NaN."""
+"""Keeps masked NaN out of sums, in plain JAX: a weight of 0 times NaN is NaN."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax import lax
 
 @jax.custom_batching.custom_vmap
 def all_finite(x: jax.Array) -> jax.Array:
-    """Whether nothing in an array is NaN or infinite; under `jax.vmap`, in the whole batch.
+    """Whether an array is finite; under `jax.vmap`, whether the whole batch is.
 
-    So a `lax.cond` by it stays one: by a predicate for each entry, both of its branches would run.
+    So a `lax.cond` on it stays a branch: with a predicate for each entry, both branches would run.
     """
     return jnp.all(jnp.isfinite(x))
 
@@ -25,20 +25,20 @@ def _all_finite_of_batch(axis_size: int, in_batched: list[bool], x: jax.Array) -
 
 
 def cleared(x: jax.Array) -> jax.Array:
-    """0 for what is NaN or infinite."""
+    """Replaces NaN and infinity by 0."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 def masked_product(
     product: Callable[[jax.Array, jax.Array], jax.Array], weights: jax.Array, x: jax.Array, visible: jax.Array | None
 ) -> jax.Array:
-    """``product(weights, x)``, to which rows of `x` that are hidden add nothing, be they NaN.
+    """``product(weights, x)``, to which masked rows of `x` add nothing, even if they are NaN.
 
     Args:
-      product: Sums of weights times rows.
-      weights: 0 where hidden.
+      product: A GEMM: sums of weights times rows.
+      weights: Weights, 0 where masked.
       x: Rows.
-      visible: Which weights are not hidden, of their shape or broadcast to it; None for all.
+      visible: Which weights are not masked, in their shape or broadcast to it; None for all.
 
     Returns:
       The sums; NaN or infinite where a visible row is.
@@ -53,7 +53,7 @@ def masked_product(
             chosen = jnp.where(value == value, x == value, x != x)
             return out + jnp.where(product(seen, chosen.astype(x.dtype)) > 0, value, 0.0).astype(out.dtype)
 
-        values = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], x.dtype)  # in a loop, which takes the memory of one
+        values = jnp.asarray([jnp.inf, -jnp.inf, jnp.nan], x.dtype)  # in a loop, to take the memory of one GEMM
         return lax.fori_loop(0, 3, lambda i, out: with_value(values[i], out), product(weights, cleared(x)))
 
     return lax.cond(all_finite(x), lambda: product(weights, x), contained)

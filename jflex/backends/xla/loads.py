@@ -1,9 +1,9 @@
 """Where a traced mod reads the arrays that it captures.
 
-For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that has no meaning on a GPU tile. A load
-is a chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
-elementwise; so places that a mask hides can be cleared before anything is summed, and what remains is added into the
-gradient of the operand in place, once for each axis on which the load depends.
+For the `xla` backend, which evaluates any mod that `jax.vmap` can, also one that no GPU kernel supports. A load is a
+chain of indexing operations from an operand to a few values. The derivative of a mod with respect to its loads is
+elementwise. So masked elements can be cleared before anything is summed, and sums over the axes on which a load does
+not depend are added into the gradient of the operand in place.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Load:
     """A value that a mod reads from one operand.
 
     Attributes:
-      variable: In the jaxpr of the mod.
-      operand: Number of the operand.
+      variable: Its variable in the jaxpr of the mod.
+      operand: Index of the operand.
       axes: Which of b, h, q_idx, kv_idx (0 to 3) it depends on.
     """
 
@@ -44,8 +44,8 @@ class LoadedMod:
     Attributes:
       traced: The mod.
       jaxpr: Its program; see `jflex.mods.batchable`.
-      loads: The loads of floating-point operands of which it reads little at once.
-      whole: Numbers of the other floating-point operands.
+      loads: The loads of floating-point operands of which it reads few values at once.
+      whole: Indices of the other floating-point operands.
     """
 
     traced: TracedMod
@@ -54,7 +54,7 @@ class LoadedMod:
     whole: tuple[int, ...]
 
     def values(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> list[jax.Array]:
-        """What the loads read for scalars ``score, b, h, q_idx, kv_idx``."""
+        """The values that the loads read at scalars ``score, b, h, q_idx, kv_idx``."""
         env = self._run(operands, arguments, {}, [load.variable for load in self.loads])
         return [env[load.variable] for load in self.loads]
 
@@ -67,7 +67,7 @@ class LoadedMod:
         return self._run(operands, arguments, given, [out])[out]
 
     def positions(self, load: Load, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
-        """Where in the flattened operand a load reads: the same indexing, of the numbers of the elements."""
+        """Where in the flattened operand a load reads: the same indexing, applied to an iota."""
         shape = operands[load.operand].shape
         numbered = list(operands)
         numbered[load.operand] = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
@@ -90,9 +90,9 @@ class LoadedMod:
             eqn = jaxpr.eqns[number]
             values = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             if eqn.primitive.name in VIEWS and not isinstance(eqn.invars[0], core.Literal) and eqn.invars[0] in views:
-                views.add(eqn.outvars[0])  # of the numbers; what computes an index keeps its own fill value
+                views.add(eqn.outvars[0])  # of the iota; a load that computes an index keeps its own fill value
                 if eqn.primitive.name == "gather":
-                    eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # what is outside is dropped later
+                    eqn = eqn.replace(params={**eqn.params, "fill_value": -1})  # out of range: dropped later
             outs = bind(eqn, values)
             env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if v not in given)
         return env
@@ -117,14 +117,14 @@ def split_loads(traced: TracedMod) -> LoadedMod:
                 ends[v] = None
         axes.update(dict.fromkeys(eqn.outvars, depends))
     ends.update((v, None) for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in origin)
-    by_score = lambda v: -1 in axes.get(v, ())  # where it reads is no matter of b, h, q_idx, kv_idx alone
+    by_score = lambda v: -1 in axes.get(v, ())  # its index depends on the score, not on b, h, q_idx, kv_idx alone
     whole = {origin[v] for v in ends if math.prod(aval_of(v).shape) > SMALL or by_score(v)}
     loads = [Load(v, origin[v], tuple(sorted(axes.get(v, ())))) for v in ends if origin[v] not in whole]
     return LoadedMod(traced, jaxpr, tuple(loads), tuple(sorted(whole)))
 
 
 def _needed(jaxpr: core.Jaxpr, outputs: Sequence[core.Var], given: set[core.Var]) -> list[int]:
-    """Numbers of the equations on which the outputs depend, in order."""
+    """Indices of the equations on which the outputs depend, in order."""
     wanted, numbers = set(outputs) - given, []
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]

@@ -1,10 +1,10 @@
-"""Reading and writing parts of large bfloat16 arrays on a CPU, without a copy of all of them.
+"""Reading and writing slices of large bfloat16 arrays on a CPU, without copying the whole array.
 
 XLA's CPU compiler of jaxlib 0.10.2 has no bfloat16 slices, gathers, updates and scatters: it converts the array to
-float32, takes the part, and converts back. Where the part is read in a loop, the conversion moves out of it, and all of
-the array is widened: 2.0 times its memory. A scatter widens it anywhere. `jax.lax.optimization_barrier` does not stay
-long enough to stop this, and integers through ``bitcast_convert_type`` are another whole copy. In jaxlib 0.11.2 and
-0.12.0 none of this happens, as for float16 and float32 everywhere; there, and on other devices, nothing is done here.
+float32, slices it, and converts back. If it is sliced in a loop, the conversion is hoisted, and the whole array is
+widened: 2.0 times its memory. A scatter widens it anywhere. `jax.lax.optimization_barrier` is removed too early to stop
+this, and integers through ``bitcast_convert_type`` cost another whole copy. jaxlib 0.11.2 and 0.12.0 do none of this,
+and no version does it for float16 or float32; there, and on other devices, nothing is done here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jax.typing import DTypeLike
 from jflex._call.checks import current_device
 from jflex.types import AnyArray
 
-_NATIVE = (0, 11, 2)  # the first version of JAX that was seen to leave bfloat16 as it is
+_NATIVE = (0, 11, 2)  # the first version of JAX seen not to widen bfloat16
 
 
 def is_widened(dtype: DTypeLike, platform: str) -> bool:
-    """Whether XLA converts arrays of this dtype to take a part of them.
+    """Whether XLA converts arrays of this dtype to slice them.
 
     >>> is_widened(jnp.float16, "cpu"), is_widened(jnp.bfloat16, "gpu")
     (False, False)
@@ -33,12 +33,12 @@ def is_widened(dtype: DTypeLike, platform: str) -> bool:
 
 
 def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax.Array:
-    """A part of an array, in a loop or before the array is written: XLA moves nothing out of a branch.
+    """Reads a slice of an array inside a branch, out of which XLA hoists nothing: in a loop, or before a write.
 
     Args:
       part: Slices or gathers.
-      exists: A boolean that XLA does not know, True where `part` is read.
-      platform: Of the device.
+      exists: A boolean that XLA cannot fold, True where `part` is read.
+      platform: Platform of the device.
     """
     out = jax.eval_shape(part)
     if not is_widened(out.dtype, platform):
@@ -47,15 +47,15 @@ def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax
 
 
 def set_rows(x: jax.Array, index: tuple[jax.Array, ...], rows: AnyArray) -> jax.Array:
-    """``x.at[index].set(rows)`` in place if `x` is donated; what lies outside, below 0 too, is dropped.
+    """``x.at[index].set(rows)``, in place if `x` is donated; indices out of range, below 0 too, are dropped.
 
-    Where a scatter would be widened, each row of the array looks up what is new in it: one pass over the array, in
-    place. 4 tokens into 4096 pages of 16 tokens, 2 heads of 64, take 2 ms so, 31 ms by a scatter, 4 ms by one of
-    integers (which also copies the array); from 0.11.2 on 0.03 ms by a scatter.
+    Where a scatter would be widened, each row of the array gathers its new value instead: one pass over the array, in
+    place. Writing 4 tokens to 4096 pages of 16 tokens, 2 heads of 64, takes 2 ms this way, 31 ms by a scatter, and 4 ms
+    by a scatter of integers (which also copies the array); from 0.11.2 on a scatter takes 0.03 ms.
 
     Args:
       x: The array.
-      index: int32 arrays that broadcast to one shape, for the leading axes of `x`. No row twice.
+      index: int32 arrays that broadcast to one shape, for the leading axes of `x`, without duplicates.
       rows: That shape, and the other axes of `x`.
 
     >>> set_rows(jnp.zeros((2, 2)), (jnp.array([1, -1, 2]),), jnp.ones((3, 2))).tolist()

@@ -1,7 +1,7 @@
-"""Paged attention in plain JAX: one tile of queries after the other, each over the keys that it may see.
+"""Paged attention in plain JAX: one tile of queries after another, each over the keys that it may attend to.
 
-The work follows the lengths, not the size of the cache or of the tables: both loops run as long as there is something
-to read. What a mask hides whole is skipped too, where intervals can tell.
+The work follows the lengths, not the size of the cache or of the tables: the trip counts of both loops are data. Tiles
+at either end that interval arithmetic proves fully masked are skipped.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jflex.backends.xla.paged_bounds import walk_of
 from pallas_kernels.spec import AttentionSpec
 
 # 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
-# 256, 512 and 1024: what is smaller wastes less on short requests.
+# 256, 512 and 1024; smaller tiles waste less on short requests.
 KEYS = 256
-FEW = 16  # queries of a request from which on it takes larger tiles
+FEW = 16  # a request with more queries takes larger tiles
 _AXES = "kgqs"
 
 
 class _Work(NamedTuple):
-    """Requests with a number of queries between bounds, and how many queries they take at once."""
+    """Requests with a number of queries between bounds, and their queries per tile."""
 
     least: int
     most: int
@@ -53,7 +53,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 def _run(
     spec: AttentionSpec, inputs: PagedInputs, work: _Work, out: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the rows of the requests of one kind."""
+    """Computes and writes the rows of the requests in `work`."""
     start, end = inputs.indptr[:-1], inputs.indptr[1:]
     counts = end - start
     tiles = jnp.where((counts >= work.least) & (counts <= work.most), -(-counts // work.queries), 0)
@@ -77,7 +77,7 @@ def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -
     return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, rows.astype(x.dtype), before), first, axis=0)
 
 
-_State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of the online softmax: largest, sum, output
+_State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of the online softmax: row_max, row_sum, output
 
 
 def _tile(
@@ -108,10 +108,10 @@ def _tile(
     shape = (p.Hkv, p.group, count)
     state = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, p.Dv), exact))
     begin, end = walk_of(p, inputs, request, n, h, length, KEYS)
-    top, total, out = lax.fori_loop(begin, end, step, state)
-    empty = top == -jnp.inf
-    safe = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+    row_max, row_sum, out = lax.fori_loop(begin, end, step, state)
+    empty = row_max == -jnp.inf
+    safe = jnp.where(empty, 1, row_sum)
+    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
     rows = (out / safe[..., None]).transpose(2, 0, 1, 3).reshape(count, p.Hq, p.Dv)
     return rows, lse.transpose(2, 0, 1).reshape(count, p.Hq)
 
@@ -119,7 +119,7 @@ def _tile(
 def _rows(
     p: AttentionSpec, inputs: PagedInputs, pages: jax.Array, request: jax.Array, j: jax.Array, exists: jax.Array
 ) -> jax.Array:
-    """Keys or values of a request, [KEYS, Hkv, D], in the dtype of sums; zeros where there are none."""
+    """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length."""
     page = jnp.clip(inputs.table[request, j // p.page_size], 0, p.num_pages - 1) + inputs.first_page[0]
     rows = read(lambda: pages[page, j % p.page_size], exists[0], p.platform)
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)
@@ -127,12 +127,12 @@ def _rows(
 
 def _accumulate(state: _State, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> _State:
     """One step of the online softmax."""
-    top, total, out = state
-    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-    shift = jnp.where(new_top == -jnp.inf, 0, new_top)
-    weights, keep = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
-    product = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
+    row_max, row_sum, out = state
+    new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
+    shift = jnp.where(new_max == -jnp.inf, 0, new_max)
+    weights, alpha = jnp.exp(s - shift[..., None]), jnp.exp(row_max - shift)
+    gemm = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
     added = masked_product(
-        product, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask_mod is not None else None
+        gemm, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask_mod is not None else None
     )
-    return new_top, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + added
+    return new_max, row_sum * alpha + jnp.sum(weights, axis=-1), out * alpha[..., None] + added

@@ -1,4 +1,4 @@
-"""Which tiles of keys some queries visit, in plain JAX: up to the length, and without those that a mask hides whole."""
+"""Which tiles of keys some queries visit, in plain JAX: up to the length, without fully masked tiles at either end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pallas_kernels.program.evaluate import Space
     from pallas_kernels.program.ir import Node
 
-MOST_JUDGED = 1024  # runs of tiles that are judged at once
+MOST_JUDGED = 1024  # runs of tiles whose bounds are evaluated at once
 
 
 def walk_of(
@@ -29,7 +29,7 @@ def walk_of(
 
     Args:
       p: The spec.
-      inputs: Its arrays.
+      inputs: The arrays of the call.
       request: The request.
       n: Packed queries.
       h: All query heads.
@@ -38,7 +38,7 @@ def walk_of(
     """
     end = (length + tile - 1) // tile
     program = None if p.mask_mod is None else _mask_program(p)
-    if program is None:  # no mask, or one of which no program can be made
+    if program is None:  # no mask, or one without a kernel program
         return jnp.zeros_like(end), end
     from pallas_kernels.program import intervals
     from pallas_kernels.program.evaluate import Evaluation
@@ -58,7 +58,7 @@ def walk_of(
 
 @isolated_trace
 def _mask_program(p: AttentionSpec) -> Program | None:
-    """The program of the mask, with heads in rows; None if it cannot be made."""
+    """The kernel program of the mask, with heads in rows; None if there is none."""
     from pallas_kernels.program.programs import with_programs
 
     made = with_programs(dataclasses.replace(p, score_mod=None, heads_in_rows=True))
@@ -66,7 +66,7 @@ def _mask_program(p: AttentionSpec) -> Program | None:
 
 
 def _space(operands: Sequence[jax.Array], count: int) -> Space:
-    """Values of rows as ``[count]``, of nothing as ``[]``."""
+    """Row values have the shape ``[count]``, uniform ones ``[]``."""
     from pallas_kernels.program.evaluate import Space
 
     class Rows(Space):
