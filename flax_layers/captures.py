@@ -34,8 +34,11 @@ def captures(mod: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, tuple | list):
             pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
-            pending += vars(value).values()
+            names = vars(value) if hasattr(value, "__dict__") else [field.name for field in dataclasses.fields(value)]
+            pending += [getattr(value, name, None) for name in names]
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
@@ -43,4 +46,4 @@ def captures(mod: Any) -> Iterator[Any]:
         elif inspect.isfunction(value):
             # A variable that is assigned after the function was made has an empty cell so far.
             pending += [cell.cell_contents for cell in value.__closure__ or () if cell != empty_cell]
-            pending += value.__defaults__ or ()
+            pending += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -1,7 +1,9 @@
 """`flax_layers.attention_fn` against Flax's own functions: as a function, and inside Flax's own layers."""
 
+import dataclasses
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -390,3 +392,23 @@ def test_an_unbound_linen_mod_is_refused():
         ValueError, match=r"`score_mod` is an unbound linen module, LinenAlibi: .* create it in the module"
     ):
         attention_fn(LinenAlibi())(*arrays((B,)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    cap: Any
+
+
+@pytest.mark.parametrize("holder", ["slots", "dict", "keyword"])
+def test_parameters_are_seen_wherever_a_function_keeps_them(holder):
+    cap = nnx.Param(jnp.float32(0.5))
+    held = {"slots": Slotted(cap), "dict": {"cap": cap}}.get(holder)
+
+    def of_closure(score, b, h, q_idx, kv_idx):
+        return score if held is None else score * 2
+
+    def of_keyword(score, b, h, q_idx, kv_idx, *, cap=cap):
+        return score * cap[...]
+
+    with pytest.raises(ValueError, match="`score_mod` holds a Param"):
+        attention_fn(of_keyword if holder == "keyword" else of_closure)
