@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
-from jflex.backends.xla.narrow import set_rows
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +110,7 @@ class DenseCache:
         row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
         place = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
         # A scatter, for `dynamic_update_slice` would move what does not fit over earlier tokens.
-        write = lambda x, new: set_rows(x, (row, place), new.astype(x.dtype))
+        write = lambda x, new: jflex.set_rows(x, (row, place), new.astype(x.dtype))
         return DenseCache(write(self.k, k), write(self.v, v), self.lengths + tokens)
 
     def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseCache:
