@@ -42,6 +42,8 @@ class Tokenizer:
         with needs("tokenizers"):
             import tokenizers
         self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        self._tokenizer.no_truncation()  # files keep these settings of training; `transformers` sets them anew, too
+        self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
         self.special_tokens: dict[str, str] = {
@@ -175,8 +177,8 @@ def _environment() -> "jinja2.Environment":
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
