@@ -131,6 +131,12 @@ def save_pretrained(
     folder = pathlib.Path(folder)
     raw = write_config(model.config)
     values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    learned = [path for path in values if ".score_mod." in path]
+    if learned:
+        raise ValueError(
+            f"`model` has score_mods with parameters, which the files of `transformers` have no names for: "
+            f"{', '.join(learned)}. Save the model with orbax."
+        )
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
     tensors = families.tensors_of(families.family_named(model.config.family), shapes)

@@ -233,6 +233,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         True
     """
     family = family_named(config.family)
+    if any(layer.rotary_base is None for layer in config.layers):
+        raise ValueError(
+            f"`config.json` of the family {family.name} cannot describe a layer without a rotary embedding, "
+            "`rotary_base=None`. Save the model with orbax."
+        )
     full = [layer for layer in config.layers if layer.window is None] or list(config.layers)
     eos = config.eos_token_ids
     raw = {

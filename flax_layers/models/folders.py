@@ -45,12 +45,7 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
     """
     folder = pathlib.Path(os.path.abspath(folder))
-    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
-    if strange:
-        raise CheckpointError(
-            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
-            f"{', '.join(strange)}."
-        )
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
@@ -66,6 +61,23 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(room, ignore_errors=True)
+
+
+def check_replaceable(folder: pathlib.Path) -> None:
+    """Refuses to replace what is not a checkpoint.
+
+    Args:
+        folder: It need not exist.
+
+    Raises:
+        CheckpointError: It holds files that do not belong to a checkpoint.
+    """
+    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
+    if strange:
+        raise CheckpointError(
+            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
+            f"{', '.join(strange)}."
+        )
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:

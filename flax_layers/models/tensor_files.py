@@ -173,9 +173,10 @@ def write_files(
     for number, names in enumerate(groups, 1):
         several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = "model.safetensors" if len(groups) == 1 else several
-        held = {name: _joined(tensors[name], values) for name in names}
         try:
-            safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
+            safetensors.numpy.save_file(
+                {name: _joined(tensors[name], values) for name in names}, folder / file, metadata={"format": "pt"}
+            )
         except safetensors.SafetensorError as error:
             raise OSError(f"Writing {folder / file} failed: {error}.") from error
         places |= dict.fromkeys(names, file)
