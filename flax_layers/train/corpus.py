@@ -35,6 +35,7 @@ class Corpus:
         names: Of the files, for messages.
         files: Their tokens; those of token files are mapped into memory.
         end_tokens: Each ends a document.
+        option: Of the command line that named the files, for messages.
 
     Example:
         >>> corpus = Corpus(("a", "b"), (np.array([5, 9, 6]), np.array([7, 8])), end_tokens=(9,))
@@ -46,6 +47,7 @@ class Corpus:
     names: tuple[str, ...]
     files: tuple[Int[np.ndarray, " tokens"], ...]
     end_tokens: tuple[int, ...] = ()
+    option: str = "--data"
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
@@ -114,7 +116,7 @@ class Batches:
     def __post_init__(self):
         if not self.rows:
             raise InputError(
-                f"`--data` must hold at least one row of `--length` {self.length} tokens. Got {self.corpus.size} "
+                f"`{self.corpus.option}` must hold at least one row of `--length` {self.length} tokens. Got {self.corpus.size} "
                 f"tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
             )
 
@@ -168,7 +170,7 @@ class Batches:
             if wrong.size:
                 place = self.corpus.place(row * self.length + int(wrong[0]))
                 raise InputError(
-                    f"`--data` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
+                    f"`{self.corpus.option}` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
                     f"{tokens[wrong[0]]} at {place}. Use the tokenizer of the model, or the right `--token-dtype`."
                 )
         return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
@@ -184,6 +186,7 @@ def read_corpus(
     *,
     end_tokens: tuple[int, ...] = (),
     token_dtype: str = "uint16",
+    option: str = "--data",
 ) -> Corpus:
     """Reads text and token files.
 
@@ -193,6 +196,7 @@ def read_corpus(
         tokenizer: For text. Only token files need none.
         end_tokens: Each ends a document. The first is added to the end of each text.
         token_dtype: Of the tokens in `.bin` files.
+        option: Of the command line that named the files, for messages.
 
     Returns:
         The corpus.
@@ -202,46 +206,54 @@ def read_corpus(
             there is text and no tokenizer.
     """
     names, files = [], []
-    for path in _files_of(paths):
+    for path in _files_of(paths, option):
         if path.suffix in TOKEN_FILES:
-            tokens = _mapped(path, token_dtype)
+            tokens = _mapped(path, token_dtype, option)
         elif tokenizer is None:
             raise InputError(
                 f"`--tokenizer` must be given for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
         else:
-            tokens = _encoded(path, tokenizer, end_tokens)
+            tokens = _encoded(path, tokenizer, end_tokens, option)
         if len(tokens):
             names.append(str(path))
             files.append(tokens)
-    return Corpus(tuple(names), tuple(files), end_tokens)
+    return Corpus(tuple(names), tuple(files), end_tokens, option)
 
 
-def _files_of(paths: Sequence[pathlib.Path]) -> Iterator[pathlib.Path]:
+def _files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
     for path in paths:
         if not path.exists():
-            raise InputError(f"`--data` must name files or folders. There is no {path}.")
+            raise InputError(f"`{option}` must name files or folders. There is no {path}.")
         yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def _mapped(path: pathlib.Path, token_dtype: str) -> np.ndarray:
+def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, np.uint16)
     if path.suffix == ".bin":
+        if path.stat().st_size % np.dtype(token_dtype).itemsize:
+            raise InputError(
+                f"`{option}` must hold whole tokens. {path} has {path.stat().st_size} bytes, no multiple of the size of "
+                f"{token_dtype}. Set `--token-dtype` to the dtype that it was written with."
+            )
         return np.memmap(path, np.dtype(token_dtype), mode="r")
-    tokens = np.load(path, mmap_mode="r")
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise InputError(f"`{option}` must hold token files that numpy can map. Got {path}: {error}.") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise InputError(
-            f"`--data` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape {tokens.shape} "
+            f"`{option}` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape {tokens.shape} "
             f"in {path}."
         )
     return tokens
 
 
-def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...]) -> np.ndarray:
+def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...], option: str) -> np.ndarray:
     try:
         tokens = tokenizer.encode(path.read_bytes())
     except UnicodeDecodeError as error:
-        raise InputError(f"`--data` must hold text in UTF-8. Got {path}: {error}.") from error
+        raise InputError(f"`{option}` must hold text in UTF-8. Got {path}: {error}.") from error
     ends = end_tokens[:1] if len(tokens) else ()
     return np.concatenate([tokens, np.asarray(ends, np.uint32)])

@@ -14,6 +14,8 @@ from flax_layers.models import ModelConfig
 PEAKS = {
     "A100": 312e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,

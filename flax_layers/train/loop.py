@@ -147,11 +147,10 @@ class Run:
 
     def _interrupt(self, step: int, number: int) -> None:
         name = signal.Signals(number).name
-        last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
-        raise Interrupted(
-            f"{name} ended the run after step {step} of {self.plan.steps}. {last}. The same command goes on there.",
-            number,
-        )
+        last = "Nothing was saved."
+        if self.checkpoints is not None:
+            last = f"{self.checkpoints.last_good()}. The same command goes on there."
+        raise Interrupted(f"{name} ended the run after step {step} of {self.plan.steps}. {last}", number)
 
 
 class _Meter:

@@ -30,6 +30,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def _add_model(group: argparse._ArgumentGroup) -> None:
     start = group.add_mutually_exclusive_group()
     start.add_argument("--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint to train on")
@@ -56,7 +63,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=int, default=1000, help="in all")
-    group.add_argument("--batch", type=int, default=8, help="rows of a step")
+    group.add_argument("--batch", type=_positive, default=8, help="rows of a step")
     group.add_argument("--length", type=int, default=1024, help="tokens of a row")
     group.add_argument("--learning-rate", type=float, default=3e-4, help="the largest of the schedule")
     group.add_argument("--warmup", type=int, help="steps until it is reached; None: a tenth of all, at most 50")
@@ -69,10 +76,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _add_computation(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,model=4")
     group.add_argument(
-        "--accumulate", type=int, default=1, help="parts that a step is computed in, one after the other"
+        "--accumulate", type=_positive, default=1, help="parts that a step is computed in, one after the other"
     )
     group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass computes again")
-    group.add_argument("--loss-chunk", type=int, default=2048, help="tokens whose logits a device holds at a time")
+    group.add_argument("--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time")
     group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
     group.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
     group.add_argument("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
@@ -81,6 +88,6 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
     group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end")
-    group.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
+    group.add_argument("--keep", type=_positive, default=2, help="checkpoints that are kept")
     group.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: at the end")
     group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")

@@ -91,6 +91,7 @@ class Trainer:
         rules: How parameters are cut over it.
 
     Raises:
+        InputError: The parameters are narrower than float32.
         ValueError: The mesh does not divide the model.
 
     Example:
@@ -122,6 +123,7 @@ class Trainer:
         self._form, variables = nnx.split(model)
         self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
         parameters = flat_parameters(variables)
+        _check_float32(parameters)
         shardings = shardings_of(parameters, self.config, self.mesh, rules)
         parameters = jax.device_put(parameters, shardings)
         optimizer = recipe.optimizer()
@@ -171,6 +173,18 @@ class Trainer:
     def model(self) -> Decoder:
         """The model with the parameters of now; steps that follow invalidate them."""
         return self._merged(self.state.parameters)
+
+    def release_state(self) -> State:
+        """Frees the state, for one from a checkpoint to take its place: both at once may not fit into memory.
+
+        Returns:
+            Its shapes, dtypes and shardings.
+        """
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.state = shapes
+        return shapes
 
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
@@ -272,6 +286,16 @@ def shardings_of(parameters: Parameters, config: Any, mesh: Mesh, rules: Rules) 
     """Where each parameter lies."""
     shapes = {path: value.shape for path, value in parameters.items()}
     return parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
+
+
+def _check_float32(parameters: Parameters) -> None:
+    """Raises where updates would be rounded away: parameters and moments would have a narrow dtype."""
+    narrow = sorted({str(value.dtype) for value in parameters.values() if value.dtype.itemsize < 4})
+    if narrow:
+        raise InputError(
+            f"`model` must have float32 parameters to train. Got {', '.join(narrow)}. Pass `param_dtype=jnp.float32` "
+            "to `from_pretrained` or `Decoder`; `dtype` is that of the computation."
+        )
 
 
 def _constrained(tree: Any, shardings: Any) -> Any:
