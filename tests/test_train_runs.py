@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
     arguments = [*SMALL, f"--data={text}", f"--output={undisturbed}"]
     wider = SMALL[1].replace("width=16", "width=24", 1)
     with pytest.raises(
-        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 asked.*--seed: 0 in"
+        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 in this run.*--seed: 0 in"
     ):
         main([*arguments, wider, "--seed=1"])
 
@@ -243,7 +243,7 @@ def test_an_empty_corpus(tmp_path):
 
 def test_tokens_beyond_the_vocabulary(tmp_path):
     np.full(32 * 20, VOCABULARY * 10, np.uint16).tofile(tmp_path / "tokens.bin")
-    with pytest.raises(InputError, match=r"below the model's vocabulary, 256. Got 640 at place \d+ of .*tokens\.bin"):
+    with pytest.raises(InputError, match=r"below the model's vocabulary, 256. Got 640 at token \d+ of .*tokens\.bin"):
         main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
 
 
@@ -316,6 +316,8 @@ def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
 
 
 def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
-    run = Run(train_cases.trainer(), train_cases.batch, Plan(3), seen=lambda progress: signal.raise_signal(signal.SIGINT))
+    run = Run(
+        train_cases.trainer(), train_cases.batch, Plan(3), seen=lambda progress: signal.raise_signal(signal.SIGINT)
+    )
     with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
         run.finish()

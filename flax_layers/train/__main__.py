@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> float | None:
         The held-out loss in the end, nats per token; None if nothing is held out.
 
     Raises:
-        InputError: What was asked for cannot be done.
+        InputError: An option or its data is wrong.
         CheckpointError: The folder to begin with is no checkpoint that can be read.
         LossError: The loss is no longer a number.
         SaveError: A checkpoint could not be written.

@@ -1,4 +1,4 @@
-"""What happened in each step, as lines of JSON."""
+"""The log of a run: one line of JSON for each step."""
 
 import json
 import pathlib

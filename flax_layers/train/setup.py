@@ -1,4 +1,4 @@
-"""From the options of the command line to the parts of a run."""
+"""Builds the parts of a run from the options of the command line."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ from flax_layers.train.trainer import Computation, Trainer, create_model, flat_p
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
-    """The model that is asked for, and its learned score mod.
+    """The model that the options describe, and its learned score mod.
 
     Args:
         options: As `parse_options` gives them.
@@ -85,7 +85,7 @@ def export_source(options: argparse.Namespace) -> pathlib.Path | None:
 
 
 def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batches, list[Rows]]:
-    """What is trained on, and what is held out.
+    """The batches to train on, and the held-out batches.
 
     Args:
         options: As `parse_options` gives them.
@@ -183,7 +183,7 @@ def make_trainer(
 
 
 def description(options: argparse.Namespace, config: ModelConfig, batches: Batches) -> dict[str, Any]:
-    """What must stay the same from one part of a run to the next: the model, and the data with their order.
+    """What a resumed run must share with its checkpoint: the model, the data and their order.
 
     Args:
         options: As `parse_options` gives them.
@@ -206,7 +206,7 @@ def description(options: argparse.Namespace, config: ModelConfig, batches: Batch
 
 
 def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
-    """FLOP/s of all devices of the mesh at their best.
+    """Peak FLOP/s of all devices of the mesh.
 
     Args:
         text: As `--peak-flops` takes it.
@@ -231,7 +231,7 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
 
 
 def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
-    """The mesh, if the run can be computed on it.
+    """The mesh, after checking that the run fits it.
 
     Args:
         options: As `parse_options` gives them.
