@@ -321,3 +321,9 @@ def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
     )
     with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
         run.finish()
+
+
+def test_a_mesh_without_an_axis_is_refused():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(InputError, match=r"`mesh` must have the axes data, fsdp, model. Got data. Make it with"):
+        Trainer(train_cases.build(), Recipe(steps=1), mesh=mesh)

@@ -41,8 +41,8 @@ def peak_flops(kind: str) -> float | None:
         The longest matching entry of `PEAKS`; None if there is none.
 
     Example:
-        >>> peak_flops("NVIDIA H200"), peak_flops("cpu")
-        (989000000000000.0, None)
+        >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
+        (989000000000000.0, 756000000000000.0, None)
     """
     found = [name for name in PEAKS if f" {name} " in f" {kind} " or f" {name}-" in f" {kind}"]
     return PEAKS[max(found, key=len)] if found else None

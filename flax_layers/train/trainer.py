@@ -91,7 +91,7 @@ class Trainer:
         rules: How parameters are sharded over it.
 
     Raises:
-        InputError: The parameters are narrower than float32.
+        InputError: The parameters are narrower than float32, or the mesh lacks an axis.
         ValueError: The mesh does not divide the model.
 
     Example:
@@ -120,6 +120,11 @@ class Trainer:
         self._dtype = model.embed.dtype
         self.computation = computation
         self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
+        if not set(parallel.AXES) <= set(self.mesh.shape):
+            raise InputError(
+                f"`mesh` must have the axes {', '.join(parallel.AXES)}. Got {', '.join(self.mesh.shape)}. Make it with "
+                "`flax_layers.train.make_mesh`, or add axes of size 1."
+            )
         self._form, variables = nnx.split(model)
         self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
         parameters = flat_parameters(variables)
