@@ -1,7 +1,8 @@
-"""What users build with jflex: attention layers for Flax.
+"""Attention layers and language models for Flax, built on jflex.
 
-`flax_layers.nnx` and `flax_layers.linen` hold the layers, `flax_layers.models` language models made of them;
-`python -m flax_layers.train` trains these, `python -m flax_layers.demo` a small one.
+`flax_layers.nnx` and `flax_layers.linen` hold the layers, `flax_layers.models` language models made of them.
+`python -m flax_layers.train` trains these, `python -m flax_layers.generate` writes text with them, and
+`python -m flax_layers.demo` trains a small one.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What the attention layers of nnx and linen share: all but parameters and the rules of Flax for them."""
+"""The computation that the attention layers of nnx and linen share; each adds its parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mods(NamedTuple):
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
     ) -> Mods:
-        """Those of a call where it has any, else these; the two forms of a mask count as one thing."""
+        """These, with those of a call in their place; the two forms of a mask are replaced together."""
         score_mod = self.score_mod if score_mod is None else score_mod
         if mask_mod is None and block_mask is None:
             mask_mod, block_mask = self.mask_mod, self.block_mask
@@ -42,26 +42,26 @@ class Mods(NamedTuple):
         """The same without a BlockMask: its mask_mod in its place, a mask of positions in the whole sequence.
 
         Raises:
-            ValueError: The BlockMask hides more than its mask_mod tells.
+            ValueError: The BlockMask masks more than its mask_mod.
         """
         if self.block_mask is None:
             return self
         if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
             raise ValueError(
-                "The `block_mask` of this layer's constructor hides more than one mask_mod tells, so there is no "
-                "form of it for decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
+                "The `block_mask` of this layer's constructor masks more than its mask_mod, so it has no form for "
+                "decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
             )
         return Mods(self.score_mod, self.block_mask.mask_mod)
 
     def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
-        """Those of `for_decoding`, for queries that begin at the position `first`."""
+        """The mods of `for_decoding`, for queries whose positions begin at `first`."""
         move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
         return Mods(move(self.score_mod), move(self.mask_mod))
 
 
 @runtime_checkable
 class Layer(Protocol):
-    """What the functions below read of a layer, of either family."""
+    """The attributes of a layer, nnx or linen, that the functions below read."""
 
     num_heads: Any
     num_kv_heads: Any
@@ -80,7 +80,7 @@ class Layer(Protocol):
 
 
 def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
-    """Raises ValueError where the head counts or sizes of a layer do not fit."""
+    """Raises ValueError if the head counts or sizes of a layer do not fit."""
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
@@ -134,7 +134,7 @@ def attend(
     mods: Mods,
     positions: Int[Array, "*#batch T"] | None,
 ) -> Float[Array, "*batch T features"]:
-    """What the call of a layer computes."""
+    """Computes the call of a layer."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     positions = jnp.arange(length) if positions is None else positions
     query, key, value = map(fold_batch, project(layer, inputs, positions))
@@ -152,7 +152,7 @@ def attend(
 
 
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
-    """Raises ValueError where a call is given both forms of a mask."""
+    """Raises ValueError if a call has both forms of a mask."""
     if mask_mod is not None and block_mask is not None:
         raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
 
@@ -164,7 +164,7 @@ def decode(
     mods: Mods,
     block_mask: jflex.BlockMask | None,
 ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
-    """What `decode` of a layer computes; a `block_mask` of the call is one of its own queries, and replaces a mask."""
+    """Computes `decode` of a layer. A `block_mask` covers the queries of this call and replaces the mask in `mods`."""
     if not isinstance(cache, DenseCache):
         raise TypeError(
             f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
@@ -203,7 +203,7 @@ def decode_paged(
     mods: Mods,
     number: int | Int32[Array, ""] | None,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
-    """What `decode_paged` of a layer computes; `number` is that of the layer in its cache."""
+    """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     if inputs.ndim != 2:
         raise ValueError(
             f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "

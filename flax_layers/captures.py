@@ -1,4 +1,4 @@
-"""What a mod holds, as far as Python can tell."""
+"""The objects that a mod captures."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def captures(mod: Any) -> Iterator[Any]:
-    """What a function, a method or a `functools.partial` of one reaches: owner, arguments, closure, and so on down.
+    """All objects that a function, a method or a `functools.partial` reaches: owner, arguments, closure, defaults.
 
     Args:
-        mod: The function; it is the first of what it reaches.
+        mod: The function. It is yielded first.
 
     Yields:
         Each object once.
@@ -34,13 +34,16 @@ def captures(mod: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, tuple | list):
             pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
-            pending += vars(value).values()
+            names = vars(value) if hasattr(value, "__dict__") else [field.name for field in dataclasses.fields(value)]
+            pending += [getattr(value, name, None) for name in names]
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
             pending += [value.__self__, value.__func__]
         elif inspect.isfunction(value):
-            # A variable that is assigned after the function was made has an empty cell so far.
+            # The cell of a variable that is not assigned yet is empty.
             pending += [cell.cell_contents for cell in value.__closure__ or () if cell != empty_cell]
-            pending += value.__defaults__ or ()
+            pending += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

@@ -14,20 +14,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
-from jflex.backends.xla.narrow import set_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseCache:
-    """Keys and values of B sequences, with room for `max_length` tokens each: a pytree for `jit`, `scan` and the like.
+    """Keys and values of B sequences, with capacity for `max_length` tokens each. A pytree.
 
-    Nothing is updated in place by itself: `append` returns a new cache. Donate the old one to `jit`, and the new one
-    takes its memory.
+    `append` returns a new cache. Donate the old one to `jit`, and the new one reuses its memory.
 
     Attributes:
-        k: Keys. Places at or beyond a sequence's length hold anything; no query sees them.
-        v: Values, likewise.
+        k: Keys. Positions at or after a sequence's length hold arbitrary values, which are never attended to.
+        v: Values, with the same layout.
         lengths: How many tokens each sequence has.
 
     Example:
@@ -48,7 +46,7 @@ class DenseCache:
 
         Args:
             batch_size: B, the number of sequences.
-            max_length: Tokens that each has room for.
+            max_length: Capacity of each, in tokens.
             num_kv_heads: Hkv.
             head_dim: D.
             dtype: Of keys and values, floating-point.
@@ -73,21 +71,20 @@ class DenseCache:
 
     @property
     def max_length(self) -> int:
-        """Tokens that each sequence has room for."""
+        """Capacity of each sequence, in tokens."""
         return self.k.shape[1]
 
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> DenseCache:
-        """Writes T tokens behind the ones that each sequence has. Under `jit` with the cache donated, in place.
+        """Appends T tokens to each sequence; in place under `jit` with the cache donated.
 
-        What would stand beyond `max_length` is dropped where lengths are traced and so cannot be checked; what stands
-        in the cache is not touched by that.
+        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and the cache keeps its other tokens.
 
         Args:
             k: Keys; they are cast to the dtype of the cache.
             v: Values, likewise.
 
         Returns:
-            The cache with T more tokens in every sequence.
+            The cache with T more tokens in each sequence.
 
         Raises:
             ValueError: Batch, heads or head size are not those of the cache, or the tokens do not fit.
@@ -109,16 +106,15 @@ class DenseCache:
         tokens = k.shape[1]
         self._check_room(tokens)
         row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
-        place = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-        # A scatter, for `dynamic_update_slice` would move what does not fit over earlier tokens.
-        write = lambda x, new: set_rows(x, (row, place), new.astype(x.dtype))
+        position = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
+        # A scatter: `dynamic_update_slice` would shift tokens that do not fit over earlier ones.
+        write = lambda x, new: jflex.set_rows(x, (row, position), new.astype(x.dtype))
         return DenseCache(write(self.k, k), write(self.v, v), self.lengths + tokens)
 
     def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseCache:
-        """The cache with other lengths: to forget the last tokens of sequences, each another number of them.
+        """The cache with other lengths: drops tokens from the end of each sequence.
 
-        So tokens that a speculation got wrong are taken back, and so is the padding behind prompts of different
-        lengths that were appended as one array.
+        Use it for rejected speculated tokens, or for the padding of prompts that were appended as one array.
 
         Args:
             lengths: New lengths, one for each sequence; traced ones are not checked.
@@ -127,7 +123,7 @@ class DenseCache:
             A cache with the same keys and values.
 
         Raises:
-            ValueError: There is not one length for each sequence, or one lies outside of the cache.
+            ValueError: The number of lengths is not that of the sequences, or one is out of range.
 
         Example:
             >>> cache = DenseCache.create(2, 8, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
@@ -149,13 +145,13 @@ class DenseCache:
     def block_mask(
         self, mask_mod: jflex.MaskMod, tokens: int, *, block_size: int | tuple[int, int] = 128
     ) -> jflex.BlockMask:
-        """The blocks of the cache that the next tokens see: attention reads no others.
+        """The blocks of the cache that the next tokens attend to: no others are read.
 
-        Make it before the tokens are appended, once for all layers that share the mask. The lengths may be traced.
+        Build it before the tokens are appended, once for all layers that share the mask. The lengths may be traced.
 
         Args:
             mask_mod: A mask of positions in whole sequences, as for training.
-            tokens: How many tokens each sequence goes on by.
+            tokens: How many tokens are appended to each sequence.
             block_size: Of queries and keys, one number or a pair.
 
         Returns:
@@ -175,13 +171,13 @@ class DenseCache:
         used = int(known.max()) if known is not None and known.size else 0
         if used + tokens > self.max_length:
             raise ValueError(
-                f"The cache has room for {self.max_length} tokens a sequence. Its longest has {used}, and {tokens} "
-                "more do not fit. Make it with a larger `max_length`, or forget tokens with `cache.with_lengths`."
+                f"The cache has room for {self.max_length} tokens per sequence. Its longest has {used}, and {tokens} "
+                "more do not fit. Make it with a larger `max_length`, or drop tokens with `cache.with_lengths`."
             )
 
 
 def _known(x: Array | np.ndarray) -> np.ndarray | None:
-    """The values, where they can be read here: not those of tracers, nor of arrays that other hosts hold parts of."""
+    """The values; None for tracers and for arrays that are not fully addressable here."""
     if isinstance(x, np.ndarray):
         return x
     if isinstance(x, Tracer) or not x.is_fully_addressable:

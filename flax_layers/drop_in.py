@@ -34,28 +34,28 @@ def attention_fn(
 ) -> AttentionFn:
     """A function for `attention_fn=` of `nnx.MultiHeadAttention` and of `linen.MultiHeadDotProductAttention`.
 
-    Mods and masks are those of `jflex.flex_attention`, and what Flax hands over counts, too: a score is
-    ``score_mod(scale * <query, key>) + bias``, and a key is visible where `mask_mod` or `block_mask`, the `mask` of the
-    call and `is_causal` say so. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient. A
-    `mask_mod` needs no such array, and a `block_mask` and `is_causal` skip blocks. (Beside one of these two, a dense
-    mask is read once more, to find blocks that it empties.)
+    Mods and masks are those of `jflex.flex_attention`, combined with the arguments that Flax passes: a score is
+    ``score_mod(scale * <query, key>) + bias``, and a key is attended to where `mask_mod` or `block_mask`, the `mask` of
+    the call and `is_causal` say so. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient. A
+    `mask_mod` needs no such array. A `block_mask` skips blocks, and so does `is_causal` unless there is a `mask_mod`.
+    (With either, a dense mask is read once more, to find blocks that it leaves empty.)
 
-    A mod may be a callable `nnx.Module` with parameters; then the function is a module, too, and a child of the
-    `nnx.MultiHeadAttention`. In linen a mod may be a module that the caller created, or capture what `self.param` gave.
+    A mod may be a callable `nnx.Module` with parameters; then the function is a module itself, and a child of the
+    `nnx.MultiHeadAttention`. In linen a mod may be a module of the caller, or capture what `self.param` returned.
 
-    Flax decodes with one query, the whole cache and a mask, and does not say where the query stands. With `decode` it
-    stands at the last key that the mask shows to any head of any sequence. That is the index of the cache, unless a
-    mask of the caller hides the newest token from all of them.
+    Flax decodes with one query, the whole cache and a mask, and does not pass the position of the query. With `decode`
+    it is that of the last key that the mask keeps for any head of any sequence. That is the index of the cache, unless
+    a mask of the caller removes the newest token everywhere.
 
-    Two things differ from Flax's own function: a query that attends to no key gives 0, not the mean of all values; and
-    scores and softmax are in float32 whatever the dtype.
+    Two things differ from Flax's own function: a query that attends to no key returns 0, not the mean of all values;
+    and scores and softmax are in float32 whatever the dtype.
 
     Args:
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`; `b` counts all leading axes, the last fastest.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query sees the key.
-        block_mask: A `jflex.BlockMask` in place of `mask_mod`. Where Flax decodes, its mask_mod counts.
+        block_mask: A `jflex.BlockMask` in place of `mask_mod`. In decode mode, its mask_mod is used.
         scale: Factor of the raw scores. Default: ``head_dim ** -0.5``, as in Flax.
-        decode: What a call with one query, many keys and a mask is. True: a step of Flax's decode mode. False:
+        decode: The meaning of a call with one query, many keys and a mask. True: a step of Flax's decode mode. False:
             attention of a single query, at position 0. Default: mods and `is_causal` are refused in such a call.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
         config: Tile sizes. Default: tuned ones.
@@ -64,8 +64,8 @@ def attention_fn(
         The function. It takes every argument of `nnx.dot_product_attention` and of `linen.dot_product_attention`.
 
     Raises:
-        ValueError: `mask_mod` and `block_mask` are both given; with `decode`, the BlockMask hides what no mask_mod
-            tells; or a function holds parameters of NNX.
+        ValueError: Both `mask_mod` and `block_mask` are set; with `decode`, the BlockMask masks more than its
+            mask_mod; or a function holds NNX parameters.
 
     Example:
         >>> alibi = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
@@ -81,12 +81,12 @@ def attention_fn(
     """
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
-            "`mask_mod` and `block_mask` are two forms of one mask. Pass one of them: a BlockMask of both is made with "
+            "`mask_mod` and `block_mask` are two forms of one mask. Pass one of them: build a BlockMask of both with "
             "`jflex.create_block_mask(jflex.and_masks(f, g), ...)`."
         )
     if decode and block_mask is not None and not block_mask.lists_follow_mod:
         raise ValueError(
-            "`block_mask` hides more than one mask_mod tells, so there is no form of it for `decode`. Pass `mask_mod` "
+            "`block_mask` masks more than its mask_mod, so it has no form for `decode`. Pass `mask_mod` "
             "in its place, a mask of positions in the whole sequence."
         )
     remedy = "Make it a callable nnx.Module."
@@ -102,7 +102,7 @@ def attention_fn(
 
 
 class AttentionFn:
-    """What `attention_fn` returns: a function in the place of Flax's `dot_product_attention`.
+    """The return value of `attention_fn`: replaces Flax's `dot_product_attention`.
 
     Args:
         mods: Those of `attention_fn`.
@@ -140,25 +140,25 @@ class AttentionFn:
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
     ) -> Float[Array, "*batch T Hq Dv"]:
-        """Attends; every argument of Flax is named, since linen hands over only those that it finds named.
+        """Attends. Every argument of Flax is in the signature, since linen passes only those.
 
         Args:
             query: Queries.
             key: Keys, of which each head serves `Hq // Hkv` query heads.
             value: Values.
             bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
-            mask: Hides a key where it is 0 or False; broadcasts to [*batch, Hq, T, S].
-            broadcast_dropout: Means nothing without dropout.
+            mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
+            broadcast_dropout: Ignored, as there is no dropout.
             dropout_rng: Likewise.
             dropout_rate: Must be 0 unless `deterministic`.
             deterministic: Whether there is no dropout.
             dtype: To which queries, keys and values are cast. Default: what they promote to.
-            precision: Of the products of float32, forward and backward.
+            precision: Of float32 matrix products, forward and backward.
             module: Must be None: the weights are not sowed.
-            is_causal: Whether a query sees keys up to its own position alone.
+            is_causal: Whether a query attends only to keys up to its own position.
             input_positions: Must be None.
-            promote_dtype: Casts in the place of Flax's function: `((query, key, value), dtype=dtype)`.
-            force_fp32_for_softmax: It is in float32 anyway.
+            promote_dtype: Replaces Flax's function for casts: `((query, key, value), dtype=dtype)`.
+            force_fp32_for_softmax: Ignored; softmax is always in float32.
             einsum_dot_general: Must be None.
             qk_attn_weights_einsum: Must be None.
             attn_weights_value_einsum: Must be None.
@@ -167,7 +167,7 @@ class AttentionFn:
             One vector for each query and head.
 
         Raises:
-            NotImplementedError: What must be None is not, or there would be dropout.
+            NotImplementedError: An argument that must be None is not, or dropout is active.
             ValueError: Shapes do not fit, or the position of a query is not known to mods.
         """
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax
@@ -197,7 +197,7 @@ class AttentionFn:
 
 
 class AttentionModule(AttentionFn, nnx.Module):
-    """An `AttentionFn` whose mods hold parameters of NNX.
+    """An `AttentionFn` whose mods hold NNX parameters.
 
     Args:
         mods: Those of `attention_fn`.
@@ -211,7 +211,7 @@ class AttentionModule(AttentionFn, nnx.Module):
 
 
 class _Call:
-    """One call: the arrays with one batch axis, and all that masks and changes scores."""
+    """One call: the arrays with one batch axis, the masks, and the mods."""
 
     def __init__(self, mods: Mods, query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool):
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
@@ -265,15 +265,15 @@ class _Call:
         return biased
 
     def _check_no_mods(self) -> None:
-        """Raises where something needs the position of a single query, which Flax does not tell."""
+        """Raises if something needs the position of a single query, which Flax does not pass."""
         given = {**self.mods._asdict(), "is_causal": self.causal}
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"`{name}` needs the position of the query, and Flax does not hand it over with one query, "
+                    f"`{name}` needs the position of the query, which Flax does not pass with one query, "
                     f"{self.S} keys and a `mask`. If this is the decode mode of the layer, pass decode=True to "
-                    "`attention_fn`: the query stands at the last key that the mask shows. If a single query attends "
-                    "to other inputs, pass decode=False: it stands at 0. `FlexAttention` of flax_layers knows the "
+                    "`attention_fn`: the query is at the last key that the mask keeps. If a single query attends "
+                    "to other inputs, pass decode=False: it is at position 0. `FlexAttention` of flax_layers knows the "
                     "positions of its own caches."
                 )
 

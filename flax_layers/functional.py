@@ -9,7 +9,7 @@ from flax_layers.rotary_scaling import RotaryScaling
 
 
 def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
-    """Splits the last axis into heads; head `h` gets the `h`-th run of neighbouring features.
+    """Splits the last axis into heads of neighbouring features.
 
     Args:
         features: The output of a projection.
@@ -114,7 +114,7 @@ def rms_norm(
     """Divides by the root mean square and multiplies by `scale + offset`, both in float32.
 
     Args:
-        inputs: What is normalised, along the last axis.
+        inputs: They are normalised along the last axis.
         scale: One factor for each feature.
         epsilon: Added to the mean of squares.
         offset: Added to the scale.

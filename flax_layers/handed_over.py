@@ -1,4 +1,4 @@
-"""What Flax hands over to an `attention_fn`: dense masks and biases, precision, and what cannot be honoured."""
+"""The arguments that Flax passes to an `attention_fn`: dense masks and biases, precision, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Reader = Callable[[Any, Any, Any, Any], Array]
 def check_handed_over(
     *, dropout_rate: float, deterministic: bool, module: Any, input_positions: Any, einsums: dict[str, Any]
 ) -> None:
-    """Refuses by name what an `attention_fn` of jflex does not do.
+    """Refuses by name the arguments that an `attention_fn` of jflex does not support.
 
     Args:
-        dropout_rate: Refused where it would drop something.
-        deterministic: Whether nothing is dropped.
-        module: A module that asks for the attention weights, or None.
+        dropout_rate: Refused unless it is 0 or `deterministic`.
+        deterministic: Whether dropout is off.
+        module: A module that would sow the attention weights, or None.
         input_positions: Positions for a rotary embedding, or None.
-        einsums: What would compute the products in place of jflex, by name.
+        einsums: Functions that would replace matrix products of jflex, by name.
 
     Raises:
-        NotImplementedError: One of them is asked for.
+        NotImplementedError: One of them is set.
 
     Example:
         >>> check_handed_over(dropout_rate=0.1, deterministic=False, module=None, input_positions=None, einsums={})
@@ -42,33 +42,33 @@ def check_handed_over(
         )
     if module is not None:
         raise NotImplementedError(
-            "`module` asks to sow the attention weights (`sow_weights=True`), and jflex never holds them. Call the "
+            "`module` is set to sow the attention weights (`sow_weights=True`), which jflex never stores. Call the "
             "layer without `sow_weights`, or make it with Flax's own `dot_product_attention` to look at weights."
         )
     if input_positions is not None:
         raise NotImplementedError(
-            "`input_positions` are those of a rotary embedding, which this `attention_fn` does not apply; mods count "
-            "places in the sequence. Rotate in a function around this one, or take `FlexAttention(rotary_base=...)` "
+            "`input_positions` are those of a rotary embedding, which this `attention_fn` does not apply; mods use "
+            "indices in the sequence. Rotate in a function around this one, or use `FlexAttention(rotary_base=...)` "
             "of flax_layers, whose call has `positions`."
         )
     for name, einsum in einsums.items():
         if einsum is not None:
             raise NotImplementedError(
-                f"`{name}` would replace a product that jflex computes inside its kernel. Got {einsum}. Leave it None, "
+                f"`{name}` would replace a matrix product inside the kernels of jflex. Got {einsum}. Leave it None, "
                 "or make the layer with Flax's own `dot_product_attention`."
             )
 
 
 def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...]) -> Shaped[Array, "#B #H #T #S"]:
-    """A dense mask or bias with the leading axes folded into one, which stays 1 where nothing depends on them.
+    """Folds the leading axes of a dense mask or bias into one; it stays 1 if the array is broadcast along them.
 
     Args:
         name: Of the array, for the message.
-        array: What broadcasts to `shape`, as numpy does.
+        array: It broadcasts to `shape` by the rules of numpy.
         shape: `(*batch, heads, queries, keys)`.
 
     Returns:
-        The array; heads, queries and keys are 1 where they were.
+        The array; axes of size 1 for heads, queries and keys stay so.
 
     Raises:
         ValueError: The array does not broadcast to `shape`.
@@ -89,7 +89,7 @@ def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...])
 
 
 def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
-    """What a mod reads of the array: its element, whatever the index is along axes of size 1.
+    """A function that reads an element of the array; indices along axes of size 1 are ignored.
 
     Example:
         >>> read = reader(jnp.arange(3.0).reshape(1, 1, 1, 3))
@@ -98,11 +98,11 @@ def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
     """
     many = [size != 1 for size in array.shape]
     kept = array.reshape([size for size in array.shape if size != 1])
-    return lambda *place: kept[tuple(index for index, used in zip(place, many, strict=True) if used)]
+    return lambda *indices: kept[tuple(index for index, used in zip(indices, many, strict=True) if used)]
 
 
 def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> Int32[Array, " B"]:
-    """How many keys each batch entry has, up to the last that the mask shows to one of its heads.
+    """How many keys each batch entry has, up to the last one that any of its heads attends to.
 
     Example:
         >>> shown_lengths(jnp.array([1, 0, 1, 0], bool).reshape(1, 1, 1, 4), 2, 4).tolist()
@@ -114,7 +114,7 @@ def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> I
 
 
 def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context in which jflex computes with the `precision` that Flax hands over.
+    """The context in which jflex computes with the `precision` that Flax passes.
 
     Args:
         precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of the same.

@@ -1,4 +1,4 @@
-"""How rotary embeddings are stretched to contexts that are longer than those of pretraining."""
+"""Scaling of rotary embeddings to contexts longer than those of pretraining."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ class RotaryScaling(Protocol):
         ...
 
     def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
-        """Returns the frequencies, in radians a position, that take the place of the given ones."""
+        """Returns the scaled frequencies, in radians per position."""
         ...
 
 
@@ -44,7 +44,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides low frequencies by a factor, keeps high ones, and goes smoothly from one to the other (Llama 3.1).
+    """Divides low frequencies by a factor, keeps high ones, and interpolates between them (Llama 3.1).
 
     Attributes:
         factor: Divides frequencies that turn less than `low_frequency_factor` times in the original context.

@@ -1,7 +1,7 @@
-"""How the next token is chosen from logits: greedily, or drawn with temperature, top-k, top-p and a seed.
+"""Chooses the next token from logits: greedy, or sampled with temperature, top-k, top-p and a seed.
 
-All are pure functions of `[B, V]` logits with parameters for each row, so that all requests share a program. What a row
-draws depends on its logits, its parameters and the position of the token alone, never on the rows around it.
+All are pure functions of `[B, V]` logits with parameters for each row, so that all requests share a program. The
+token of a row depends only on its logits, its parameters and its position, never on the other rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ class Sampling:
     """How the tokens of one request are chosen. Temperature is applied first, then top-k, then top-p.
 
     Attributes:
-        temperature: Divides the logits. 0: the most probable token, whatever the others say.
-        top_k: Tokens that may be drawn, the most probable ones, and those that are as probable as the last of them.
-            0: all.
-        top_p: The most probable tokens may be drawn that together have at least this probability. 1: all.
-        seed: Request and position decide the draw: the same ones draw the same token.
+        temperature: Divides the logits. 0: the most probable token; the other fields are ignored.
+        top_k: Only the most probable tokens may be drawn, so many, and those that tie with the last. 0: all.
+        top_p: Only the most probable tokens may be drawn whose probabilities add up to at least this. 1: all.
+        seed: With the position of the token it makes the random key.
 
     Raises:
         TypeError: `top_k` or `seed` is no integer.
@@ -68,7 +67,7 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B requests, as arrays. A parameter that none of them uses is None, and costs nothing.
+    """The parameters of B requests, as arrays. A parameter that no request uses is None and costs nothing.
 
     Attributes:
         temperature: As of `Sampling`; None: the most probable tokens.
@@ -90,7 +89,7 @@ class SamplingBatch:
             requests: One for each row.
 
         Returns:
-            Their arrays. Another choice of those that are None is another structure, for which `jit` compiles.
+            The arrays. Which of them are None is part of the pytree structure, so `jit` compiles for each choice.
 
         Example:
             >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=9)])
@@ -114,8 +113,8 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
     Args:
         logits: Of the token at `positions`, float32.
         sampling: Parameters of the rows.
-        positions: Place of the token in its sequence. With the seed it makes the key, so that no two places of a
-            sequence share one.
+        positions: Position of the token in its sequence. With the seed it makes the random key, so that every
+            position has its own.
 
     Returns:
         Tokens.
@@ -138,7 +137,7 @@ def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> 
 
     Args:
         logits: Float32.
-        sampling: Parameters of the rows; rows of temperature 0 mean nothing here.
+        sampling: Parameters of the rows; results of rows with temperature 0 are unused.
 
     Returns:
         Logits, the greatest of each row 0.
@@ -152,9 +151,9 @@ def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> 
 def truncate(
     logits: Float[Array, "B V"], top_k: Int32[Array, " B"] | None, top_p: Float[Array, " B"] | None
 ) -> Float[Array, "B V"]:
-    """Leaves the most probable tokens of each row, by top-k and then by top-p among these, and sets others to `-inf`.
+    """Keeps the most probable tokens of each row, by top-k and then by top-p among these; others become `-inf`.
 
-    Both leave what is at least as probable as the last token that they need: so equal logits stay or go together.
+    Both also keep tokens that tie with the last one kept.
 
     Args:
         logits: Float32.
@@ -168,7 +167,7 @@ def truncate(
         >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
         >>> jnp.exp(truncate(logits, jnp.array([2]), None))[0].tolist()
         [0.5, 0.25, 0.0, 0.0]
-        >>> jnp.exp(truncate(logits, None, jnp.array([0.8])))[0].tolist()  # two have 0.75, and the others are alike
+        >>> jnp.exp(truncate(logits, None, jnp.array([0.8])))[0].tolist()  # two have 0.75, and the others tie
         [0.5, 0.25, 0.125, 0.125]
     """
     if top_k is None and top_p is None:

@@ -12,6 +12,7 @@ from jflex import paged as paged
 from jflex import scores as scores
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
+from jflex.backends.xla.narrow import set_rows as set_rows
 from jflex.block_mask.dense import create_mask as create_mask
 from jflex.block_mask.mask import BlockMask as BlockMask
 from jflex.block_mask.mask import create_block_mask as create_block_mask

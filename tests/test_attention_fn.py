@@ -1,7 +1,9 @@
 """`flax_layers.attention_fn` against Flax's own functions: as a function, and inside Flax's own layers."""
 
+import dataclasses
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +165,7 @@ def test_gradients_have_the_precision_too():
 ABSENT = NotImplementedError
 REFUSED = {
     "dropout": ({"dropout_rate": 0.1}, ABSENT, "`dropout_rate` must be 0 where `deterministic` is False"),
-    "sowing": ({"module": nnx.Module()}, ABSENT, "`module` asks to sow the attention weights"),
+    "sowing": ({"module": nnx.Module()}, ABSENT, "`module` is set to sow the attention weights"),
     "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are those of"),
     "dot_general": ({"einsum_dot_general": jax.lax.dot_general}, ABSENT, "`einsum_dot_general` would replace"),
     "score einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ABSENT, "`qk_attn_weights_einsum` would replace"),
@@ -198,7 +200,7 @@ def test_wrong_constructions():
         attention_fn(lambda score, b, h, q_idx, kv_idx: score * cap[...])
     counts, numbers = jnp.ones((1, 1, 2), jnp.int32), jnp.arange(2).reshape(1, 1, 2, 1)
     listed = jflex.BlockMask.from_kv_blocks(counts, numbers, block_size=16, mask_mod=causal, seq_lengths=(32, 32))
-    with pytest.raises(ValueError, match=r"`block_mask` hides more than one mask_mod tells, .* `decode`"):
+    with pytest.raises(ValueError, match=r"`block_mask` masks more than its mask_mod, .* `decode`"):
         attention_fn(block_mask=listed, decode=True)
 
 
@@ -256,7 +258,7 @@ def test_layers_that_ask_for_what_is_not_there(flavour):
             rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
             return linen_layer(attention_fn(), **layer_options).init(rngs, inputs, **options)
 
-    with pytest.raises(NotImplementedError, match="`module` asks to sow"):
+    with pytest.raises(NotImplementedError, match="`module` is set to sow"):
         call({}, sow_weights=True)
     with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
         call({"dropout_rate": 0.5}, deterministic=False)
@@ -390,3 +392,23 @@ def test_an_unbound_linen_mod_is_refused():
         ValueError, match=r"`score_mod` is an unbound linen module, LinenAlibi: .* create it in the module"
     ):
         attention_fn(LinenAlibi())(*arrays((B,)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    cap: Any
+
+
+@pytest.mark.parametrize("holder", ["slots", "dict", "keyword"])
+def test_parameters_are_seen_wherever_a_function_keeps_them(holder):
+    cap = nnx.Param(jnp.float32(0.5))
+    held = {"slots": Slotted(cap), "dict": {"cap": cap}}.get(holder)
+
+    def of_closure(score, b, h, q_idx, kv_idx):
+        return score if held is None else score * 2
+
+    def of_keyword(score, b, h, q_idx, kv_idx, *, cap=cap):
+        return score * cap[...]
+
+    with pytest.raises(ValueError, match="`score_mod` holds a Param"):
+        attention_fn(of_keyword if holder == "keyword" else of_closure)

@@ -1,10 +1,12 @@
 """Checkpoints: what is read, where it lies, how much memory that takes; what is written; what is said of wrong ones."""
 
 import errno
+import functools
 import json
 import pathlib
 import shutil
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from flax_layers.models import (
     save_pretrained,
     tensor_files,
 )
+from flax_layers.nnx import AlibiBias
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -257,3 +260,32 @@ def test_other_files_are_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match=r"`folder` must be new, empty or a checkpoint.* holds thesis.tex"):
         save_pretrained(load("llama3"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no rotary embedding", "learned score_mod"])
+def test_what_files_cannot_describe_is_refused(bias, tmp_path):
+    config = ModelConfig(
+        vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64,
+        layers=(LayerConfig(rotary_base=10000.0 if bias else None),),
+    )  # fmt: skip
+    score_mod = functools.partial(AlibiBias, 2) if bias else None
+    model = Decoder(config, score_mod=score_mod, rngs=nnx.Rngs(0))
+    message = r"names for: blocks\.0\.score_mod\.slopes" if bias else "a layer without a rotary embedding"
+    with pytest.raises(ValueError, match=message):
+        save_pretrained(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_host_holds_one_file_at_a_time(tmp_path, monkeypatch):
+    made: list[weakref.ref] = []
+    join = tensor_files._joined
+
+    def watched(*args):
+        assert not any(ref() is not None for ref in made)
+        tensor = join(*args)
+        made.extend([weakref.ref(tensor)] if tensor.flags.owndata else [])  # others are views of the model
+        return tensor
+
+    monkeypatch.setattr(tensor_files, "_joined", watched)
+    save_pretrained(load("phi3"), tmp_path / "new", max_file_bytes=1)  # one tensor in each file
+    assert len(made) > 3

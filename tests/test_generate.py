@@ -244,7 +244,7 @@ ERRORS = {
     ),
     "unknown token": ({"prompts": [[1, 64]]}, "tokens from 0 to 63, .* Prompt 0 holds 1 to 64. Use the tokenizer of"),
     "negative token": ({"prompts": [[-1]]}, "Prompt 0 holds -1 to -1"),
-    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Ask for one token or more"),
+    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Set it to one token or more"),
     "samplings": ({"sampling": [DRAWN] * 2}, "`sampling` must be one .* Got 2 for 3 prompts"),
     "cache": ({"cache": "none"}, "`cache` must be one of dense, paged. Got 'none'"),
     "chunk": ({"chunk": 0}, "`chunk` must be at least 1. Got 0"),

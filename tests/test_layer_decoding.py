@@ -332,12 +332,12 @@ DENSE_ERRORS = {
     "more tokens than the cache holds": (
         lambda layer: jax.jit(layer.decode)(inputs_of(2), layer.init_cache(2, 20)),
         ValueError,
-        "room for 20 tokens a sequence. Its longest has 0, and 21 more do not fit. .*larger `max_length`",
+        "room for 20 tokens per sequence. Its longest has 0, and 21 more do not fit. .*larger `max_length`",
     ),
     "more tokens than are left": (
         lambda layer: layer.decode(inputs_of(2), layer.init_cache(2, ROOM).with_lengths([3, 12])),
         ValueError,
-        "room for 32 tokens a sequence. Its longest has 12, and 21 more do not fit",
+        "room for 32 tokens per sequence. Its longest has 12, and 21 more do not fit",
     ),
     "heads of another layer": (
         lambda layer: layer.decode(inputs_of(2), like(layer, num_kv_heads=4).init_cache(2, ROOM)),
@@ -349,7 +349,7 @@ DENSE_ERRORS = {
             inputs_of(2), layer.init_cache(2, ROOM)
         ),
         ValueError,
-        "`block_mask` of this layer's constructor hides more than one mask_mod tells.*Pass `mask_mod` to this call",
+        "`block_mask` of this layer's constructor masks more than its mask_mod.*Pass `mask_mod` to this call",
     ),
     "size of no integer": (
         lambda layer: layer.init_cache(2, 4.0),

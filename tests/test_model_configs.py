@@ -114,7 +114,7 @@ REFUSED = [
     ),
     (
         lambda: write_config(dataclasses.replace(read("Llama"), attention_softcap=3.0)),
-        r"family llama cannot say what this model does: attention_softcap would be read otherwise",
+        r"family llama cannot describe this model: attention_softcap would be read otherwise",
     ),
     (
         lambda: write_config(dataclasses.replace(read("Llama"), family="gpt")),

@@ -82,3 +82,23 @@ def test_missing_files_and_packages(tmp_path):
         needs("absent"),
     ):
         import absent  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+
+def test_nothing_is_cut_or_padded_as_in_training(tmp_path):
+    """`tokenizer.json` of a fine-tuned model may hold how its rows were cut; `transformers` takes no notice."""
+    raw = json.loads((FOLDER / "tokenizer.json").read_text())
+    raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    raw["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<s>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    row = max(EXPECTED["texts"], key=lambda row: len(row["tokens"]))
+    assert Tokenizer(tmp_path).encode(row["text"]).tolist() == row["tokens"]
+
+
+def test_templates_may_say_how_json_is_written(tmp_path):
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    template = "{{ tools | tojson(ensure_ascii=True, separators=(',', ':')) }}{{ tools | tojson(sort_keys=True) }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert Tokenizer(tmp_path).chat([], tools={"b": "é", "a": 1}) == '{"b":"\\u00e9","a":1}{"a": 1, "b": "é"}'

@@ -99,7 +99,7 @@ def test_wrong_data(tmp_path, texts):
 
     for paths, encoder, message in (
         ([tmp_path / "none"], None, "`--data` must name files or folders. There is no"),
-        ([texts / "a.txt"], None, r"`--tokenizer` must be given for text, as .*a\.txt: `bytes`, or"),
+        ([texts / "a.txt"], None, r"`--tokenizer` is required for text, as .*a\.txt: `bytes`, or"),
         ([tmp_path / "square.npy"], None, r"one axis of whole numbers. Got int64 of shape \(2, 2\)"),
         ([tmp_path / "latin.txt"], Strict(), r"`--data` must hold text in UTF-8. Got .*latin\.txt"),
     ):
@@ -114,5 +114,20 @@ def test_an_empty_corpus_is_refused(texts):
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
-    with pytest.raises(InputError, match=r"below the model's vocabulary, 14. Got 14 at place 14 of numbers. Use the"):
+    with pytest.raises(InputError, match=r"below the model's vocabulary, 14. Got 14 at token 14 of numbers. Use the"):
         list(map(batches(4, batch=1, vocabulary=14).at, range(4)))
+
+
+def test_token_files_that_are_not_whole(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(InputError, match=r"odd\.bin has 3 bytes, no multiple of the size of uint16. Set"):
+        read_corpus([tmp_path / "odd.bin"], None)
+    with pytest.raises(InputError, match=r"`--held-out` must hold token files that numpy can map. Got .*text\.npy"):
+        read_corpus([tmp_path / "text.npy"], None, option="--held-out")
+
+
+def test_messages_name_the_option_of_the_files(texts):
+    corpus = read_corpus([texts / "b.txt"], ByteEncoder(), option="--held-out")
+    with pytest.raises(InputError, match=r"`--held-out` must hold at least one row"):
+        Batches(corpus, 1, 8, range(corpus.size // 8), 256)

@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from flax_layers.models import CheckpointError, from_pretrained
+from flax_layers.models import CheckpointError, Decoder, from_pretrained
+from flax_layers.models.config_json import read_config, write_config
 from flax_layers.train import InputError, Interrupted, LossError, Plan, Recipe, Rows, Run, SaveError, Trainer
 from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
+from flax_layers.train.options import parse_options
+from flax_layers.train.setup import export_source
+from flax_layers.train.shapes import SHAPES
 from tests import train_cases
 from tests.train_cases import VOCABULARY
 
@@ -115,7 +121,7 @@ def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
     arguments = [*SMALL, f"--data={text}", f"--output={undisturbed}"]
     wider = SMALL[1].replace("width=16", "width=24", 1)
     with pytest.raises(
-        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 asked.*--seed: 0 in"
+        InputError, match=r"(?s)another run.*model\.width: 16 in the checkpoint, 24 in this run.*--seed: 0 in"
     ):
         main([*arguments, wider, "--seed=1"])
 
@@ -237,7 +243,7 @@ def test_an_empty_corpus(tmp_path):
 
 def test_tokens_beyond_the_vocabulary(tmp_path):
     np.full(32 * 20, VOCABULARY * 10, np.uint16).tofile(tmp_path / "tokens.bin")
-    with pytest.raises(InputError, match=r"below the model's vocabulary, 256. Got 640 at place \d+ of .*tokens\.bin"):
+    with pytest.raises(InputError, match=r"below the model's vocabulary, 256. Got 640 at token \d+ of .*tokens\.bin"):
         main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
 
 
@@ -251,3 +257,73 @@ def test_the_command_ends_with_one_sentence(tmp_path):
         f"error: `--data` must name files or folders. There is no {tmp_path}/none."
     )
     assert "Traceback" not in process.stderr
+
+
+def test_an_export_that_cannot_be_written_is_refused_before_training(text, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}/out"]
+    with pytest.raises(InputError, match="`--export` writes what `transformers` reads, which has no learned bias"):
+        main([*arguments, "--bias=alibi", f"--export={tmp_path}/new"])
+    with pytest.raises(CheckpointError, match=r"must be new, empty or a checkpoint.*holds thesis\.tex"):
+        main([*arguments, f"--export={tmp_path}/full"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_named_shape_can_be_exported(name):
+    assert read_config(write_config(SHAPES[name])) == SHAPES[name]
+
+
+def test_the_tokenizer_that_was_trained_with_is_exported():
+    options = parse_options(["--data=x", "--model=one", "--tokenizer=other"])
+    assert export_source(options) == pathlib.Path("other")
+    assert export_source(parse_options(["--data=x", "--model=one"])) == pathlib.Path("one")
+    assert export_source(parse_options(["--data=x", "--tokenizer=bytes"])) is None
+
+
+@pytest.mark.parametrize("option", ["batch", "accumulate", "loss-chunk", "keep"])
+def test_counts_must_be_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--data=x", f"--{option}=0"])
+    assert f"argument --{option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_log_whose_last_line_is_cut_is_read(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    log = Log(path, step=2)
+    log.write(step=2, loss=1.0)
+    assert log.curve("loss") == [(1, 2.0), (2, 1.0)]
+
+
+def test_parameters_of_a_narrow_dtype_are_refused():
+    model = Decoder(train_cases.CONFIG, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"must have float32 parameters to train. Got bfloat16. Pass `param_dtype"):
+        Trainer(model, Recipe(steps=1))
+
+
+def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
+    run = small_run(tmp_path, plan=Plan(1, save_every=1))
+    run.finish()
+    before = jax.tree.leaves(run.trainer.state)
+    expected = float(run.trainer.state.parameters["norm.scale"].sum())
+    like = run.trainer.release_state()
+    assert all(array.is_deleted() for array in before)
+    run.trainer.state = run.checkpoints.restore(like)
+    assert float(run.trainer.state.parameters["norm.scale"].sum()) == expected
+    assert jax.tree.map(lambda x: x.sharding, run.trainer.state) == jax.tree.map(lambda x: x.sharding, like)
+
+
+def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
+    run = Run(
+        train_cases.trainer(), train_cases.batch, Plan(3), seen=lambda progress: signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
+        run.finish()
+
+
+def test_a_mesh_without_an_axis_is_refused():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(InputError, match=r"`mesh` must have the axes data, fsdp, model. Got data. Make it with"):
+        Trainer(train_cases.build(), Recipe(steps=1), mesh=mesh)

@@ -1,4 +1,4 @@
-"""Real text that every Python brings along: the sources of its standard library, packed into rows of documents."""
+"""Real text that comes with Python: the sources of its standard library, packed into rows of documents."""
 
 import hashlib
 import pathlib
@@ -16,7 +16,7 @@ NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 SHORTEST_DOCUMENT = 64
 
 Text = UInt8[np.ndarray, " bytes"]
-"""A file as it lies on the disk."""
+"""The bytes of a file."""
 
 
 class Corpus(NamedTuple):
@@ -74,8 +74,8 @@ def _pack_row(
     used = number = 0
     while used < length:
         text = texts[generator.choice(len(texts), p=shares)]
-        wanted = int(np.exp(generator.uniform(np.log(SHORTEST_DOCUMENT), np.log(max(length, SHORTEST_DOCUMENT)))))
-        size = min(wanted, len(text), length - used)
+        drawn = int(np.exp(generator.uniform(np.log(SHORTEST_DOCUMENT), np.log(max(length, SHORTEST_DOCUMENT)))))
+        size = min(drawn, len(text), length - used)
         start = generator.integers(len(text) - size + 1)
         tokens[used : used + size] = text[start : start + size]
         documents[used : used + size] = number

@@ -17,7 +17,7 @@ VOCABULARY = 256
 LONGEST = 1 << 20
 
 Packed = Int[Array | np.ndarray, "B T"]
-"""Bytes, or the numbers of their documents, at each place of each row."""
+"""Bytes, or their document ids."""
 
 
 class Sizes(NamedTuple):
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class ByteDecoder(Decoder):
-    """Predicts each byte from the bytes before it in the same document. ALiBi, whose slopes are learned, tells places.
+    """Predicts each byte from the bytes before it in the same document. ALiBi with learned slopes encodes positions.
 
     Args:
         sizes: Of the model.
@@ -57,11 +57,10 @@ class ByteDecoder(Decoder):
 
 
 def document_mask(documents: Packed) -> jflex.BlockMask:
-    """Each position sees itself and what comes before it in its document: the mask that the decoder makes of them.
+    """The mask of the decoder: each byte attends to itself and to earlier bytes of its document.
 
     Args:
-        documents: Number of the document at each place of each row. It may be a tracer: the boundaries are data, and
-            new ones compile nothing.
+        documents: Document id of each byte. It may be a tracer: new document boundaries do not recompile.
 
     Returns:
         The mask of all rows, one batch entry each, for all heads.

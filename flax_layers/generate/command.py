@@ -110,7 +110,7 @@ def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
     texts = list(options.prompt)
     if not texts and not options.stdin:
         raise ValueError(
-            "`--prompt` or `--stdin` must be given: there is nothing to continue. Pass `--prompt TEXT`, or a text to "
+            "`--prompt` or `--stdin` is required: there is nothing to continue. Pass `--prompt TEXT`, or a text to "
             "the standard input with `--stdin`."
         )
     if "" in texts:
@@ -120,7 +120,7 @@ def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
     if options.stdin:
         texts.append(stdin.read())
         if not texts[-1]:
-            raise ValueError("`--stdin` must be given a text. The standard input is empty. Pass one, or `--prompt`.")
+            raise ValueError("`--stdin` needs a text. The standard input is empty. Pass one, or `--prompt`.")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""What generation reads from the folder of a checkpoint."""
+"""Reads model, tokenizer and stop tokens from the folder of a checkpoint."""
 
 import json
 import pathlib
@@ -53,7 +53,7 @@ def load(
             f"`--model` must be the folder of a checkpoint, with `config.json`, `*.safetensors` and `tokenizer.json`. "
             f"There is no folder {folder}. `transformers` and `flax_layers.models.save_pretrained` write one."
         )
-    tokenizer = Tokenizer(folder)  # first: what is missing is said before gigabytes are read
+    tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
     model = from_pretrained(folder, dtype=dtype or default_dtype(), implementation=implementation)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 

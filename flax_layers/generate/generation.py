@@ -20,7 +20,7 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
-"""A stop token was chosen; or all tokens were written that were asked for, or that the model has positions for."""
+"""`stop`: a stop token was chosen. `length`: `max_tokens` or the model's last position was reached."""
 
 CHUNK = 16
 """Steps of a compiled call; its tokens are streamed together."""
@@ -55,13 +55,13 @@ class Result:
 
 @dataclasses.dataclass
 class Speed:
-    """Seconds on the wall, and tokens of all sequences together.
+    """Wall time, and tokens of all sequences together.
 
     Attributes:
         prompt_tokens: Of the prompts, without padding.
         tokens: Written up to now, those that stopped a sequence included.
         rows: Sequences.
-        compile_seconds: Until both programs were there.
+        compile_seconds: To compile both programs.
         prefill_seconds: From the prompts to the first token of each.
         decode_seconds: For the tokens after the first ones.
     """
@@ -85,9 +85,9 @@ class Speed:
 
 
 class Generation(Iterator[Piece]):
-    """Sequences that are being written. Iterate over it for pieces as they come; `results` runs to the end.
+    """A running generation. Iterate over it for pieces as they come; `results` runs to the end.
 
-    While a piece is worked on, the device computes the next one.
+    While you process a piece, the device computes the next one.
 
     Args:
         model: The model.
@@ -145,7 +145,7 @@ class Generation(Iterator[Piece]):
     def _decode(
         self, graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, chunk: int
     ) -> Iterator[Piece]:
-        """Chunk after chunk; the next one is begun before the last one is waited for."""
+        """Chunk after chunk; the next one is dispatched before the last one is read."""
         left = -(-(max(self._requests.max_tokens) - 1) // chunk)
         started = time.perf_counter()
         pending: list[Array] = []
@@ -157,10 +157,10 @@ class Generation(Iterator[Piece]):
             tokens = np.asarray(pending.pop(0))
             self.speed.decode_seconds = time.perf_counter() - started
             yield from self._taken(tokens)
-        jax.block_until_ready(state.ended)  # a chunk that was begun ends at once: its sequences have ended
+        jax.block_until_ready(state.ended)  # a chunk that was dispatched ends at once: its sequences have ended
 
     def _taken(self, chunk: np.ndarray) -> Iterator[Piece]:
-        """Pieces of all sequences that go on."""
+        """Pieces of all sequences that have not ended."""
         pieces: list[Piece] = []
         for row, tokens in enumerate(chunk.tolist()):
             if self._reasons[row] is None:
@@ -178,7 +178,7 @@ class Generation(Iterator[Piece]):
         return Piece(row, tokens, self._reasons[row])
 
     def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
-        """Compiles beforehand, so that the time for it is known; a program that is there costs little."""
+        """Compiles ahead of time, to measure it; a cached program costs little."""
         started = time.perf_counter()
         program.lower(*arguments, **options).compile()
         self.speed.compile_seconds += time.perf_counter() - started

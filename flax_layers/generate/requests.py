@@ -1,4 +1,4 @@
-"""What generation is asked for: checked, and padded so that few programs serve prompts of all lengths."""
+"""Checks requests, and pads them so that few programs serve prompts of all lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax_layers.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Prompts that go on together.
+    """Prompts that run in one batch.
 
     Attributes:
         prompts: At least one, of at least one token each.
@@ -38,7 +38,7 @@ class Requests:
         return tokens, np.array(lengths, np.int32)
 
     def room(self, max_tokens: int, max_positions: int) -> int:
-        """Tokens that the cache has room for: enough for each prompt of the bucket."""
+        """Capacity of the cache in tokens: enough for each prompt of the bucket."""
         longest = max(map(len, self.prompts))
         return min(bucket(min(bucket(longest), max_positions) + max_tokens), max_positions)
 
@@ -69,7 +69,7 @@ def check_requests(
     sampling: Sampling | Sequence[Sampling],
     stop_tokens: Sequence[int] | None,
 ) -> Requests:
-    """Checks what generation is asked for.
+    """Checks the arguments of generation.
 
     Args:
         config: Of the model.
@@ -107,7 +107,7 @@ def check_max_tokens(max_tokens: int) -> None:
         ValueError: It is less.
     """
     if max_tokens < 1:
-        raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Ask for one token or more.")
+        raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Set it to one token or more.")
 
 
 def check_cache(cache: str) -> None:

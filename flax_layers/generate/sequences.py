@@ -1,4 +1,4 @@
-"""Sequences that a model is writing: what it has read of them, in dense caches or on pages."""
+"""Sequences in dense or paged caches, with one interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sequences(Protocol):
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> Self:
-        """Sequences of which nothing has been read, with room for so many tokens each."""
+        """Empty sequences, with capacity for `max_length` tokens each."""
         ...
 
     @property
@@ -37,9 +37,9 @@ class Sequences(Protocol):
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], Self]:
-        """Reads on in each sequence, `counts` of the T tokens; also returns the logits of the token after them.
+        """Appends `counts` of the T tokens to each sequence; also returns the logits of the next token.
 
-        The tokens beyond a count are padding. A sequence with a count of 0 stays as it is; its logits mean nothing.
+        The tokens beyond a count are padding. A sequence with a count of 0 stays as it is; its logits are arbitrary.
         """
         ...
 
@@ -68,7 +68,7 @@ class DenseSequences:
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], DenseSequences]:
-        """As `Sequences.read`: reads the padding, too, and then forgets it."""
+        """As `Sequences.read`: appends the padding, too, and then drops it."""
         lengths = self.lengths + counts
         hidden, caches = model.decode_hidden(tokens, self.caches)
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -102,7 +102,7 @@ class PagedSequences:
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], PagedSequences]:
-        """As `Sequences.read`: packs the tokens of all, and leaves the padding at the end, where nothing reads it."""
+        """As `Sequences.read`: packs the tokens of all; the padding stays unused at the end."""
         ends = jnp.cumsum(counts, dtype=jnp.int32)
         begins, lengths = ends - counts, self.lengths + counts
         batch = PagedBatch(jnp.concatenate([begins[:1], ends]), lengths, self.page_table)

@@ -1,4 +1,4 @@
-"""The two compiled programs of generation: one reads the prompts, one writes a chunk of tokens."""
+"""The two compiled programs of generation: prefill, and a chunk of decoding steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_TOKEN = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How B sequences go on, and when they end.
+    """How tokens of B sequences are chosen, and when the sequences end.
 
     Attributes:
         sampling: How tokens are chosen.
@@ -38,10 +38,10 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Where B sequences are.
+    """The state of B sequences.
 
     Attributes:
-        sequences: What has been read.
+        sequences: The tokens in the caches.
         token: The last one of each that was chosen; it is read next. `NO_TOKEN` for those that ended before.
         written: How many have been chosen.
         ended: Which sequences are complete.
@@ -70,7 +70,7 @@ def prefill(
         sequences: Empty ones; donated.
         prompts: Padded to one length.
         counts: How many tokens each prompt has.
-        rules: How sequences go on.
+        rules: How tokens are chosen.
 
     Returns:
         The state after it.
@@ -84,13 +84,13 @@ def prefill(
 def write_chunk(
     graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:
-    """Reads the last token and chooses the next one, so many times, or until all sequences have ended.
+    """Takes up to `steps` decoding steps, until all sequences have ended.
 
     Args:
         graph: Of the model.
         parameters: Of the model.
         state: Donated.
-        rules: How sequences go on.
+        rules: How tokens are chosen.
         steps: How many times at most.
 
     Returns:

@@ -23,11 +23,11 @@ class FlexAttention(linen.Module):
     The layer of `flax_layers.nnx.FlexAttention` for linen: the same arguments, shapes, caches and errors, and the same
     parameters, which `flax_layers.linen.params_from_nnx` and `params_to_nnx` convert.
 
-    Mods and the mask may be given here, once for all calls, or to the call, which then replaces what was given here
-    (`mask_mod` and `block_mask` are two forms of one thing: either replaces both).
+    Pass mods and the mask here, for all calls, or to a call, where they replace those of the constructor (`mask_mod`
+    and `block_mask` are two forms of one mask: either replaces both).
 
-    A mod may hold parameters, and they get gradients. It may be a callable linen module: given to the constructor, it
-    becomes a child of this layer. It may be a function that captures what `self.param` returned to the caller, or a
+    A mod may hold parameters, and they get gradients. It may be a callable linen module, which becomes a child of
+    this layer if passed to the constructor; a function that captures what `self.param` returned to the caller; or a
     method of the module that calls the layer.
 
     Args:
@@ -37,11 +37,11 @@ class FlexAttention(linen.Module):
             neighbouring query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query sees the key; no block is skipped for it.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
         block_mask: A `jflex.BlockMask`: a mask that says which blocks can be skipped, for inputs of its own length.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
-        rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
-            10000. Default: no rotary embedding.
+        rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
+            Default: no rotary embedding.
         rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
             `flax_layers.rotary_scaling` do.
         rotary_dim: How many features of a head rotate, the first ones. Default: all.
@@ -56,7 +56,7 @@ class FlexAttention(linen.Module):
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
 
     Raises:
-        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod given here holds
+        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod holds
             parameters of NNX.
 
     Example:
@@ -136,14 +136,14 @@ class FlexAttention(linen.Module):
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
             block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods count
-                places in the sequence, whatever is given here.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
 
         Returns:
             One vector for each position, in the dtype of the computation.
 
         Raises:
-            ValueError: A BlockMask for another length or batch, and what else `jflex.flex_attention` raises.
+            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
         """
         mods = self._mods(score_mod, mask_mod, block_mask)
         return attention_core.attend(self, inputs, mods, positions)
@@ -200,7 +200,7 @@ class FlexAttention(linen.Module):
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
-        """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
+        """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
         What `flax_layers.nnx.FlexAttention.decode` says of mods, positions, masks and donation holds here.
 
@@ -209,8 +209,8 @@ class FlexAttention(linen.Module):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
-                cache. Make it with `cache.block_mask(mask_mod, T)`, once for all layers that share it.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
+                the cache. Make it with `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -220,7 +220,7 @@ class FlexAttention(linen.Module):
         Raises:
             TypeError: `cache` is no DenseCache.
             ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
-                the constructor's BlockMask hides what no mask_mod tells.
+                the constructor's BlockMask masks more than its mask_mod.
 
         Example:
             >>> import jax
@@ -248,15 +248,15 @@ class FlexAttention(linen.Module):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
-        """Continues requests whose keys lie on pages, each by as many tokens as it has in `inputs`.
+        """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
         What `flax_layers.nnx.FlexAttention.decode_paged` says of requests, mods and donation holds here.
 
         Args:
-            inputs: The tokens of all requests, packed, in the order of `batch`.
+            inputs: The tokens of all requests, packed in the order of `batch`.
             cache: Of `init_paged_cache`, or what the last call returned.
-            batch: Which tokens are whose, and on which pages their keys are. Its `kv_lengths` count the tokens of this
-                call, too. Every page that is written must be the request's own.
+            batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
+                page that is written must belong to one request alone.
             layer: Which layer of a cache for several, a Python int or traced.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
@@ -268,7 +268,7 @@ class FlexAttention(linen.Module):
         Raises:
             TypeError: `cache` or `batch` is of a wrong kind.
             ValueError: `inputs` have other than two axes; cache, batch and layer do not fit together, as far as values
-                are known; the constructor's BlockMask hides what no mask_mod tells.
+                are known; the constructor's BlockMask masks more than its mask_mod.
         """
         return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
 

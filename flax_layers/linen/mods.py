@@ -1,4 +1,4 @@
-"""Mods of linen layers: what they hold, and the parameters that they make."""
+"""Mods of linen layers that hold or create parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,11 @@ from flax_layers.captures import captures
 
 
 def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
-    """Refuses a mod with parameters of NNX, which linen would take for constants.
+    """Refuses a mod with NNX parameters, which linen would treat as constants.
 
     Args:
-        name: Of the argument, for the message.
-        mod: What it was given.
+        name: Name of the argument, for the message.
+        mod: The value of the argument.
 
     Raises:
         ValueError: The mod reaches a module or a variable of NNX.
@@ -35,13 +35,13 @@ def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
 
 
 def with_parameters(name: str, mod: Any) -> Any:
-    """The mod, whose parameters exist when this returns.
+    """Creates the parameters of a mod, and returns it.
 
-    jflex evaluates a mod inside a trace of its own. Parameters that linen made there would be tracers that leak, so
-    while linen initialises, a mod that reaches a linen module is evaluated once before that.
+    jflex traces a mod on its own. Parameters that linen creates inside that trace would leak as tracers. So during
+    initialisation, a mod that reaches a linen module is evaluated once before the trace.
 
     Args:
-        name: Of the argument, for the message.
+        name: Name of the argument, for the message.
         mod: A mod of the constructor or of the call, or None.
 
     Returns:
@@ -54,7 +54,7 @@ def with_parameters(name: str, mod: Any) -> Any:
         return mod
     if isinstance(mod, linen.Module) and mod.scope is None:
         raise ValueError(
-            f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no place. Give it to the "
+            f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no scope. Pass it to the "
             "constructor of the layer, or create it in the module that calls the layer."
         )
     modules = [value for value in captures(mod) if isinstance(value, linen.Module) and value.scope is not None]

@@ -1,4 +1,4 @@
-"""Parameters of a model in linen from those of the same model in NNX, and back."""
+"""Converts parameters between NNX and linen models."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,13 +11,13 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def params_from_nnx(source: nnx.Module | nnx.State) -> dict[str, Any]:
-    """The parameters of an NNX module as linen has them.
+    """Converts the parameters of an NNX module to linen.
 
     Names are kept, so the linen module must name its children as the NNX module does its attributes. The two
-    FlexAttention do, and so do `nnx.Linear` and `linen.Dense`, the norms, and what is built of them.
+    FlexAttention layers do, and so do `nnx.Linear` and `linen.Dense`, the norms, and modules built of them.
 
     Args:
-        source: A module, a `flax_layers.nnx.FlexAttention` or what holds some; or its gradients, a State.
+        source: A module, such as `flax_layers.nnx.FlexAttention` or a model; or its gradients, a State.
 
     Returns:
         Nested dicts of arrays: the collection "params".
@@ -44,11 +44,11 @@ def params_to_nnx(params: Mapping[str, Any], module: Module) -> Module:
     """An NNX module with the parameters of a linen module.
 
     Args:
-        params: The collection "params"; metadata such as `linen.Partitioned` is taken off.
+        params: The collection "params"; metadata such as `linen.Partitioned` is removed.
         module: An NNX module with parameters of the same names and shapes. It is not changed.
 
     Returns:
-        A module like it, with these parameters. All that is no parameter it shares with `module`.
+        A copy with these parameters; it shares all other state with `module`.
 
     Raises:
         ValueError: Names or shapes differ; the message lists them.

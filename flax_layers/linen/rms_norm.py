@@ -9,7 +9,7 @@ from flax_layers.functional import rms_norm
 
 
 class RMSNorm(linen.Module):
-    """Divides by the root mean square and multiplies by a learned scale, both in float32: that of nnx for linen.
+    """Divides by the root mean square and multiplies by a learned scale, both in float32; as `flax_layers.nnx.RMSNorm`.
 
     Args:
         num_features: Size of the input's last axis.

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: read to a `Decoder`, one tensor at a time, and written from one."""
+"""Reads Hugging Face checkpoints to a `Decoder`, one tensor at a time, and writes them."""
 
 import json
 import pathlib
@@ -35,16 +35,16 @@ def from_pretrained(
 ) -> Decoder:
     """Reads a model from a folder that `transformers` or `save_pretrained` wrote.
 
-    Files are mapped into memory, and parameters read one after the other, each device's part straight to that device:
-    the host never holds more than one parameter beside what lies on devices. All names and shapes are compared before
+    Files are memory-mapped. Parameters are read one after the other, each shard straight to its device: the host never
+    holds more than one parameter on top of those on devices. All names and shapes are compared before
     the first is read.
 
     Args:
         folder: It holds `config.json`, and one or more `*.safetensors`.
         dtype: Of the computation. Default: `param_dtype`.
         param_dtype: Of the parameters, float32 for training. Default: `dtype`, or else what the files have.
-        mesh: Devices to spread the parameters over. Default: all on JAX's default device.
-        rules: How each parameter is cut over the mesh.
+        mesh: Devices to shard the parameters over. Default: all on JAX's default device.
+        rules: How each parameter is sharded over the mesh.
         implementation: The backend of jflex.
         max_positions: The longest context that will be used, for models with two sets of rotary factors (LongRoPE).
             Default: what the file says.
@@ -114,8 +114,8 @@ def save_pretrained(
 ) -> None:
     """Writes a model as `transformers` reads it.
 
-    All files are written beside the folder and take its place at the end: if that fails, as on a full disk, an earlier
-    checkpoint in the folder is what it was.
+    All files are written to a new folder, which replaces the old one at the end: if that fails, as on a full disk, an
+    earlier checkpoint is unchanged.
 
     Args:
         model: The model; tensors have the dtype of its parameters.
@@ -125,12 +125,18 @@ def save_pretrained(
 
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
-        ValueError: The family of `model.config` cannot say what the model does.
+        ValueError: The files of the family cannot describe the model.
         OSError: Writing fails.
     """
     folder = pathlib.Path(folder)
     raw = write_config(model.config)
     values = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    learned = [path for path in values if ".score_mod." in path]
+    if learned:
+        raise ValueError(
+            f"`model` has score_mods with parameters, which the files of `transformers` have no names for: "
+            f"{', '.join(learned)}. Save the model with orbax."
+        )
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
     tensors = families.tensors_of(families.family_named(model.config.family), shapes)
@@ -155,13 +161,13 @@ def _check_tensors(
         if name in files.shapes and files.shapes[name] != tensor.shape
     ]
     other = [f"{name}: {dtype}" for name, dtype in files.dtypes.items() if name in tensors and dtype not in files.READ]
-    found: dict[str, list[Any]] = {
+    problems: dict[str, list[Any]] = {
         "missing": missing,
         "superfluous": superfluous,
         "of a wrong shape": wrong,
         f"of a dtype other than {', '.join(files.READ)}": other,
     }
-    lists = [f"{len(names)} {what}:\n  " + "\n  ".join(names) for what, names in found.items() if names]
+    lists = [f"{len(names)} {what}:\n  " + "\n  ".join(names) for what, names in problems.items() if names]
     if lists:
         raise CheckpointError(
             f"The tensors in {folder} are not those of the model that its `config.json` describes, "

@@ -1,4 +1,4 @@
-"""What sets one decoder apart from another: sizes, norms, and how each layer attends."""
+"""The configuration of a decoder: sizes, norms, and how each layer attends."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ class LayerConfig:
     """How one layer attends.
 
     Attributes:
-        window: How many keys a query sees, its own among them; None: all before it.
+        window: How many keys a query attends to, its own included; None: all before it.
         rotary_base: Base of the rotary embedding; None: no rotary embedding.
         rotary_scaling: Changes its frequencies, for long contexts.
         rotary_dim: How many features of a head rotate; None: all.

@@ -46,7 +46,7 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
         The model.
 
     Raises:
-        ValueError: The architecture is not known, a size is missing, or the file asks for what the decoder cannot do.
+        ValueError: The architecture is not known, a size is missing, or the decoder does not support the model.
 
     Example:
         >>> config = read_config({
@@ -97,7 +97,7 @@ def _check_keys(raw: Raw) -> None:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
     for key in ("quantization_config", "use_bidirectional_attention"):
         if raw.get(key):
-            raise ValueError(f"`config.json` sets `{key}`, which this decoder cannot do. Got {raw[key]!r}.")
+            raise ValueError(f"`config.json` sets `{key}`, which this decoder does not support. Got {raw[key]!r}.")
 
 
 def family_of(raw: Raw) -> Family:
@@ -131,7 +131,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def layer_kinds(family: Family, raw: Raw) -> list[str]:
-    """Whether each layer sees all keys or a window of them.
+    """Whether each layer attends to all keys or to a window.
 
     Args:
         family: Of the model.
@@ -176,17 +176,16 @@ def _layer(raw: Raw, kind: str, head_dim: int, max_positions: int) -> LayerConfi
 
 def _rope(raw: Raw, kind: str) -> Raw:
     """The rotary parameters of a kind of layer, in the form of Transformers 5."""
-    given = raw.get("rope_parameters")
-    if given is not None:
-        given = given.get(kind, given)
-        return {"rope_theta": raw["rope_theta"], **given}
+    rope = raw.get("rope_parameters")
+    if rope is not None:
+        return {"rope_theta": raw["rope_theta"], **rope.get(kind, rope)}
     if kind == SLIDING and "rope_local_base_freq" in raw:
         return {"rope_theta": raw["rope_local_base_freq"]}
     return {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
 
 
 def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
-    """How the rotary embedding is stretched."""
+    """The scaling of the rotary embedding."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope = {**rope, _ORIGINAL: rope.get(_ORIGINAL) or raw.get(_ORIGINAL)}
     missing = [key for key in _SCALING_KEYS.get(kind, ()) if rope.get(key) is None]
@@ -222,7 +221,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         The keys that `transformers`, and `read_config`, read.
 
     Raises:
-        ValueError: The family cannot say what the model does.
+        ValueError: `config.json` of the family cannot describe the model.
 
     Example:
         >>> config = ModelConfig(
@@ -233,6 +232,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         True
     """
     family = family_named(config.family)
+    if any(layer.rotary_base is None for layer in config.layers):
+        raise ValueError(
+            f"`config.json` of the family {family.name} cannot describe a layer without a rotary embedding, "
+            "`rotary_base=None`. Save the model with orbax."
+        )
     full = [layer for layer in config.layers if layer.window is None] or list(config.layers)
     eos = config.eos_token_ids
     raw = {
@@ -265,7 +269,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     if read_config(raw) != config:
         differ = [key for key, value in vars(read_config(raw)).items() if value != getattr(config, key)]
         raise ValueError(
-            f"`config.json` of the family {family.name} cannot say what this model does: {', '.join(differ)} would be "
+            f"`config.json` of the family {family.name} cannot describe this model: {', '.join(differ)} would be "
             "read otherwise. Choose another `family`, or the family's own values."
         )
     return raw

@@ -1,4 +1,4 @@
-"""One decoder for all families: what they differ in is in its `ModelConfig`."""
+"""One decoder for all families; a `ModelConfig` describes the differences."""
 
 import functools
 from collections.abc import Callable
@@ -108,7 +108,7 @@ class Block(nnx.Module):
 
         Args:
             stream: The residual stream.
-            block_mask: Who sees whom. Default: causal, within the layer's window; no block is skipped.
+            block_mask: Default: causal, within the layer's window, with no blocks skipped.
             positions: For the rotary embedding. Default: 0, 1, 2, ...
         """
         mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
@@ -164,8 +164,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model: training form, dense cache and paged cache from the same parameters.
 
-    Rotary positions count along a row, through all its documents: scores depend on differences of positions alone, so
-    it does not matter where a document begins.
+    Rotary positions count along a row, across its documents: scores depend only on differences of positions, so it does
+    not matter where a document begins.
 
     Args:
         config: The model.
@@ -219,7 +219,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], documents: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T vocabulary"]:
-        """Returns the logits of the token after each place, float32; see `hidden`."""
+        """Returns the float32 logits of the token after each token; see `hidden`."""
         return self.logits(self.hidden(tokens, documents))
 
     def hidden(
@@ -235,15 +235,14 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: Rows of tokens.
-            documents: Number of the document at each place: no token sees another document. Default: one a row.
+            documents: Document id of each token; tokens attend only within their document. Default: one per row.
             positions: For the rotary embedding. Default: 0, 1, 2, ... in each row.
-            remat: Whether blocks are computed again in the backward pass. True keeps what attention saved
-                (`flax_layers.models.mods.remat_policy`); a policy of `jax.checkpoint_policies` keeps what it names.
-            constrain: Applied to the residual stream before each block and after the last, as to say where it lies on
-                a mesh.
+            remat: Whether the backward pass recomputes blocks. True keeps the residuals of attention
+                (`flax_layers.models.mods.remat_policy`); a policy of `jax.checkpoint_policies` decides otherwise.
+            constrain: Applied to the residual stream before each block and after the last, as to set its sharding.
 
         Returns:
-            One vector for each place, in the dtype of the computation.
+            One vector for each token, in the dtype of the computation.
 
         Raises:
             ValueError: Rows are longer than the model's positions.
@@ -283,7 +282,7 @@ class Decoder(nnx.Module):
 
         Args:
             batch: Number of sequences.
-            max_length: Tokens that each has room for.
+            max_length: Capacity of each, in tokens.
             dtype: Of keys and values. Default: that of the computation.
 
         Returns:
@@ -296,10 +295,10 @@ class Decoder(nnx.Module):
         return tuple(block.attention.init_cache(batch, max_length, dtype=dtype) for block in self.blocks)
 
     def decode(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T vocabulary"], Caches]:
-        """Continues sequences by T tokens each.
+        """Appends T tokens to each sequence.
 
         Args:
-            tokens: The next tokens of each: a prompt, one token, or a few that are speculated.
+            tokens: The next tokens of each: a prompt, one token, or a few speculated ones.
             caches: Of `init_caches`, or what the last call returned. Donate them to `jit`.
 
         Returns:
@@ -334,12 +333,12 @@ class Decoder(nnx.Module):
     def decode_paged(
         self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
     ) -> tuple[Float[Array, "N vocabulary"], PagedCache]:
-        """Continues requests, each by as many tokens as it has in `tokens`.
+        """Appends to requests, each by as many tokens as it has in `tokens`.
 
         Args:
             tokens: The next tokens of all requests, packed.
             cache: Of `init_paged_cache`, or what the last call returned. Donate it to `jit`.
-            batch: Which tokens are whose, and on which pages their keys are.
+            batch: The tokens and the pages of each request.
 
         Returns:
             The logits of the token after each of them, and the cache with them.
@@ -364,7 +363,7 @@ class Decoder(nnx.Module):
             )
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        # Taken, then cast: so the gradients of a token that occurs many times are summed in the parameters' dtype.
+        # Take, then cast: gradients of a token that occurs many times are summed in the dtype of the parameters.
         stream = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
 

@@ -1,4 +1,4 @@
-"""The families of models that Hugging Face checkpoints come in: what each calls its tensors, and what it leaves unsaid.
+"""Families of Hugging Face checkpoints: names of tensors, and defaults of `config.json`.
 
 A family is a row of data. `flax_layers.models.config_json` reads and writes its configuration by it.
 """
@@ -22,7 +22,7 @@ LLAMA_MODULES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
-"""What the modules of a `Block` are called in files; modules of one name are one tensor, in this order."""
+"""Names in files of the modules of a `Block`; modules of one name form one tensor, in this order."""
 
 GEMMA_MODULES = {
     **LLAMA_MODULES,
@@ -51,8 +51,8 @@ class Family:
     Attributes:
         name: `model_type` in `config.json`.
         architecture: The class in `architectures`.
-        modules: What the modules of a block are called in files.
-        defaults: What `config.json` means by leaving a key out, where it differs from Llama.
+        modules: Names in files of the modules of a block.
+        defaults: Values of keys that `config.json` leaves out, where they differ from Llama.
         traits: Fields of `ModelConfig` that all models of the family share.
     """
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: what they hold, and how a new one takes the place of an old one."""
+"""Folders of checkpoints, and how a new one replaces an old one."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What is copied from checkpoint to checkpoint."""
+"""Files that are copied from checkpoint to checkpoint."""
 
 _BELONGS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?")
 
@@ -32,8 +32,8 @@ class CheckpointError(ValueError):
 def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty folder beside `folder`, which takes its place when the context ends without an error.
 
-    Until then nothing in `folder` is touched. The old folder is moved away and then removed: were the machine to stop
-    between the two renames, it is found under `.NAME.old`.
+    Until then nothing in `folder` is touched. The old folder is moved away and then removed: if the machine stops
+    between the two renames, it remains as `.NAME.old`.
 
     Args:
         folder: It need not exist. If it does, it holds a checkpoint, or nothing.
@@ -45,12 +45,7 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
     """
     folder = pathlib.Path(os.path.abspath(folder))
-    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
-    if strange:
-        raise CheckpointError(
-            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
-            f"{', '.join(strange)}."
-        )
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
@@ -66,6 +61,23 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(room, ignore_errors=True)
+
+
+def check_replaceable(folder: pathlib.Path) -> None:
+    """Refuses to replace what is not a checkpoint.
+
+    Args:
+        folder: It need not exist.
+
+    Raises:
+        CheckpointError: It holds files that do not belong to a checkpoint.
+    """
+    strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
+    if strange:
+        raise CheckpointError(
+            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
+            f"{', '.join(strange)}."
+        )
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -85,6 +97,6 @@ def _belongs(path: pathlib.Path) -> bool:
 
 
 def _flush(path: pathlib.Path) -> None:
-    """Waits until a file lies on the disk: a full one may say so only now."""
+    """Waits until a file is on disk; a full disk may raise only here."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What sets the attention of one family apart from another, said with mods and masks alone."""
+"""The attention of all families, as mods and masks."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ FEW_TOKENS = 16
 
 
 def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.ScoreMod | None:
-    """Of a layer: what it learned, then a soft cap; or one of them, or nothing.
+    """The score_mod of a layer: its learned bias, then the soft cap; either may be absent.
 
     Args:
         config: The model.
@@ -39,8 +39,8 @@ def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> 
     """Causal, within the window, within the document.
 
     Args:
-        window: How many keys a query sees, its own among them; None: all before it.
-        documents: Number of the document at each place; None: one document a row.
+        window: How many keys a query attends to, its own included; None: all before it.
+        documents: Document id of each token; None: one document per row.
 
     Returns:
         The mask_mod.
@@ -60,7 +60,7 @@ def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[A
         config: The model.
         rows: B.
         length: T.
-        documents: Number of the document at each place; it may be a tracer.
+        documents: Document id of each token; it may be a tracer.
 
     Returns:
         The masks.
@@ -75,19 +75,19 @@ def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[A
 
 
 def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
-    """Masks of the next tokens against a dense cache: layers read the blocks that these list, and no others.
+    """Masks of the next tokens against a dense cache: layers read only the blocks that these list.
 
-    A few tokens of a layer without a window need none: they see all that the cache holds. With a window their blocks
-    hold no more queries than they are, since the mask is evaluated on whole blocks in every step. (On a CPU, two
+    A few tokens of a layer without a window need none: they attend to the whole cache. With a window the block size of
+    queries is the number of tokens, since the mask is evaluated on whole blocks in every step. (On a CPU, two
     sequences with a window of 1024 in a cache of 65536 take 2 ms a call, and 28 ms with blocks of 128 queries.)
 
     Args:
         config: The model.
         cache: Of any layer, before the tokens are appended.
-        tokens: How many each sequence goes on by.
+        tokens: How many are appended to each sequence.
 
     Returns:
-        The masks; None where the mask_mod does.
+        The masks; None where the mask_mod suffices.
     """
     made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
     for window in config.windows:
@@ -99,12 +99,12 @@ def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
 
 
 def _within(window: int | None, length: int) -> int | None:
-    """None for a window that holds all there is."""
+    """None for a window that covers the whole length."""
     return None if window is None or window >= length else window
 
 
 def remat_policy() -> Callable[..., bool]:
-    """Keeps what attention saved for its backward pass, so that remat never attends twice.
+    """Keeps the residuals of attention, so that remat never recomputes it.
 
     Returns:
         A policy for `jax.checkpoint`.

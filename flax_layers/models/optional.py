@@ -1,4 +1,4 @@
-"""Packages that only the extra `models` brings."""
+"""Packages of the extra `models`."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where the parameters of a decoder lie on a mesh."""
+"""Sharding of the parameters of a decoder over a mesh."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, PartitionSpec]]
-"""Patterns of paths, as `mlp.up.kernel`, and how the parameters are cut that they match. The first match counts."""
+"""Patterns of paths, as `mlp.up.kernel`, and the sharding of parameters that match. The first match counts."""
 
 RULES: Rules = (
     (r"embed\.embedding$", PartitionSpec("model", "fsdp")),
@@ -30,8 +30,8 @@ def parameter_shardings(
         shapes: Shape of each parameter, by its path.
         mesh: The devices. Axes that a rule names and the mesh lacks count as absent. Shardings are of its automatic
             form, whatever its axis types: XLA places what the model computes.
-        rules: How parameters are cut; what matches none is replicated.
-        num_kv_heads: Checked, if given: each device must hold whole heads.
+        rules: Shardings by path; parameters that match none are replicated.
+        num_kv_heads: If set, checks that each device holds whole heads.
 
     Returns:
         Shardings by path.

@@ -19,7 +19,7 @@ from flax_layers.models.optional import needs
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 16 << 20
-"""What is converted at a time, on its way from the file to where it stays."""
+"""Bytes that are converted at a time."""
 
 
 class TensorFiles(contextlib.ExitStack):
@@ -59,7 +59,7 @@ class TensorFiles(contextlib.ExitStack):
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
     def read(self, name: str, rows: slice, dtype: Dtype, *, transposed: bool, sharding: Sharding | None) -> Array:
-        """Reads rows of a tensor to where they stay.
+        """Reads rows of a tensor to their devices.
 
         Args:
             name: Of the tensor.
@@ -69,12 +69,12 @@ class TensorFiles(contextlib.ExitStack):
             sharding: Where it goes; each device gets its own part and no more. Default: JAX's default device.
 
         Returns:
-            The array; it lies where it belongs when this returns, and the host has let go of it.
+            The array, on its devices; the host copy has been freed.
         """
         piece, shape = self._slices[name], (rows.stop - rows.start, *self.shapes[name][1:])
         if sharding is None:
             return jax.block_until_ready(jax.device_put(_part(piece, rows.start, shape, dtype, transposed)))
-        parts: dict[str, np.ndarray] = {}  # devices with equal parts share one
+        parts: dict[str, np.ndarray] = {}  # devices with equal shards share one
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             if str(index) not in parts:
@@ -108,8 +108,8 @@ def _part(
         last = min(first + step, sizes[0])
         begin = start + ranges[0].start
         chunk = piece[(slice(begin + first, begin + last), *columns)]
-        place = (slice(None),) * (len(sizes) - 1) + (slice(first, last),) if transposed else slice(first, last)
-        out[place] = chunk.T if transposed else chunk
+        target = (slice(None),) * (len(sizes) - 1) + (slice(first, last),) if transposed else slice(first, last)
+        out[target] = chunk.T if transposed else chunk
     return out
 
 
@@ -118,21 +118,21 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
     index = folder / INDEX
     if index.exists():
         try:
-            places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{index} is not an index of tensors: {error!r}.") from error
-        files: dict[pathlib.Path, list[str] | None] = {}
-        for name, file in places.items():
-            files.setdefault(folder / file, []).append(name)  # pyright: ignore[reportOptionalMemberAccess]
-        missing = [str(path) for path in files if not path.exists()]
+        listed: dict[pathlib.Path, list[str] | None] = {}
+        for name, file in file_of.items():
+            listed.setdefault(folder / file, []).append(name)  # pyright: ignore[reportOptionalMemberAccess]
+        missing = [str(path) for path in listed if not path.exists()]
         if missing:
             raise FileNotFoundError(f"{INDEX} names files that do not exist: {', '.join(missing)}.")
-        return files
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+        return listed
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         raise FileNotFoundError(f"`folder` must hold *.safetensors. {folder} holds {others}.")
-    return dict.fromkeys(found)
+    return dict.fromkeys(files)
 
 
 def _opened(path: pathlib.Path) -> Any:
@@ -169,18 +169,19 @@ def write_files(
             total = 0
         groups[-1].append(name)
         total += size[name]
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = "model.safetensors" if len(groups) == 1 else several
-        held = {name: _joined(tensors[name], values) for name in names}
         try:
-            safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
+            safetensors.numpy.save_file(
+                {name: _joined(tensors[name], values) for name in names}, folder / file, metadata={"format": "pt"}
+            )
         except safetensors.SafetensorError as error:
             raise OSError(f"Writing {folder / file} failed: {error}.") from error
-        places |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(size.values())}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(size.values())}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -42,6 +42,8 @@ class Tokenizer:
         with needs("tokenizers"):
             import tokenizers
         self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        self._tokenizer.no_truncation()  # settings of training; `transformers` ignores them, too
+        self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
         self.special_tokens: dict[str, str] = {
@@ -102,7 +104,7 @@ class Tokenizer:
             yield piece
 
     def text_stream(self, *, special_tokens: bool = False) -> TextStream:
-        """Takes tokens whenever there are some, and gives their text.
+        """A stream that takes tokens as they come and returns their text.
 
         Args:
             special_tokens: Whether special ones are shown.
@@ -158,13 +160,13 @@ def _content(token: Any) -> str:
 
 def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name; a file of its own counts before what the configuration holds."""
-    given = config.get("chat_template") or {}
-    if isinstance(given, str):
-        given = {"default": given}
-    elif isinstance(given, list):
-        given = {entry["name"]: entry["template"] for entry in given}
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list):
+        templates = {entry["name"]: entry["template"] for entry in templates}
     path = folder / "chat_template.jinja"
-    return {**given, "default": path.read_text(encoding="utf-8")} if path.exists() else dict(given)
+    return {**templates, "default": path.read_text(encoding="utf-8")} if path.exists() else dict(templates)
 
 
 def _environment() -> "jinja2.Environment":
@@ -175,8 +177,8 @@ def _environment() -> "jinja2.Environment":
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]

@@ -18,13 +18,13 @@ from flax_layers.rotary_scaling import RotaryScaling
 class FlexAttention(Projections):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
-    Mods and the mask may be given here, once for all calls, or to the call, which then replaces what was given here
-    (`mask_mod` and `block_mask` are two forms of one thing: either replaces both).
+    Pass mods and the mask here, for all calls, or to a call, where they replace those of the constructor (`mask_mod`
+    and `block_mask` are two forms of one mask: either replaces both).
 
-    A mod may hold parameters, and they get gradients. Given to the constructor, such a mod is a callable `nnx.Module`,
-    which becomes a child of this layer. Given to the call, it may also be a method of the module that owns this layer,
-    or any function that captures what the caller holds. (Flax builds new modules inside `nnx.jit` and `nnx.grad`; a
-    function kept from the constructor would go on reading the old parameters, so the constructor refuses it.)
+    A mod may hold parameters, and they get gradients. The constructor takes such a mod as a callable `nnx.Module`,
+    which becomes a child of this layer. A call also takes a method of the module that owns this layer, or any function
+    that captures parameters of the caller. (Flax builds new modules inside `nnx.jit` and `nnx.grad`; a function kept by
+    the constructor would still read the old parameters, so the constructor refuses it.)
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
@@ -33,11 +33,11 @@ class FlexAttention(Projections):
             neighbouring query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query sees the key; no block is skipped for it.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
         block_mask: A `jflex.BlockMask`: a mask that says which blocks can be skipped, for inputs of its own length.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
-        rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the field's usual value is
-            10000. Default: no rotary embedding.
+        rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
+            Default: no rotary embedding.
         rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
             `flax_layers.rotary_scaling` do.
         rotary_dim: How many features of a head rotate, the first ones. Default: all.
@@ -54,8 +54,8 @@ class FlexAttention(Projections):
         rngs: Source of the keys of the initializers.
 
     Raises:
-        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod given here holds
-            parameters in a way that would cut them off from their gradients.
+        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod holds
+            parameters that would get no gradients.
 
     Example:
         >>> import jax.numpy as jnp
@@ -126,14 +126,14 @@ class FlexAttention(Projections):
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
             block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods count
-                places in the sequence, whatever is given here.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
 
         Returns:
             One vector for each position, in the dtype of the computation.
 
         Raises:
-            ValueError: A BlockMask for another length or batch, and what else `jflex.flex_attention` raises.
+            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
         """
         mods = self._mods(score_mod, mask_mod, block_mask)
         return attention_core.attend(self, inputs, mods, positions)
@@ -190,13 +190,13 @@ class FlexAttention(Projections):
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
-        """Continues the sequences of a cache by T tokens each: a prompt, one token, or a few that are speculated.
+        """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
         Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
-        embedding, count from the beginning of each sequence. Mods are given as for `__call__`, not in their inference
-        form; a BlockMask that the constructor was given counts by its mask_mod. No mask is implied: for a decoder, one
-        of them must be causal. Arrays that mods capture must cover all positions of the cache that come into use, not
-        one call's; those of ready mods are compared, as far as lengths are known.
+        embedding, count from the beginning of each sequence. Pass the mods of `__call__`, without an offset; of a
+        BlockMask in the constructor, the mask_mod is used. No mask is implied: a decoder needs a causal one. Arrays
+        that mods capture must cover all positions in use, not only those of this call; for ready mods this is checked
+        as far as lengths are known.
 
         The lengths are data: one program serves all of them. Donate the cache to `jit`, and it is updated in place.
 
@@ -205,8 +205,8 @@ class FlexAttention(Projections):
             cache: Of `init_cache`, or what the last call returned.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all places of the
-                cache. Blocks that it does not list are not read, as of a layer with a window. Make it with
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
+                the cache. Blocks that it does not list are not read, as of a layer with a window. Make it with
                 `cache.block_mask(mask_mod, T)`, once for all layers that share it.
 
         Returns:
@@ -217,7 +217,7 @@ class FlexAttention(Projections):
         Raises:
             TypeError: `cache` is no DenseCache.
             ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
-                the constructor's BlockMask hides what no mask_mod tells.
+                the constructor's BlockMask masks more than its mask_mod.
 
         Example:
             >>> import jax
@@ -244,16 +244,16 @@ class FlexAttention(Projections):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
-        """Continues requests whose keys lie on pages, each by as many tokens as it has in `inputs`.
+        """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
         Prompts, pieces of prompts and single tokens go in one call, without padding. What is said of mods, positions,
         masks and donation in `decode` holds here; ``b`` is the number of the request in `batch`.
 
         Args:
-            inputs: The tokens of all requests, packed, in the order of `batch`.
+            inputs: The tokens of all requests, packed in the order of `batch`.
             cache: Of `init_paged_cache`, or what the last call returned.
-            batch: Which tokens are whose, and on which pages their keys are. Its `kv_lengths` count the tokens of this
-                call, too. Every page that is written must be the request's own.
+            batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
+                page that is written must belong to one request alone.
             layer: Which layer of a cache for several, a Python int or traced.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
@@ -265,7 +265,7 @@ class FlexAttention(Projections):
         Raises:
             TypeError: `cache` or `batch` is of a wrong kind.
             ValueError: `inputs` have other than two axes; cache, batch and layer do not fit together, as far as values
-                are known; the constructor's BlockMask hides what no mask_mod tells.
+                are known; the constructor's BlockMask masks more than its mask_mod.
 
         Example:
             >>> import jax.numpy as jnp

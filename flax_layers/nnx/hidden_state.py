@@ -1,4 +1,4 @@
-"""Which mods a layer may keep from its constructor: those that hold no parameters behind the back of Flax."""
+"""Checks the mods of a constructor: a layer may keep only those whose parameters Flax can see."""
 
 from typing import TypeAlias
 
@@ -15,11 +15,11 @@ _REMEDY = "Pass it to the call, `layer(inputs, {name}=...)`, or make it a callab
 
 
 def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> None:
-    """Refuses a mod that would read its parameters behind the back of Flax's transformations.
+    """Refuses a mod whose parameters the transformations of Flax would not see.
 
     Args:
-        name: Of the argument, for the message.
-        mod: What it was given.
+        name: Name of the argument, for the message.
+        mod: The value of the argument.
         remedy: The end of the message.
 
     Raises:
@@ -38,6 +38,6 @@ def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> 
         if isinstance(value, nnx.Module | nnx.Variable):
             raise ValueError(
                 f"`{name}` holds a {type(value).__name__}, which a layer cannot keep from its constructor: inside "
-                "nnx.jit and nnx.grad the function would read the parameters of the old module, and they would get no "
+                "nnx.jit and nnx.grad the function would read the parameters of the old module, which get no "
                 f"gradients. {remedy.format(name=name)}"
             )

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> float | None:
         The held-out loss in the end, nats per token; None if nothing is held out.
 
     Raises:
-        InputError: What was asked for cannot be done.
+        InputError: An option or its data is wrong.
         CheckpointError: The folder to begin with is no checkpoint that can be read.
         LossError: The loss is no longer a number.
         SaveError: A checkpoint could not be written.
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     about = setup.description(options, config, batches)
     with Checkpoints(options.output / "checkpoints", about, options.keep) as checkpoints:
         if checkpoints.latest() is not None:
-            trainer.state = checkpoints.restore(trainer.state)
+            trainer.state = checkpoints.restore(trainer.release_state())
             print(f"Goes on from step {checkpoints.latest()}, {checkpoints.folder}/{checkpoints.latest()}")
         log = Log(options.output / "log.jsonl", int(trainer.state.step))
         plan = Plan(
@@ -87,7 +87,7 @@ def _finish(options: argparse.Namespace, trainer: Trainer, log: Log) -> float | 
     draw_losses(options.output / "loss.png", training, held_out)
     written = f"{options.output}/checkpoints, {log.path}, {options.output}/loss.png"
     if options.export is not None:
-        save_pretrained(trainer.model(), options.export, source=options.model)
+        save_pretrained(trainer.model(), options.export, source=setup.export_source(options))
         written += f", {options.export}"
     loss = held_out[-1][1] if held_out else None
     print(f"Held-out loss {loss:.4f} nats per token. " if loss is not None else "", end="")

@@ -16,12 +16,12 @@ from flax_layers.train.trainer import State
 class Checkpoints:
     """The checkpoints in a folder, of one run. A context manager.
 
-    Each holds all that the next step depends on. One that is being written has another name until it is whole.
+    Each holds everything that the next step depends on. It has a temporary name until it is complete.
 
     Args:
         folder: Made if it does not exist.
-        about: What must be the same for a run to go on, as JSON; each entry is compared.
-        keep: How many are kept; older ones are removed once a newer one is whole.
+        about: What a resumed run must share, as JSON; each entry is compared.
+        keep: How many are kept; older ones are removed after a newer one is complete.
     """
 
     def __init__(self, folder: pathlib.Path, about: Mapping[str, Any], keep: int = 2):
@@ -74,14 +74,14 @@ class Checkpoints:
             reason = str(error).strip().splitlines()[0]
             raise SaveError(
                 f"The checkpoint of step {step} could not be written to {self.folder}: {reason}\n{self.last_good()}. "
-                "Make room on the disk, or lower `--keep`; then run the same command again, and it goes on from there."
+                "Make room on the disk, or lower `--keep`; then run the same command again to resume from there."
             ) from error
 
     def restore(self, like: State) -> State:
         """The newest checkpoint.
 
         Args:
-            like: A state of the same form, whose arrays lie where those of the checkpoint should.
+            like: Arrays, or shapes with dtypes and shardings, as the state should have.
 
         Returns:
             The state.
@@ -92,15 +92,15 @@ class Checkpoints:
         step = self.latest()
         about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         differences = [
-            f"{name}: {about.get(name)!r} in the checkpoint, {wanted!r} asked for"
-            for name, wanted in self._about.items()
-            if about.get(name) != wanted
+            f"{name}: {about.get(name)!r} in the checkpoint, {value!r} in this run"
+            for name, value in self._about.items()
+            if about.get(name) != value
         ]
         if differences:
             raise InputError(
-                f"`--output` holds a checkpoint of another run, {self.folder}/{step}, from which this one cannot go on:"
-                "\n  " + "\n  ".join(differences) + "\nGive the options of that run, or another `--output`."
+                f"`--output` holds a checkpoint of another run, {self.folder}/{step}, which this one cannot resume:"
+                "\n  " + "\n  ".join(differences) + "\nUse the options of that run, or another `--output`."
             )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
-        found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        return State(**found["state"])
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        return State(**restored["state"])

@@ -1,4 +1,4 @@
-"""What is trained on: text and token files, laid end to end, cut into rows, and their documents numbered."""
+"""Training data: text and token files, concatenated and cut into rows, with document ids."""
 
 import dataclasses
 import functools
@@ -17,17 +17,17 @@ TOKEN_FILES = (".npy", ".bin")
 
 
 class Rows(NamedTuple):
-    """Packed tokens. A place whose next token belongs to another document is not scored."""
+    """Packed tokens. A token whose successor belongs to another document is not scored."""
 
     tokens: Int[np.ndarray, "B T"]
-    """Numbers of tokens."""
+    """Token ids."""
     documents: Int[np.ndarray, "B T"]
-    """Number of the document within its row, not decreasing along the row."""
+    """Document ids within each row, not decreasing along it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens of all files in a row, read where they lie.
+    """Tokens of all files, one after the other, read on demand.
 
     A document ends where its file ends, and after each end token.
 
@@ -35,6 +35,7 @@ class Corpus:
         names: Of the files, for messages.
         files: Their tokens; those of token files are mapped into memory.
         end_tokens: Each ends a document.
+        option: Of the command line that named the files, for messages.
 
     Example:
         >>> corpus = Corpus(("a", "b"), (np.array([5, 9, 6]), np.array([7, 8])), end_tokens=(9,))
@@ -46,6 +47,7 @@ class Corpus:
     names: tuple[str, ...]
     files: tuple[Int[np.ndarray, " tokens"], ...]
     end_tokens: tuple[int, ...] = ()
+    option: str = "--data"
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
@@ -58,10 +60,10 @@ class Corpus:
         return int(self._starts[-1])
 
     def row(self, begin: int, length: int) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
-        """Tokens from a place on, and the numbers of their documents.
+        """A row of tokens, and their document ids.
 
         Args:
-            begin: Place of the first token.
+            begin: Index of the first token.
             length: T.
 
         Returns:
@@ -81,22 +83,22 @@ class Corpus:
         return tokens, np.cumsum(starts, dtype=np.int32)
 
     def place(self, index: int) -> str:
-        """Where a token stands: its file, and its place there."""
+        """The file of a token, and its index there, in words."""
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return f"place {index - int(self._starts[file])} of {self.names[file]}"
+        return f"token {index - int(self._starts[file])} of {self.names[file]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Batches of rows in random order. Each epoch has an order of its own, which the seed and its number decide.
+    """Batches of rows in random order. Each epoch has its own order, a function of the seed and the epoch.
 
-    A batch is a function of the number of its step, so a run that goes on from a checkpoint needs no more than that.
+    A batch is a function of its step, so a resumed run needs only the step.
 
     Attributes:
-        corpus: What rows are cut from; what is left after the last row is never read.
+        corpus: The tokens; those after the last whole row are never read.
         batch: B, rows of a batch.
         length: T, tokens of a row.
-        rows: The rows that take part, by number.
+        rows: Indices of the rows in use.
         vocabulary: Tokens must lie below it.
         seed: Of the order.
 
@@ -114,8 +116,8 @@ class Batches:
     def __post_init__(self):
         if not self.rows:
             raise InputError(
-                f"`--data` must hold at least one row of `--length` {self.length} tokens. Got {self.corpus.size} "
-                f"tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
+                f"`{self.corpus.option}` must hold at least one row of `--length` {self.length} tokens. Got "
+                f"{self.corpus.size} tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
             )
 
     def at(self, step: int) -> Rows:
@@ -128,12 +130,12 @@ class Batches:
             The batch.
 
         Raises:
-            InputError: A token lies beyond the vocabulary.
+            InputError: A token is not in the vocabulary.
         """
         size = len(self.rows)
         chosen = []
-        for place in range(step * self.batch, (step + 1) * self.batch):
-            epoch, within = divmod(place, size)
+        for index in range(step * self.batch, (step + 1) * self.batch):
+            epoch, within = divmod(index, size)
             chosen.append(self.rows[permuted(within, size, _seed_of_epoch(self.seed, epoch))])
         return self._stack(chosen)
 
@@ -144,32 +146,32 @@ class Batches:
             step += 1
 
     def in_order(self, most: int) -> list[Rows]:
-        """Batches of the first rows, each once; the last is filled with rows of which nothing is scored.
+        """Batches of the first rows, each once; the last is padded with rows that are not scored.
 
         Args:
-            most: At most so many batches.
+            most: The largest number of batches.
 
         Returns:
             The batches.
         """
-        found = []
+        made = []
         for start in range(0, min(len(self.rows), most * self.batch), self.batch):
             rows = self._stack(self.rows[start : start + self.batch])
             missing = self.batch - len(rows.tokens)
-            alone = np.tile(np.arange(self.length, dtype=np.int32), (missing, 1))  # each place its own document
+            alone = np.tile(np.arange(self.length, dtype=np.int32), (missing, 1))  # each token its own document
             empty = np.zeros((missing, self.length), np.int32)
-            found.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
-        return found
+            made.append(Rows(np.concatenate([rows.tokens, empty]), np.concatenate([rows.documents, alone])))
+        return made
 
     def _stack(self, chosen: Sequence[int]) -> Rows:
         rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
         for row, (tokens, _) in zip(chosen, rows, strict=True):
             wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))
             if wrong.size:
-                place = self.corpus.place(row * self.length + int(wrong[0]))
+                where = self.corpus.place(row * self.length + int(wrong[0]))
                 raise InputError(
-                    f"`--data` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
-                    f"{tokens[wrong[0]]} at {place}. Use the tokenizer of the model, or the right `--token-dtype`."
+                    f"`{self.corpus.option}` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
+                    f"{tokens[wrong[0]]} at {where}. Use the tokenizer of the model, or the right `--token-dtype`."
                 )
         return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
 
@@ -184,6 +186,7 @@ def read_corpus(
     *,
     end_tokens: tuple[int, ...] = (),
     token_dtype: str = "uint16",
+    option: str = "--data",
 ) -> Corpus:
     """Reads text and token files.
 
@@ -193,6 +196,7 @@ def read_corpus(
         tokenizer: For text. Only token files need none.
         end_tokens: Each ends a document. The first is added to the end of each text.
         token_dtype: Of the tokens in `.bin` files.
+        option: Of the command line that named the files, for messages.
 
     Returns:
         The corpus.
@@ -202,46 +206,54 @@ def read_corpus(
             there is text and no tokenizer.
     """
     names, files = [], []
-    for path in _files_of(paths):
+    for path in _files_of(paths, option):
         if path.suffix in TOKEN_FILES:
-            tokens = _mapped(path, token_dtype)
+            tokens = _mapped(path, token_dtype, option)
         elif tokenizer is None:
             raise InputError(
-                f"`--tokenizer` must be given for text, as {path}: `bytes`, or a folder with a tokenizer.json."
+                f"`--tokenizer` is required for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
         else:
-            tokens = _encoded(path, tokenizer, end_tokens)
+            tokens = _encoded(path, tokenizer, end_tokens, option)
         if len(tokens):
             names.append(str(path))
             files.append(tokens)
-    return Corpus(tuple(names), tuple(files), end_tokens)
+    return Corpus(tuple(names), tuple(files), end_tokens, option)
 
 
-def _files_of(paths: Sequence[pathlib.Path]) -> Iterator[pathlib.Path]:
+def _files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
     for path in paths:
         if not path.exists():
-            raise InputError(f"`--data` must name files or folders. There is no {path}.")
+            raise InputError(f"`{option}` must name files or folders. There is no {path}.")
         yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def _mapped(path: pathlib.Path, token_dtype: str) -> np.ndarray:
+def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, np.uint16)
     if path.suffix == ".bin":
+        if path.stat().st_size % np.dtype(token_dtype).itemsize:
+            raise InputError(
+                f"`{option}` must hold whole tokens. {path} has {path.stat().st_size} bytes, no multiple of the size "
+                f"of {token_dtype}. Set `--token-dtype` to the dtype that it was written with."
+            )
         return np.memmap(path, np.dtype(token_dtype), mode="r")
-    tokens = np.load(path, mmap_mode="r")
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise InputError(f"`{option}` must hold token files that numpy can map. Got {path}: {error}.") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise InputError(
-            f"`--data` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape {tokens.shape} "
-            f"in {path}."
+            f"`{option}` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape "
+            f"{tokens.shape} in {path}."
         )
     return tokens
 
 
-def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...]) -> np.ndarray:
+def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...], option: str) -> np.ndarray:
     try:
         tokens = tokenizer.encode(path.read_bytes())
     except UnicodeDecodeError as error:
-        raise InputError(f"`--data` must hold text in UTF-8. Got {path}: {error}.") from error
+        raise InputError(f"`{option}` must hold text in UTF-8. Got {path}: {error}.") from error
     ends = end_tokens[:1] if len(tokens) else ()
     return np.concatenate([tokens, np.asarray(ends, np.uint32)])

@@ -1,8 +1,8 @@
-"""What ends a run, or keeps it from beginning."""
+"""Errors that end a run or prevent its start."""
 
 
 class InputError(ValueError):
-    """What was asked for cannot be done; the message says why, and what to do."""
+    """An option or its data is wrong; the message says why, and what to do."""
 
 
 class SaveError(OSError):
@@ -14,7 +14,7 @@ class LossError(ArithmeticError):
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to end, by a signal.
+    """A signal ended the run.
 
     Attributes:
         signal: Its number.

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and of the device at its best."""
+"""FLOPs of a training step, and peak FLOP/s of devices."""
 
 import math
 import time
@@ -14,6 +14,8 @@ from flax_layers.models import ModelConfig
 PEAKS = {
     "A100": 312e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H200": 989e12,
     "GH200": 989e12,
     "B200": 2250e12,
@@ -26,32 +28,32 @@ PEAKS = {
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
 }
-"""FLOP/s of dense bf16 products by the makers' data sheets, by words of `jax.Device.device_kind`."""
+"""Peak FLOP/s of dense bf16 matrix products from data sheets, by words of `jax.Device.device_kind`."""
 
 
 def peak_flops(kind: str) -> float | None:
-    """FLOP/s of a kind of device at its best.
+    """Peak FLOP/s of a kind of device.
 
     Args:
         kind: `jax.Device.device_kind`.
 
     Returns:
-        The longest entry of `PEAKS` that its words contain; None where there is none.
+        The longest matching entry of `PEAKS`; None if there is none.
 
     Example:
-        >>> peak_flops("NVIDIA H200"), peak_flops("cpu")
-        (989000000000000.0, None)
+        >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
+        (989000000000000.0, 756000000000000.0, None)
     """
     found = [name for name in PEAKS if f" {name} " in f" {kind} " or f" {name}-" in f" {kind}"]
     return PEAKS[max(found, key=len)] if found else None
 
 
 def measured_flops(size: int = 8192, repeats: int = 10) -> float:
-    """FLOP/s that one device reaches in a square bf16 product.
+    """FLOP/s that one device reaches in a square bf16 matrix product.
 
     Args:
         size: Of the matrices.
-        repeats: Products that are timed together.
+        repeats: Matrix products that are timed together.
 
     Returns:
         The rate.
@@ -69,7 +71,7 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
 
 
 def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> int:
-    """Parameters that each token is multiplied by: those of the projections, the last included, not those looked up.
+    """Parameters that each token is multiplied by: all projections with the output head, not the embedding lookup.
 
     Args:
         shapes: Of all parameters, by path.
@@ -83,11 +85,11 @@ def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelCo
 
 
 def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) -> int:
-    """Pairs of a query and a key that it sees: causal, within its document and the window.
+    """Attended query-key pairs: causal, within the document and the window.
 
     Args:
-        documents: Number of the document at each place.
-        window: How many keys a query sees; None: all before it.
+        documents: Document id of each token.
+        window: How many keys a query attends to; None: all before it.
 
     Returns:
         Their number, over all rows.
@@ -106,14 +108,14 @@ def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) 
 
 
 def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, "B T"]) -> float:
-    """FLOPs of the forward and backward pass of a batch, as the model needs them, whatever is computed.
+    """Model FLOPs of the forward and backward pass of a batch.
 
-    Each token takes 6 FLOPs for each parameter that it is multiplied by, and each visible pair 12 for each feature of
-    each head: two products forward, four backward. What remat computes again does not count.
+    Each token takes 6 FLOPs for each parameter that it is multiplied by, and each attended pair 12 for each feature of
+    each head: two matrix products forward, four backward. Recomputation by remat does not count.
 
     Args:
         config: The model.
-        multiplied: As `multiplied_parameters` gives it.
+        multiplied: Of `multiplied_parameters`.
         documents: Of the batch.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What happened in each step, as lines of JSON."""
+"""The log of a run: one line of JSON for each step."""
 
 import json
 import pathlib
@@ -18,7 +18,9 @@ class Log:
     def __init__(self, path: pathlib.Path, step: int = 0):
         self.path = path
         kept = [line for line in _lines(path) if line["step"] <= step] if step else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new = path.with_name(f".{path.name}.new")  # a disk that is full leaves the old file
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.replace(path)
 
     def write(self, **line: Any) -> None:
         """Adds a line."""
@@ -31,4 +33,6 @@ class Log:
 
 
 def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The lines of a file; a process that was killed may have left the last one incomplete."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""The steps of a run: what is done between them, and how they end."""
+"""The training loop: steps, logging, evaluation and checkpoints."""
 
 import collections
 import contextlib
@@ -23,10 +23,10 @@ _SMOOTHED = 20
 
 
 class Progress(NamedTuple):
-    """What one step did."""
+    """Progress after one step."""
 
     step: int
-    """Steps that have been taken."""
+    """Steps taken so far."""
     loss: float
     """Before the step, nats for each scored token."""
     gradient_norm: float
@@ -34,18 +34,18 @@ class Progress(NamedTuple):
     tokens_per_second: float | None
     """Of the last steps; None in the first, which compiles."""
     utilisation: float | None
-    """What part of the peak FLOP/s the model's FLOPs are; None where no peak is known."""
+    """Model FLOP utilisation; None if the peak is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is done when.
+    """When to save, evaluate and stop.
 
     Attributes:
-        steps: Taken in all, those before a checkpoint included.
+        steps: In all, with those before a restored checkpoint.
         save_every: Steps between checkpoints; 0: only at the end.
         evaluate_every: Steps between held-out losses; 0: only at the end.
-        peak_flops: FLOP/s of all devices together at their best, if known.
+        peak_flops: Peak FLOP/s of all devices together, if known.
     """
 
     steps: int
@@ -64,10 +64,10 @@ class Plan:
 
 @dataclasses.dataclass
 class Run:
-    """A trainer, its data, and where it writes.
+    """A trainer, its data and its outputs.
 
     While the device computes a step, the host makes the batch of the next and then reads the metrics of the one before,
-    so neither waits for the other.
+    so they overlap.
 
     Attributes:
         trainer: It may have taken steps.
@@ -130,7 +130,7 @@ class Run:
             self.evaluated(step, loss)
 
     def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: int) -> None:
-        """Waits for a step, refuses what is not finite, and tells the rest."""
+        """Waits for a step, raises if it is not finite, and reports it."""
         loss, norm, rate = (float(value) for value in metrics)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
@@ -147,11 +147,10 @@ class Run:
 
     def _interrupt(self, step: int, number: int) -> None:
         name = signal.Signals(number).name
-        last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
-        raise Interrupted(
-            f"{name} ended the run after step {step} of {self.plan.steps}. {last}. The same command goes on there.",
-            number,
-        )
+        last = "Nothing was saved."
+        if self.checkpoints is not None:
+            last = f"{self.checkpoints.last_good()}. Run the same command again to resume."
+        raise Interrupted(f"{name} ended the run after step {step} of {self.plan.steps}. {last}", number)
 
 
 class _Meter:

@@ -1,4 +1,4 @@
-"""Cross entropy of the next token that holds the logits of one chunk at a time."""
+"""Chunked cross entropy of the next token: only the logits of one chunk exist at a time."""
 
 import functools
 
@@ -14,10 +14,10 @@ def next_token_weights(documents: Int[Array, "*batch T"]) -> Float32[Array, "*ba
     """1 where the next token belongs to the same document, else 0.
 
     Args:
-        documents: Number of the document at each place.
+        documents: Document id of each token.
 
     Returns:
-        What the loss at each place counts.
+        The weight of each token's loss.
 
     Example:
         >>> next_token_weights(jnp.array([0, 0, 1, 1, 1])).tolist()
@@ -36,19 +36,19 @@ def summed_cross_entropy(
     chunk: int,
     softcap: float | None = None,
 ) -> Float32[Array, ""]:
-    """Sum of the weighted cross entropies of all places, in nats.
+    """Sum of the weighted cross entropies of all tokens, in nats.
 
-    Rows are cut along T into chunks of about `chunk` places in all. Logits of a chunk are float32, from a product in
-    the dtype of `hidden`, and are given up before those of the next: no array of all places and the vocabulary exists.
-    Where gradients are asked for, each chunk's are computed beside its loss, so that no logit is computed twice; those
-    of the kernel are summed in float32.
+    Rows are cut along T into chunks of about `chunk` tokens in all. Logits of a chunk are float32, from a matrix
+    product in the dtype of `hidden`, and are freed before those of the next: no [tokens, vocabulary] array exists.
+    Gradients of a chunk are computed together with its loss, so that no logit is computed twice; those of the kernel
+    are summed in float32.
 
     Args:
-        hidden: Last hidden states, one vector for each place.
+        hidden: Last hidden states, one vector for each token.
         kernel: From them to logits; cast to the dtype of `hidden`.
-        targets: The token at each place that should be predicted.
-        weights: What each place counts; it gets no gradient.
-        chunk: Places whose logits are held at a time; at least one of each row.
+        targets: The token to predict after each token.
+        weights: The weight of each token; it gets no gradient.
+        chunk: Tokens whose logits are held at a time; at least one of each row.
         softcap: Bound of the logits; None: none.
 
     Returns:
@@ -62,8 +62,8 @@ def summed_cross_entropy(
     """
     small = kernel.astype(hidden.dtype)
 
-    def add(total, places):
-        part, targets, weights = places
+    def add(total, cut):
+        part, targets, weights = cut
         losses, _ = _losses(part, targets, small, softcap)
         return total + jnp.sum(losses * weights), None
 
@@ -79,7 +79,7 @@ def _losses(hidden: Hidden, targets: Array, kernel: Array, softcap: float | None
     if softcap is not None:
         bounded = jnp.tanh(logits / softcap)
         logits, slope = softcap * bounded, 1 - bounded * bounded
-    # Compared and summed, not gathered: so each device looks at its own part of the vocabulary.
+    # Compare and sum instead of a gather: each device reads only its shard of the vocabulary.
     hit = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     return lse - jnp.sum(jnp.where(hit, logits, 0), axis=-1), (logits - lse[..., None], slope, hit)
@@ -88,9 +88,9 @@ def _losses(hidden: Hidden, targets: Array, kernel: Array, softcap: float | None
 def _forward(hidden, kernel, targets, weights, chunk, softcap):
     small = kernel.astype(hidden.dtype)
 
-    def add(carry, places):
+    def add(carry, cut):
         total, by_kernel = carry
-        part, targets, weights = places
+        part, targets, weights = cut
         losses, (log_probabilities, slope, hit) = _losses(part, targets, small, softcap)
         by_logits = (jnp.exp(log_probabilities) - hit.astype(jnp.float32)) * slope * weights[..., None]
         by_logits = by_logits.astype(part.dtype)
@@ -114,13 +114,13 @@ summed_cross_entropy.defvjp(_forward, _backward)
 
 
 def _chunks(hidden: Hidden, targets: Array, weights: Array, chunk: int) -> tuple[Array, Array, Array]:
-    """The three, padded and cut along T; chunks come first. Rows stay whole: they may lie on many devices."""
+    """The three, padded and cut along T; the axis of chunks comes first. Rows may be sharded, so they stay whole."""
     rows, length = targets.shape
-    places = min(max(chunk // rows, 1), length)
-    count = -(-length // places)
+    tokens = min(max(chunk // rows, 1), length)
+    count = -(-length // tokens)
 
     def cut(array):
-        padded = jnp.pad(array, [(0, 0), (0, count * places - length)] + [(0, 0)] * (array.ndim - 2))
-        return jnp.moveaxis(padded.reshape(rows, count, places, *array.shape[2:]), 1, 0)
+        padded = jnp.pad(array, [(0, 0), (0, count * tokens - length)] + [(0, 0)] * (array.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, count, tokens, *array.shape[2:]), 1, 0)
 
     return cut(hidden), cut(targets), cut(weights)

@@ -11,17 +11,17 @@ from flax_layers.train.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How parameters are changed.
+    """AdamW with its schedule.
 
     Attributes:
         steps: Length of the schedule.
         learning_rate: The largest one.
         warmup: Steps until it is reached. Default: a tenth of all, at most 50.
-        final_share: What part of it is left in the end.
+        final_share: The last learning rate, as a fraction of the largest.
         weight_decay: Of parameters of two axes and more; scales, biases and slopes do not decay.
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
-        clip: Longest gradient; longer ones are shortened to it.
+        clip: Largest global norm of the gradient.
     """
 
     steps: int

@@ -18,8 +18,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m flax_layers.train",
-        description="Trains a decoder on documents packed into rows. Run the same command again to go on from the last "
-        "checkpoint in --output.",
+        description="Trains a decoder on documents packed into rows. Run the same command again to resume from the "
+        "last checkpoint in --output.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_model(parser.add_argument_group("model"))
@@ -28,6 +28,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_computation(parser.add_argument_group("computation"))
     _add_output(parser.add_argument_group("output"))
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -42,7 +49,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_data(group: argparse._ArgumentGroup) -> None:
     many = {"type": pathlib.Path, "nargs": "+", "metavar": "PATH"}
     group.add_argument("--data", required=True, **many, help="text files, token files (.npy, .bin), or folders of them")
-    group.add_argument("--held-out", **many, help="the like, for the held-out loss")
+    group.add_argument("--held-out", **many, help="files of the same kinds, for the held-out loss")
     group.add_argument(
         "--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent"
     )
@@ -56,11 +63,13 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=int, default=1000, help="in all")
-    group.add_argument("--batch", type=int, default=8, help="rows of a step")
+    group.add_argument("--batch", type=_positive, default=8, help="rows of a step")
     group.add_argument("--length", type=int, default=1024, help="tokens of a row")
     group.add_argument("--learning-rate", type=float, default=3e-4, help="the largest of the schedule")
     group.add_argument("--warmup", type=int, help="steps until it is reached; None: a tenth of all, at most 50")
-    group.add_argument("--final-share", type=float, default=0.1, help="what part of it is left in the end")
+    group.add_argument(
+        "--final-share", type=float, default=0.1, help="the last learning rate, as a fraction of the largest"
+    )
     group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices")
     group.add_argument("--clip", type=float, default=1.0, help="longest gradient")
     group.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
@@ -69,10 +78,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _add_computation(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,model=4")
     group.add_argument(
-        "--accumulate", type=int, default=1, help="parts that a step is computed in, one after the other"
+        "--accumulate", type=_positive, default=1, help="micro-batches of a step, computed one after the other"
     )
-    group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass computes again")
-    group.add_argument("--loss-chunk", type=int, default=2048, help="tokens whose logits a device holds at a time")
+    group.add_argument("--remat", choices=list(REMAT), default="none", help="what the backward pass recomputes")
+    group.add_argument(
+        "--loss-chunk", type=_positive, default=2048, help="tokens whose logits a device holds at a time"
+    )
     group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the computation")
     group.add_argument("--implementation", help="the jflex backend; None: the first that can run here")
     group.add_argument("--peak-flops", help="of a device, for the utilisation: a number, or `measure`; None: a table")
@@ -81,6 +92,6 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
     group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end")
-    group.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
+    group.add_argument("--keep", type=_positive, default=2, help="checkpoints that are kept")
     group.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: at the end")
     group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")

@@ -1,33 +1,33 @@
-"""A random order that is computed, not stored: place by place, from a seed."""
+"""A random order that is computed from a seed, index by index, and never stored."""
 
 import hashlib
 
 _ROUNDS = 6
 
 
-def permuted(place: int, size: int, seed: int) -> int:
-    """Where a random permutation of `range(size)` sends a place.
+def permuted(index: int, size: int, seed: int) -> int:
+    """An element of a random permutation of `range(size)`.
 
-    A Feistel network permutes the next power of four above `size`; a result beyond `size` is sent on until it falls
-    below ("cycle walking", Black and Rogaway 2002). So nothing is held in memory, and any place can be asked for first.
+    A Feistel network permutes the next power of four above `size`; a result of at least `size` is permuted again until
+    it falls below ("cycle walking", Black and Rogaway 2002). Nothing is held in memory, and access is random.
 
     Args:
-        place: From 0 to `size - 1`.
-        size: What is permuted.
+        index: From 0 to `size - 1`.
+        size: Number of elements.
         seed: Each seed gives another permutation.
 
     Returns:
-        The number at that place.
+        The element at that index.
 
     Example:
-        >>> [permuted(place, 7, seed=1) for place in range(7)]
+        >>> [permuted(index, 7, seed=1) for index in range(7)]
         [3, 0, 2, 5, 1, 6, 4]
     """
     bits = max((size - 1).bit_length() + 1, 2) // 2
     while True:
-        place = _feistel(place, bits, seed)
-        if place < size:
-            return place
+        index = _feistel(index, bits, seed)
+        if index < size:
+            return index
 
 
 def _feistel(value: int, bits: int, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""Devices: the mesh, and what lies where on it."""
+"""The mesh of devices, and how rows are sharded over it."""
 
 import math
 
@@ -10,7 +10,7 @@ from flax_layers.models import ModelConfig
 from flax_layers.train.errors import InputError
 
 AXES = ("data", "fsdp", "model")
-"""Rows are cut over `data` and `fsdp`, parameters over `fsdp` and `model`: see `flax_layers.models.sharding`."""
+"""Rows are sharded over `data` and `fsdp`, parameters over `fsdp` and `model`: see `flax_layers.models.sharding`."""
 
 ROWS = PartitionSpec(("data", "fsdp"))
 """Of the rows of a batch."""
@@ -73,7 +73,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
         mesh: The devices.
         config: The model.
         batch: Rows of a step.
-        accumulate: Parts that the rows of a step are computed in.
+        accumulate: Micro-batches of a step.
 
     Raises:
         InputError: It would, or the parts of a step are not of one size.
@@ -99,12 +99,12 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
 
 
 def row_shards(mesh: Mesh) -> int:
-    """How many parts the rows of a batch are cut into."""
+    """The number of shards of the rows of a batch."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def placed(mesh: Mesh, *spec: str | tuple[str, ...] | None) -> NamedSharding:
-    """How an array lies on the mesh."""
+    """The sharding of an array on the mesh."""
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

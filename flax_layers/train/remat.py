@@ -1,4 +1,4 @@
-"""What the backward pass computes again, to hold less from the forward pass. Attention is never computed twice."""
+"""Remat policies: what the backward pass recomputes to save memory. Attention is never recomputed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,5 +18,5 @@ REMAT: dict[str, Callable[[], Any]] = {
     "products": _products,
     "blocks": mods.remat_policy,
 }
-"""By name. `none`: nothing is computed again. `products`: what lies between matrix products. `blocks`: whole blocks but
-for attention, of which jflex keeps its output and its lse by name."""
+"""By name. `none`: nothing is recomputed. `products`: everything between matrix products. `blocks`: whole blocks,
+except for the output and lse of attention, which jflex names as residuals."""

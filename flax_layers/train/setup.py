@@ -1,4 +1,4 @@
-"""From the options of the command line to the parts of a run."""
+"""Builds the parts of a run from the options of the command line."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 
 from flax_layers.models import Decoder, ModelConfig, from_pretrained
 from flax_layers.models.checkpoint import read_folder_config
+from flax_layers.models.config_json import write_config
 from flax_layers.models.decoder import MakeScoreMod
+from flax_layers.models.folders import check_replaceable
 from flax_layers.models.sharding import RULES
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
@@ -25,7 +27,7 @@ from flax_layers.train.trainer import Computation, Trainer, create_model, flat_p
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
-    """The model that is asked for, and its learned score mod.
+    """The model that the options describe, and its learned score mod.
 
     Args:
         options: As `parse_options` gives them.
@@ -51,11 +53,39 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
         )
     if options.length < 2:
         raise InputError(f"`--length` must be at least 2, a token and the next. Got {options.length}.")
-    return with_bias(config, options.bias)
+    config, score_mod = with_bias(config, options.bias)
+    if options.export is not None:
+        _check_export(options, config)
+    return config, score_mod
+
+
+def _check_export(options: argparse.Namespace, config: ModelConfig) -> None:
+    """Raises before training what `save_pretrained` would raise after it."""
+    if options.bias is not None:
+        raise InputError(
+            f"`--export` writes what `transformers` reads, which has no learned bias. Got `--bias {options.bias}`. "
+            "Leave one of them out; the checkpoints in `--output` hold the bias."
+        )
+    try:
+        write_config(config)
+    except ValueError as error:
+        raise InputError(f"`--export` cannot write this model: {error}") from error
+    check_replaceable(options.export)
+
+
+def export_source(options: argparse.Namespace) -> pathlib.Path | None:
+    """The folder whose tokenizer belongs to the exported model; None: there is none.
+
+    Args:
+        options: As `parse_options` gives them.
+    """
+    if options.tokenizer in (None, "bytes"):
+        return options.model
+    return pathlib.Path(options.tokenizer)
 
 
 def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batches, list[Rows]]:
-    """What is trained on, and what is held out.
+    """The batches to train on, and the held-out batches.
 
     Args:
         options: As `parse_options` gives them.
@@ -70,16 +100,16 @@ def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batc
     encoder = _encoder(options, config)
     ends = config.eos_token_ids if options.end_token is None else (options.end_token,)
 
-    def read(paths: list[pathlib.Path]) -> Corpus:
-        return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype)
+    def read(option: str, paths: list[pathlib.Path]) -> Corpus:
+        return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype, option=option)
 
     def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:
         return Batches(corpus, options.batch // parts, options.length, rows, config.vocabulary, options.seed)
 
-    corpus = read(options.data)
+    corpus = read("--data", options.data)
     rows = corpus.size // options.length
     if options.held_out is not None:
-        other = read(options.held_out)
+        other = read("--held-out", options.held_out)
         held_out = batches(other, range(other.size // options.length), options.accumulate)
         return batches(corpus, range(rows)), held_out.in_order(options.held_out_batches)
     share = min(max(round(options.held_out_share * rows), 1), rows - 1) if options.held_out_share and rows else 0
@@ -153,7 +183,7 @@ def make_trainer(
 
 
 def description(options: argparse.Namespace, config: ModelConfig, batches: Batches) -> dict[str, Any]:
-    """What must stay the same from one part of a run to the next: the model, and the data with their order.
+    """What a resumed run must share with its checkpoint: the model, the data and their order.
 
     Args:
         options: As `parse_options` gives them.
@@ -176,7 +206,7 @@ def description(options: argparse.Namespace, config: ModelConfig, batches: Batch
 
 
 def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
-    """FLOP/s of all devices of the mesh at their best.
+    """Peak FLOP/s of all devices of the mesh.
 
     Args:
         text: As `--peak-flops` takes it.
@@ -201,7 +231,7 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
 
 
 def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
-    """The mesh, if the run can be computed on it.
+    """The mesh, after checking that the run fits it.
 
     Args:
         options: As `parse_options` gives them.

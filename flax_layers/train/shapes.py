@@ -12,11 +12,11 @@ _LLAMA3 = {"vocabulary": 128256, "num_heads": 32, "num_kv_heads": 8, "max_positi
 
 SHAPES = {
     "tiny": ModelConfig(
-        vocabulary=256, width=128, mlp_width=256, num_heads=4, num_kv_heads=2, head_dim=32, layers=(LayerConfig(),) * 4,
-        max_positions=4096, qk_norm=True, initializer_range=0.06,
+        family="qwen3", vocabulary=256, width=128, mlp_width=256, num_heads=4, num_kv_heads=2, head_dim=32,
+        layers=(LayerConfig(),) * 4, max_positions=4096, qk_norm=True, initializer_range=0.06,
     ),
     "small": ModelConfig(
-        vocabulary=32768, width=768, mlp_width=2048, num_heads=12, num_kv_heads=4, head_dim=64,
+        family="qwen3", vocabulary=32768, width=768, mlp_width=2048, num_heads=12, num_kv_heads=4, head_dim=64,
         layers=(LayerConfig(),) * 12, max_positions=8192, qk_norm=True,
     ),
     "llama3-1b": ModelConfig(

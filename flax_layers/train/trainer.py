@@ -37,18 +37,18 @@ class PlacedRows(NamedTuple):
 
 
 class State(NamedTuple):
-    """What changes from step to step, and all that a checkpoint holds."""
+    """The state of training, and the content of a checkpoint."""
 
     step: Int32[Array, ""]
-    """Steps that have been taken."""
+    """Steps taken so far."""
     parameters: Parameters
     """float32."""
     optimizer: Any
-    """Of optax."""
+    """The state of optax."""
 
 
 class Metrics(NamedTuple):
-    """What a step tells, before its update: arrays on the device, which may still be being computed."""
+    """Metrics of a step, before its update: arrays on the device that may not be ready yet."""
 
     loss: Float32[Array, ""]
     """Nats for each scored token."""
@@ -59,12 +59,12 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """How a step is computed; its result does not depend on it, but for rounding.
+    """How a step is computed; this changes its result only by rounding.
 
     Attributes:
-        accumulate: Parts that the rows of a step are computed in, one after the other.
-        remat: What the backward pass computes again: a name in `flax_layers.train.remat.REMAT`.
-        loss_chunk: Places whose logits a device holds at a time.
+        accumulate: Micro-batches of a step, computed one after the other.
+        remat: What the backward pass recomputes: a name in `flax_layers.train.remat.REMAT`.
+        loss_chunk: Tokens whose logits a device holds at a time.
     """
 
     accumulate: int = 1
@@ -84,13 +84,14 @@ class Trainer:
     """Trains a decoder on one device or on a mesh of them.
 
     Args:
-        model: With float32 parameters. The trainer takes them over: use `model()` of it from then on.
-        recipe: How parameters are changed.
+        model: With float32 parameters. The trainer donates them: use its `model()` afterwards.
+        recipe: The optimizer and its schedule.
         computation: How a step is computed.
         mesh: With the axes `data`, `fsdp` and `model`. Default: the first device.
-        rules: How parameters are cut over it.
+        rules: How parameters are sharded over it.
 
     Raises:
+        InputError: The parameters are narrower than float32, or the mesh lacks an axis.
         ValueError: The mesh does not divide the model.
 
     Example:
@@ -119,9 +120,15 @@ class Trainer:
         self._dtype = model.embed.dtype
         self.computation = computation
         self.mesh = parallel.make_mesh(dict.fromkeys(parallel.AXES, 1)) if mesh is None else mesh
+        if not set(parallel.AXES) <= set(self.mesh.shape):
+            raise InputError(
+                f"`mesh` must have the axes {', '.join(parallel.AXES)}. Got {', '.join(self.mesh.shape)}. Make it with "
+                "`flax_layers.train.make_mesh`, or add axes of size 1."
+            )
         self._form, variables = nnx.split(model)
         self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
         parameters = flat_parameters(variables)
+        _check_float32(parameters)
         shardings = shardings_of(parameters, self.config, self.mesh, rules)
         parameters = jax.device_put(parameters, shardings)
         optimizer = recipe.optimizer()
@@ -159,7 +166,7 @@ class Trainer:
         """Loss of all scored tokens of the batches.
 
         Args:
-            batches: Rows that it was not trained on.
+            batches: Held-out rows.
 
         Returns:
             Nats for each token.
@@ -169,8 +176,20 @@ class Trainer:
         return float(total / max(count, 1.0))
 
     def model(self) -> Decoder:
-        """The model with the parameters of now; steps that follow invalidate them."""
+        """The model with the current parameters; the next step invalidates them."""
         return self._merged(self.state.parameters)
+
+    def release_state(self) -> State:
+        """Frees the state before one is restored from a checkpoint: both at once may not fit into memory.
+
+        Returns:
+            Its shapes, dtypes and shardings.
+        """
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        for array in jax.tree.leaves(self.state):
+            array.delete()
+        self.state = shapes
+        return shapes
 
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
@@ -183,7 +202,7 @@ class Trainer:
     def _take_step(
         self, optimizer: optax.GradientTransformation, schedule: optax.Schedule, state: State, rows: PlacedRows
     ) -> tuple[State, Metrics]:
-        """Compiled: gradients of all parts, and one update."""
+        """Compiled: gradients of all micro-batches, and one update."""
         count = jnp.maximum(jnp.sum(next_token_weights(rows.documents)), 1)
         part_loss = jax.value_and_grad(lambda parameters, part: self._loss_sums(parameters, part)[0] / count)
 
@@ -205,7 +224,7 @@ class Trainer:
         return State(state.step + 1, parameters, optimizer_state), metrics
 
     def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-        """Summed cross entropy of rows, and how many places are scored."""
+        """Summed cross entropy of rows, and the number of scored tokens."""
         model = self._merged(self._as_used(parameters))
         along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
         hidden = model.hidden(
@@ -222,17 +241,17 @@ class Trainer:
         return self._over_shards(loss, hidden, model.head_kernel(), targets, weights), jnp.sum(weights)
 
     def _as_used(self, parameters: Parameters) -> Parameters:
-        """Kernels in the dtype of the computation, so that they are gathered in it; and the embeddings by rows."""
+        """Kernels in the dtype of the computation, so that they are all-gathered in it; embeddings sharded by rows."""
         shardings, used = self.shardings.parameters, dict(parameters)
         for path, value in parameters.items():
             if re.fullmatch(r"blocks\..*\.kernel", path):
                 used[path] = jax.lax.with_sharding_constraint(value.astype(self._dtype), shardings[path])
-        # Cut both ways, a lookup would gather the rows of all devices.
+        # Sharded along both axes, a lookup would gather the rows of all devices.
         used[EMBEDDING] = jax.lax.with_sharding_constraint(parameters[EMBEDDING], parallel.placed(self.mesh, "model"))
         return used
 
-    def _over_shards(self, loss: Callable[..., Array], hidden: Array, kernel: Array, *places: Array) -> Array:
-        """The loss of each shard's rows by itself, so that gradients of the kernel are summed over shards only once."""
+    def _over_shards(self, loss: Callable[..., Array], hidden: Array, kernel: Array, *of_tokens: Array) -> Array:
+        """The loss of each shard of rows, so that gradients of the kernel are summed over shards only once."""
         shards = parallel.row_shards(self.mesh)
         along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
 
@@ -241,11 +260,11 @@ class Trainer:
 
         kernel = jax.lax.with_sharding_constraint(kernel, parallel.placed(self.mesh, None, "model"))
         over = jax.vmap(loss, in_axes=(0, None, 0, 0), spmd_axis_name=parallel.ROWS[0])
-        return jnp.sum(over(cut(hidden), kernel, *map(cut, places)))
+        return jnp.sum(over(cut(hidden), kernel, *map(cut, of_tokens)))
 
 
 def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: Rules = RULES) -> Decoder:
-    """Makes a model whose parameters are drawn where they will lie; no device ever holds all of them.
+    """Makes a model whose parameters are initialised sharded; no device ever holds all of them.
 
     Args:
         build: Makes the model.
@@ -269,13 +288,23 @@ def flat_parameters(variables: nnx.State) -> Parameters:
 
 
 def shardings_of(parameters: Parameters, config: Any, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Where each parameter lies."""
+    """The sharding of each parameter."""
     shapes = {path: value.shape for path, value in parameters.items()}
     return parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
 
 
+def _check_float32(parameters: Parameters) -> None:
+    """Raises where updates would be rounded away: parameters and moments would have a narrow dtype."""
+    narrow = sorted({str(value.dtype) for value in parameters.values() if value.dtype.itemsize < 4})
+    if narrow:
+        raise InputError(
+            f"`model` must have float32 parameters to train. Got {', '.join(narrow)}. Pass `param_dtype=jnp.float32` "
+            "to `from_pretrained` or `Decoder`; `dtype` is that of the computation."
+        )
+
+
 def _constrained(tree: Any, shardings: Any) -> Any:
-    """Fixes where values lie inside `jit`."""
+    """Fixes shardings inside `jit`."""
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
