@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 
 import hypothesis.strategies as st
 import jax
@@ -109,9 +110,8 @@ def test_under_jit_with_traced_captures_as_eagerly():
     check_same_mask(traced, dense[:, None])
 
 
-def test_fresh_lambda_with_new_values_compiles_once():
+def test_fresh_lambda_with_new_values_compiles_once(caplog):
     packed(random_documents(0), block_size=20)
-    compiled = block_states._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
     traces = []
 
     @jax.jit
@@ -119,9 +119,12 @@ def test_fresh_lambda_with_new_values_compiles_once():
         traces.append(block_mask.shape)
         return block_mask.to_dense().sum()
 
-    counts = {int(use(packed(random_documents(seed), block_size=20))) for seed in range(6)}
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        counts = {int(use(packed(random_documents(seed), block_size=20))) for seed in range(6)}
+    compiled = [line for line in caplog.messages if line.startswith("Compiling ")]
     assert len(counts) > 1
-    assert block_states._cache_size() == compiled  # pyright: ignore[reportAttributeAccessIssue]
+    assert any("jit(use)" in line for line in compiled)
+    assert not any("jit(block_states)" in line for line in compiled)
     assert len(traces) == 1
 
 

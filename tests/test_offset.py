@@ -13,6 +13,7 @@ from jflex.mods.compose import AndMasks, NotMask, OrMasks
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests import oracle
+from tests.traces import Traced
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -90,10 +91,11 @@ def test_one_offset_for_the_batch(backend):
 @pytest.mark.parametrize("make", [jnp.int32, lambda n: np.array([n, n + 3], np.int32)])
 def test_new_offsets_compile_nothing(make):
     query, key, value = draw()
-    call = jax.jit(functools.partial(continued, options=BACKENDS["xla"], with_block_mask=True))
+    traced = Traced(functools.partial(continued, options=BACKENDS["xla"], with_block_mask=True))
+    call = jax.jit(traced)
     for start in (3, 20, 0):
         call(make(start), query=query[:, :T], key=key, value=value)
-    assert call._cache_size() == 1
+    assert traced.count == 1
 
 
 def test_decoding_by_scan_is_the_whole_sequence():

@@ -18,6 +18,7 @@ from jflex.paged import (
     convert_score_mod,
 )
 from tests import oracle
+from tests.traces import Traced
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -187,14 +188,15 @@ def test_both_routes_agree(mask, backend):
 
 
 def test_new_tables_and_lengths_compile_nothing():
-    call = jax.jit(functools.partial(paged, mask="causal", score="bias by key", options=OPTIONS["xla"]))
+    traced = Traced(functools.partial(paged, mask="causal", score="bias by key", options=OPTIONS["xla"]))
+    call = jax.jit(traced)
     for seed, lengths in ((0, LENGTHS), (1, LENGTHS), (2, INT([64, 20, 0, 0]))):
         query, _, cache, table = problem(16, seed)
         out, _ = call(cache, table, query, lengths, bias=BIAS)
         assert np.isfinite(out).all()
         if lengths is LENGTHS:
             assert_close(out, exact(16, "causal", "bias by key")[0])
-    assert call._cache_size() == 1
+    assert traced.count == 1
 
 
 def test_gradients_reach_queries_pages_and_captured_arrays():

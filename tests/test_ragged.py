@@ -16,6 +16,7 @@ from jflex.varlen import flex_attention_varlen, varlen_block_mask
 from tests import evaluation, gpu_compile
 from tests.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, places_of, program_of
 from tests.test_transforms import shapes_made
+from tests.traces import Traced
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -111,15 +112,16 @@ def test_no_sequences_and_no_tokens(backend):
 def test_one_program_serves_all_boundaries(backend):
     args = (*drawn(), SLOPES)
     how = OPTIONS[backend], {"mask_mod": causal}
-    step, right = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, options, how[1]), (1, 2, 3, 4)))
+    traced, right = (
+        Traced(jax.value_and_grad(functools.partial(loss, options, how[1]), (1, 2, 3, 4)))
         for options in (how[0], OPTIONS["reference"])
     )
+    step, right = jax.jit(traced), jax.jit(right)
     for q, kv in (((20, 10, 30), (20, 10, 30)), ((0, 60, 0), (1, 50, 0)), ((1, 2, 3), (30, 0, 30))):
         ends = boundaries(*q), boundaries(*kv)
         with jax.default_matmul_precision("highest"):
             tree_close(step(ends, *args), right(ends, *args))
-    assert step._cache_size() == 1
+    assert traced.count == 1
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])

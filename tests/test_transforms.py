@@ -13,6 +13,7 @@ from jax import export
 import jflex
 from jflex.backends.gpu.triton import Triton
 from jflex.backends.xla.attention import Xla
+from tests.traces import Traced
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -282,12 +283,13 @@ def test_new_mask_values_are_not_traced_again(backend, counted):
 
 def test_a_jitted_step_compiles_once_for_new_boundaries():
     args = (*drawn(13), biases())
-    step = jax.jit(
+    traced = Traced(
         jax.grad(lambda ids, q, k, v, bias: loss(BACKENDS["xla"], q, k, v, bias, document_mask(ids)), argnums=1)
     )
+    step = jax.jit(traced)
     for seed in range(4):
         step(documents(seed), *args)
-    assert step._cache_size() == 1
+    assert traced.count == 1
 
 
 def test_another_number_in_a_mod_is_another_program():

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jflex.scores import alibi, alibi_slopes, relative_bias
@@ -30,11 +31,11 @@ class AlibiBias(nnx.Module):
 
     def __call__(
         self,
-        score: Float[Array, ""],
-        b: Int[Array, ""],
-        h: Int[Array, ""],
-        q_idx: Int[Array, ""],
-        kv_idx: Int[Array, ""],
+        score: Float[ArrayLike, ""],
+        b: Int[ArrayLike, ""],
+        h: Int[ArrayLike, ""],
+        q_idx: Int[ArrayLike, ""],
+        kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the penalty."""
         return jnp.asarray(alibi(self.slopes[...])(score, b, h, q_idx, kv_idx))
@@ -63,11 +64,11 @@ class RelativeBias(nnx.Module):
 
     def __call__(
         self,
-        score: Float[Array, ""],
-        b: Int[Array, ""],
-        h: Int[Array, ""],
-        q_idx: Int[Array, ""],
-        kv_idx: Int[Array, ""],
+        score: Float[ArrayLike, ""],
+        b: Int[ArrayLike, ""],
+        h: Int[ArrayLike, ""],
+        q_idx: Int[ArrayLike, ""],
+        kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the number of its distance."""
         return jnp.asarray(relative_bias(self.table[...])(score, b, h, q_idx, kv_idx))
