@@ -53,6 +53,7 @@ SHORT = {
     "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed)",
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
+    "test_prefix_machine": r"^(?!.*10000)",
     "test_primitives": r"\[(stop_gradient|select)-bfloat16-bfloat16",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*(xla|triton).*causal_grouped",
     "test_random_mods": r"seed|faults",
