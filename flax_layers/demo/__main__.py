@@ -13,6 +13,8 @@ from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
+from flax_layers.models.optional import check_installed
+from flax_layers.train.command import run_command
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.pictures import draw_losses
@@ -123,9 +125,14 @@ def main(arguments: list[str] | None = None) -> float:
 
     Returns:
         The loss on the held-out files, nats per byte.
+
+    Raises:
+        Interrupted: By a signal.
+        ModuleNotFoundError: A package of the extra `demo` is missing.
     """
     started = time.perf_counter()
     options = parse_options(arguments)
+    check_installed("matplotlib", "tqdm", extra="demo")
     corpus = data.read_corpus()
     held_out = list(
         itertools.islice(
@@ -160,4 +167,4 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

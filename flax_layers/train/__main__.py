@@ -5,9 +5,10 @@ import sys
 
 import jax
 
-from flax_layers.models import CheckpointError, save_pretrained
+from flax_layers.models import save_pretrained
+from flax_layers.models.optional import check_installed
 from flax_layers.train import setup
-from flax_layers.train.errors import InputError, Interrupted, LossError, SaveError
+from flax_layers.train.command import run_command
 from flax_layers.train.log import Log
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.options import parse_options
@@ -30,10 +31,12 @@ def main(arguments: list[str] | None = None) -> float | None:
         LossError: The loss is no longer a number.
         SaveError: A checkpoint could not be written.
         Interrupted: By a signal, after a checkpoint.
+        ModuleNotFoundError: A package of the extra `train` is missing.
     """
     from flax_layers.train.checkpoints import Checkpoints
 
     options = parse_options(arguments)
+    check_installed("matplotlib", "tqdm", extra="train")
     config, score_mod = setup.model_config(options)
     mesh = setup.check(options, config)
     batches, held_out = setup.make_batches(options, config)
@@ -96,10 +99,4 @@ def _finish(options: argparse.Namespace, trainer: Trainer, log: Log) -> float | 
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        sys.exit(128 + interrupted.signal)
-    except (InputError, CheckpointError, FileNotFoundError, LossError, SaveError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from orbax import checkpoint as ocp
 
+from flax_layers.models.optional import needs
 from flax_layers.train.errors import InputError, SaveError
 from flax_layers.train.trainer import State
+
+with needs("orbax", "train"):
+    from orbax import checkpoint as ocp
 
 
 class Checkpoints:

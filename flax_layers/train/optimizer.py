@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
-import optax
 
+from flax_layers.models.optional import needs
 from flax_layers.train.errors import InputError
+
+with needs("optax", "train"):
+    import optax
 
 
 @dataclasses.dataclass(frozen=True)

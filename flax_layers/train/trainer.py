@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32
 
 from flax_layers.models import Decoder
+from flax_layers.models.optional import needs
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Rows
@@ -22,6 +22,9 @@ from flax_layers.train.errors import InputError
 from flax_layers.train.loss import next_token_weights, summed_cross_entropy
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.remat import REMAT
+
+with needs("optax", "train"):
+    import optax
 
 EMBEDDING = "embed.embedding"
 
