@@ -11,6 +11,8 @@ from flax_layers.train.errors import InputError
 with needs("optax", "train"):
     import optax
 
+_DECAYING = ("kernel", "embedding")
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -21,7 +23,7 @@ class Recipe:
         learning_rate: The largest one.
         warmup: Steps until it is reached. Default: a tenth of all, at most 50.
         final_share: The last learning rate, as a fraction of the largest.
-        weight_decay: Of parameters of two axes and more; scales, biases and slopes do not decay.
+        weight_decay: Of kernels and embeddings. Biases, scales of norms and parameters of score mods do not decay.
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
         clip: Largest global norm of the gradient.
@@ -65,4 +67,6 @@ class Recipe:
 
 
 def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
-    return {path: value.ndim > 1 for path, value in parameters.items()}
+    """Whether weight decay applies to each parameter, by its path."""
+    names = {path: path.split(".") for path in parameters}
+    return {path: parts[-1] in _DECAYING and "score_mod" not in parts for path, parts in names.items()}

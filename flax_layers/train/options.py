@@ -70,7 +70,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--final-share", type=float, default=0.1, help="the last learning rate, as a fraction of the largest"
     )
-    group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, for kernels and embeddings")
     group.add_argument("--clip", type=float, default=1.0, help="longest gradient")
     group.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
 
