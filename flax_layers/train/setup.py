@@ -15,7 +15,7 @@ from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.config_json import write_config
 from flax_layers.models.decoder import MakeScoreMod
 from flax_layers.models.folders import check_replaceable
-from flax_layers.models.sharding import RULES
+from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
 from flax_layers.train.errors import InputError
@@ -23,7 +23,7 @@ from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
 from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
-from flax_layers.train.trainer import Computation, Trainer, create_model, flat_parameters, shardings_of
+from flax_layers.train.trainer import Computation, Trainer, create_model, parameter_shapes
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
@@ -245,9 +245,8 @@ def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
     """
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)
-    variables = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     try:
-        shardings_of(flat_parameters(variables), config, mesh, RULES)
+        parameter_shardings(parameter_shapes(config), mesh, RULES, num_kv_heads=config.num_kv_heads)
     except ValueError as error:
         raise InputError(str(error)) from error
     return mesh

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32
 
-from flax_layers.models import Decoder
+from flax_layers.models import Decoder, ModelConfig
 from flax_layers.models.optional import needs
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.train import parallel
@@ -288,6 +288,12 @@ def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: 
 def flat_parameters(variables: nnx.State) -> Parameters:
     """The parameters of a model by their paths."""
     return {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(variables)}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a model without score mods, by their paths. Nothing is allocated."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return {path: value.shape for path, value in flat_parameters(nnx.state(model)).items()}
 
 
 def shardings_of(parameters: Parameters, config: Any, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
