@@ -3,7 +3,7 @@
 import functools
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -24,12 +24,12 @@ EVERYTHING = ModelConfig(
 def test_only_kernels_and_embeddings_decay(bias):
     model = nnx.eval_shape(lambda: Decoder(EVERYTHING, score_mod=functools.partial(bias, 2), rngs=nnx.Rngs(0)))
     shapes = flat_parameters(nnx.state(model))
-    ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-    zeros = jax.tree.map(jnp.zeros_like, ones)
+    ones = {path: np.ones(value.shape, np.float32) for path, value in shapes.items()}
+    zeros = {path: np.zeros_like(value) for path, value in ones.items()}
     optimizer = Recipe(steps=10, learning_rate=0.5, warmup=0, weight_decay=0.1).optimizer()
     with jax.numpy_dtype_promotion("standard"):
-        updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
-    decaying = {path for path, update in updates.items() if (update != 0).any()}
+        updates = jax.jit(lambda g, x: optimizer.update(g, optimizer.init(x), x)[0])(zeros, ones)
+    decaying = {path for path in shapes if np.any(np.asarray(updates[path]))}
     assert decaying == {path for path in shapes if path.endswith((".kernel", ".embedding"))}
     assert len(decaying) == 2 + 7
     assert {"norm.scale", "blocks.0.attention.query.bias", "blocks.0.mlp.up.bias"} <= set(shapes) - decaying

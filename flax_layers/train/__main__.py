@@ -7,7 +7,7 @@ import jax
 
 from flax_layers.models import save_pretrained
 from flax_layers.models.optional import check_installed
-from flax_layers.train import setup
+from flax_layers.train import data, setup
 from flax_layers.train.command import run_command
 from flax_layers.train.log import Log
 from flax_layers.train.loop import Plan, Progress, Run
@@ -39,7 +39,11 @@ def main(arguments: list[str] | None = None) -> float | None:
     check_installed("matplotlib", "tqdm", extra="train")
     config, score_mod = setup.model_config(options)
     mesh = setup.check(options, config)
-    batches, held_out = setup.make_batches(options, config)
+    encoder = data.make_encoder(options, config)
+    end = data.document_end(options, config, encoder)
+    config = setup.with_end_token(config, end.token)
+    print(end.text)
+    batches, held_out = data.make_batches(options, config, encoder, end.token)
     trainer = setup.make_trainer(options, config, score_mod, mesh)
     size = sum(value.size for value in trainer.state.parameters.values())
     print(

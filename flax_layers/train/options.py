@@ -56,8 +56,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--held-out-batches", type=int, default=16, help="the most batches, of the rows computed at a time"
     )
-    group.add_argument("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model")
-    group.add_argument("--end-token", type=int, help="ends a document; None: as the model's configuration says")
+    group.add_argument(
+        "--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config"
+    )
+    group.add_argument(
+        "--end-token",
+        type=int,
+        help="ends a document; None: the first eos_token_id of config.json, or else the tokenizer's eos_token",
+    )
     group.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
 
 

@@ -17,12 +17,12 @@ from flax_layers.models.decoder import MakeScoreMod
 from flax_layers.models.folders import check_replaceable
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.train import parallel
-from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
+from flax_layers.train.corpus import Batches
+from flax_layers.train.data import tokenizer_folder
 from flax_layers.train.errors import InputError
 from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
-from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
 from flax_layers.train.trainer import Computation, Trainer, create_model, parameter_shapes
 
 
@@ -79,62 +79,20 @@ def export_source(options: argparse.Namespace) -> pathlib.Path | None:
     Args:
         options: As `parse_options` gives them.
     """
-    if options.tokenizer in (None, "bytes"):
-        return options.model
-    return pathlib.Path(options.tokenizer)
+    return tokenizer_folder(options) or options.model
 
 
-def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batches, list[Rows]]:
-    """The batches to train on, and the held-out batches.
+def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
+    """A model that ends its texts as the documents end that it is trained on.
 
     Args:
-        options: As `parse_options` gives them.
         config: The model.
+        token: That ends documents, if any.
 
     Returns:
-        Both; the second may be empty.
-
-    Raises:
-        InputError: There is no text, or it does not suit the model.
+        The model; one whose configuration names such tokens stays what it is.
     """
-    encoder = _encoder(options, config)
-    ends = config.eos_token_ids if options.end_token is None else (options.end_token,)
-
-    def read(option: str, paths: list[pathlib.Path]) -> Corpus:
-        return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype, option=option)
-
-    def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:
-        return Batches(corpus, options.batch // parts, options.length, rows, config.vocabulary, options.seed)
-
-    corpus = read("--data", options.data)
-    rows = corpus.size // options.length
-    if options.held_out is not None:
-        other = read("--held-out", options.held_out)
-        held_out = batches(other, range(other.size // options.length), options.accumulate)
-        return batches(corpus, range(rows)), held_out.in_order(options.held_out_batches)
-    share = min(max(round(options.held_out_share * rows), 1), rows - 1) if options.held_out_share and rows else 0
-    training = batches(corpus, range(rows - share))
-    if not share:
-        return training, []
-    last = batches(corpus, range(rows - share, rows), options.accumulate)
-    return training, last.in_order(options.held_out_batches)
-
-
-def _encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
-    if options.tokenizer == "bytes":
-        encoder: Encoder = ByteEncoder()
-    elif options.tokenizer is not None:
-        encoder = FolderEncoder(pathlib.Path(options.tokenizer))
-    elif options.model is not None and (options.model / "tokenizer.json").exists():
-        encoder = FolderEncoder(options.model)
-    else:
-        return None
-    if encoder.vocabulary > config.vocabulary:
-        raise InputError(
-            f"`--tokenizer` must have no more tokens than the model's vocabulary, {config.vocabulary}. Got "
-            f"{encoder.vocabulary}. Take the tokenizer of the model, or `--sizes vocabulary={encoder.vocabulary}`."
-        )
-    return encoder
+    return config if token is None or config.eos_token_ids else dataclasses.replace(config, eos_token_ids=(token,))
 
 
 def make_trainer(
