@@ -94,7 +94,7 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(text, undisturbed, tmp_
             main(arguments)
     assert signal.getsignal(number) == before
     main(arguments)
-    assert "Goes on from step 3" in capsys.readouterr().out
+    assert "Resuming from step 3" in capsys.readouterr().out
     assert losses_of(tmp_path) == losses_of(undisturbed)  # to the last bit
 
 
@@ -157,6 +157,26 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
         assert int(checkpoints.restore(run.trainer.state).step) == 2
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a Linux device that is always full")
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+    def fill(progress):
+        if progress.step == 3:
+            run.log.path = pathlib.Path("/dev/full")
+
+    run = small_run(tmp_path, seen=fill)
+    with pytest.raises(
+        SaveError, match=r"/dev/full could not be .* The last good checkpoint is of step 2, .*/2\. Make"
+    ):
+        run.finish()
+
+
+def test_an_extended_run_has_the_losses_of_one_run(text, undisturbed, tmp_path):
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
+    main([*arguments, "--steps=4"])
+    main([*arguments, "--steps=6"])
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+
+
 def test_a_loss_that_is_nan_ends_the_run(tmp_path):
     def batch_at(step):
         if step == 4:  # the fifth step computes with a parameter that is NaN
@@ -191,7 +211,6 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
         (["--sizes=vocabulary=100"], "no more tokens than the model's vocabulary, 100. Got 256"),
         (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
         (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
-        (["--steps=0"], "`--steps` must be at least 1. Got 0"),
         (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
     ],
 )
@@ -274,11 +293,25 @@ def test_every_named_shape_can_be_exported(name):
     assert read_config(write_config(SHAPES[name])) == SHAPES[name]
 
 
-@pytest.mark.parametrize("option", ["batch", "accumulate", "loss-chunk", "keep"])
-def test_counts_must_be_positive(option, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        *(
+            (option, 0, "at least 1")
+            for option in ("steps", "schedule-steps", "batch", "held-out-batches", "accumulate", "loss-chunk", "keep")
+        ),
+        *((option, -1, "at least 0") for option in ("warmup", "save-every", "evaluate-every")),
+        *((option, -1.0, "at least 0") for option in ("final-share", "weight-decay")),
+        *((option, 0.0, "more than 0") for option in ("learning-rate", "clip")),
+        ("learning-rate", float("nan"), "more than 0"),
+        ("held-out-share", 1.0, "at least 0 and less than 1"),
+        ("length", 1, "at least 2, a token and the next"),
+    ],
+)
+def test_wrong_numbers(option: str, value: float, rule: str, capsys):
     with pytest.raises(SystemExit):
-        parse_options(["--data=x", f"--{option}=0"])
-    assert f"argument --{option}: must be at least 1, got 0" in capsys.readouterr().err
+        parse_options(["--data=x", f"--{option}={value}"])
+    assert f"argument --{option}: must be {rule}, got {value}" in capsys.readouterr().err
 
 
 def test_a_log_whose_last_line_is_cut_is_read(tmp_path):

@@ -19,10 +19,10 @@ class Recipe:
     """AdamW with its schedule.
 
     Attributes:
-        steps: Length of the schedule.
+        steps: Length of the schedule. Later steps keep its last learning rate.
         learning_rate: The largest one.
-        warmup: Steps until it is reached. Default: a tenth of all, at most 50.
-        final_share: The last learning rate, as a fraction of the largest.
+        warmup: Steps until it is reached. Default: a tenth of the schedule, at most 50.
+        final_share: The last learning rate, as a fraction of the largest. 1 keeps it constant after the warm-up.
         weight_decay: Of kernels and embeddings. Biases, scales of norms and parameters of score mods do not decay.
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
@@ -40,7 +40,12 @@ class Recipe:
 
     def __post_init__(self):
         if self.steps < 1:
-            raise InputError(f"`--steps` must be at least 1. Got {self.steps}.")
+            raise InputError(f"`steps` must be at least 1. Got {self.steps}. Train for at least one step.")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up, by default or not."""
+        return min(50, max(self.steps // 10, 1)) if self.warmup is None else self.warmup
 
     def schedule(self) -> optax.Schedule:
         """The learning rate of each step.
@@ -50,8 +55,7 @@ class Recipe:
             >>> [round(float(rate(step)), 2) for step in (0, 10, 100)]
             [0.0, 1.0, 0.1]
         """
-        warmup = min(50, max(self.steps // 10, 1)) if self.warmup is None else self.warmup
-        rate = self.learning_rate
+        rate, warmup = self.learning_rate, self.warmup_steps
         return optax.warmup_cosine_decay_schedule(
             0.0, rate, warmup, max(self.steps, warmup + 1), rate * self.final_share
         )

@@ -51,8 +51,6 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
             f"`--length` must be at most the positions of the model, {config.max_positions}. Got {options.length}. "
             "Take shorter rows, or for a model from scratch `--sizes max_positions=...`."
         )
-    if options.length < 2:
-        raise InputError(f"`--length` must be at least 2, a token and the next. Got {options.length}.")
     config, score_mod = with_bias(config, options.bias)
     if options.export is not None:
         _check_export(options, config)
@@ -95,13 +93,33 @@ def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
     return config if token is None or config.eos_token_ids else dataclasses.replace(config, eos_token_ids=(token,))
 
 
+def make_recipe(options: argparse.Namespace) -> Recipe:
+    """The optimizer and its schedule.
+
+    Args:
+        options: As `parse_options` gives them.
+
+    Returns:
+        The recipe.
+    """
+    return Recipe(
+        options.schedule_steps or options.steps,
+        options.learning_rate,
+        options.warmup,
+        options.final_share,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+    )
+
+
 def make_trainer(
-    options: argparse.Namespace, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
+    options: argparse.Namespace, recipe: Recipe, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
 ) -> Trainer:
     """The model, from scratch or from a checkpoint, with its optimizer.
 
     Args:
         options: As `parse_options` gives them.
+        recipe: The optimizer and its schedule.
         config: The model.
         score_mod: Its learned score mod.
         mesh: The devices.
@@ -129,36 +147,44 @@ def make_trainer(
         model = from_pretrained(
             options.model, dtype=dtype, param_dtype=jnp.float32, mesh=mesh, implementation=options.implementation
         )
-    recipe = Recipe(
-        options.steps,
-        options.learning_rate,
-        options.warmup,
-        options.final_share,
-        weight_decay=options.weight_decay,
-        clip=options.clip,
-    )
     return Trainer(model, recipe, Computation(options.accumulate, options.remat, options.loss_chunk), mesh=mesh)
 
 
-def description(options: argparse.Namespace, config: ModelConfig, batches: Batches) -> dict[str, Any]:
-    """What a resumed run must share with its checkpoint: the model, the data and their order.
+def description(
+    options: argparse.Namespace, recipe: Recipe, config: ModelConfig, batches: Batches
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What decides the losses of a run, and so must be that of the checkpoint that it resumes.
+
+    What changes losses only by rounding is left out: the mesh, micro-batches, remat and the backend.
 
     Args:
         options: As `parse_options` gives them.
+        recipe: The optimizer and its schedule.
         config: The model.
         batches: What is trained on.
 
     Returns:
-        Names of options and sizes, and their values.
+        Values by the names of sizes and options: first those of the model, which fix the shapes of its parameters or
+        what they mean; then the others, which `--accept-changes` may change.
     """
-    sizes = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
-    return {
-        **sizes,
-        "--bias": options.bias,
+    sizes = {name: value for name, value in dataclasses.asdict(config).items() if "token_id" not in name}
+    layers = sizes.pop("layers")
+    model = {f"model.{name}": value for name, value in sizes.items()}
+    model |= {"model.layers": len(layers), "attention of each layer": layers, "--bias": options.bias}
+    return model, {
         "--batch": options.batch,
         "--length": options.length,
         "--seed": options.seed,
+        "--dtype": options.dtype,
+        "--learning-rate": recipe.learning_rate,
+        "--warmup": recipe.warmup_steps,
+        "--schedule-steps": None if recipe.final_share == 1 else recipe.steps,  # a constant rate has no end
+        "--final-share": recipe.final_share,
+        "--weight-decay": recipe.weight_decay,
+        "--clip": recipe.clip,
+        "--end-token": batches.corpus.end_token,
         "tokens of --data": batches.corpus.size,
+        "fingerprint of --data": batches.corpus.fingerprint,
         "rows to train on": len(batches.rows),
     }
 
