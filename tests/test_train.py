@@ -155,6 +155,14 @@ def test_a_mesh_that_does_not_divide_a_parameter():
         train_cases.trainer("model=2,fsdp=4", config=config)
 
 
+def test_rows_that_a_step_does_not_divide():
+    trainer = train_cases.trainer("data=2", Computation(accumulate=2))
+    with pytest.raises(InputError, match=r"`rows` must be a multiple of .*, 2, times .*, 2\. Got 6\. Change the batch"):
+        trainer.step(batch(rows=6))
+    with pytest.raises(InputError, match=r"micro-batches, 1, times data \* fsdp, 2\. Got 3\."):
+        trainer.mean_loss([batch(rows=3)])
+
+
 def test_parts_of_a_computation_that_are_none():
     for wrong in ({"accumulate": 0}, {"loss_chunk": 0}, {"remat": "some"}):
         with pytest.raises(InputError, match=next(iter(wrong))):

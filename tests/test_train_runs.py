@@ -1,4 +1,4 @@
-"""Whole runs: they go on exactly where they ended, and end with one clear sentence."""
+"""Whole runs: they resume exactly, and end with one clear message."""
 
 import json
 import pathlib
@@ -69,14 +69,14 @@ def interrupted_at(step: int, number: int = signal.SIGTERM):
     finish = Run.finish
 
     def changed(self):
-        seen = self.seen
+        on_step = self.on_step
 
         def also_interrupt(progress):
-            seen(progress)
+            on_step(progress)
             if progress.step == step:
                 signal.raise_signal(number)
 
-        self.seen = also_interrupt
+        self.on_step = also_interrupt
         finish(self)
 
     return changed
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
         if progress.step == 3:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
 
-    run = small_run(tmp_path, seen=fill)
+    run = small_run(tmp_path, on_step=fill)
     try:
         with pytest.raises(
             SaveError, match=r"(?s)step 4 could not be written.*last good checkpoint is of step 2, .*/2\. "
@@ -163,7 +163,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
         if progress.step == 3:
             run.log.path = pathlib.Path("/dev/full")
 
-    run = small_run(tmp_path, seen=fill)
+    run = small_run(tmp_path, on_step=fill)
     with pytest.raises(
         SaveError, match=r"/dev/full could not be .* The last good checkpoint is of step 2, .*/2\. Make"
     ):
@@ -342,7 +342,7 @@ def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
 
 def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
     run = Run(
-        train_cases.trainer(), train_cases.batch, Plan(3), seen=lambda progress: signal.raise_signal(signal.SIGINT)
+        train_cases.trainer(), train_cases.batch, Plan(3), on_step=lambda progress: signal.raise_signal(signal.SIGINT)
     )
     with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
         run.finish()

@@ -87,13 +87,13 @@ def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -
     losses = []
     with tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar:
 
-        def seen(progress: Progress) -> None:
+        def on_step(progress: Progress) -> None:
             losses.append((progress.step, progress.loss))
             speed = progress.tokens_per_second or 0
             bar.set_postfix_str(f"loss {progress.loss:.2f} nats/byte, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
 
-        Run(trainer, lambda step: next(batches), Plan(options.steps), seen=seen).finish()
+        Run(trainer, lambda step: next(batches), Plan(options.steps), on_step=on_step).finish()
     return losses
 
 

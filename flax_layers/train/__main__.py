@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> float | None:
         arguments: Instead of the command line's.
 
     Returns:
-        The held-out loss in the end, nats per token; None if nothing is held out.
+        The last held-out loss, nats per token; None if nothing is held out.
 
     Raises:
         InputError: An option or its data is wrong.
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> float | None:
     options = parse_options(arguments)
     check_installed("matplotlib", "tqdm", extra="train")
     config, score_mod = setup.model_config(options)
-    mesh, recipe = setup.check(options, config), setup.make_recipe(options)
+    mesh, recipe = setup.create_mesh(options, config), setup.make_recipe(options)
     peak = setup.all_peak_flops(options.peak_flops, mesh)
     config, batches, held_out = _read_data(options, config)
     model, others = setup.description(options, recipe, config, batches)
@@ -105,12 +105,12 @@ def _fit(run: Run) -> None:
     start = int(run.trainer.state.step)
     with tqdm(total=run.plan.steps, initial=start, unit="step", dynamic_ncols=True) as bar:
 
-        def seen(progress: Progress) -> None:
+        def on_step(progress: Progress) -> None:
             bar.set_postfix_str(_in_words(progress), refresh=False)
             bar.update()
 
-        run.seen = seen
-        run.evaluated = lambda step, loss: bar.write(f"step {step}: held-out loss {loss:.4f}", file=sys.stdout)
+        run.on_step = on_step
+        run.on_evaluation = lambda step, loss: bar.write(f"step {step}: held-out loss {loss:.4f}", file=sys.stdout)
         run.finish()
 
 

@@ -112,7 +112,7 @@ class Batches:
         if not self.rows:
             raise InputError(
                 f"`{self.corpus.option}` must hold at least one row of `--length` {self.length} tokens. Got "
-                f"{self.corpus.size} tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
+                f"{self.corpus.size} tokens in {len(self.corpus.files)} files. Give more text, or lower `--length`."
             )
 
     def at(self, step: int) -> Rows:
@@ -130,12 +130,6 @@ class Batches:
             epoch, within = divmod(index, size)
             chosen.append(self.rows[permuted(within, size, _seed_of_epoch(self.seed, epoch))])
         return self._stack(chosen)
-
-    def since(self, step: int) -> Iterator[Rows]:
-        """Batches from a step on, without end."""
-        while True:
-            yield self.at(step)
-            step += 1
 
     def in_order(self, most: int) -> list[Rows]:
         """Batches of the first rows, each once; the last is padded with rows that are not scored.

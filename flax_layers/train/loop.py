@@ -76,8 +76,8 @@ class Run:
         held_out: Batches that it is not trained on.
         checkpoints: Where they go; None: nowhere.
         log: Where each step is written; None: nowhere.
-        seen: Called with the progress of each step.
-        evaluated: Called with each step and its held-out loss.
+        on_step: Called with the progress of each step.
+        on_evaluation: Called with each step that is evaluated, and its held-out loss.
     """
 
     trainer: Trainer
@@ -86,8 +86,8 @@ class Run:
     held_out: list[Rows] = dataclasses.field(default_factory=list)
     checkpoints: "Checkpoints | None" = None
     log: Log | None = None
-    seen: Callable[[Progress], None] = lambda progress: None
-    evaluated: Callable[[int, float], None] = lambda step, loss: None
+    on_step: Callable[[Progress], None] = lambda progress: None
+    on_evaluation: Callable[[int, float], None] = lambda step, loss: None
 
     def finish(self) -> None:
         """Takes all steps that are left.
@@ -126,7 +126,7 @@ class Run:
         if evaluates and self.held_out:
             loss = self.trainer.mean_loss(self.held_out)
             self._write(step=step, held_out_loss=loss)
-            self.evaluated(step, loss)
+            self.on_evaluation(step, loss)
 
     def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: int) -> None:
         """Waits for a step, raises if it is not finite, and reports it."""
@@ -140,7 +140,7 @@ class Run:
         speed, utilisation = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
         progress = Progress(step, loss, norm, rate, speed, utilisation)
         self._write(**progress._asdict())
-        self.seen(progress)
+        self.on_step(progress)
 
     def _interrupt(self, step: int, number: int) -> None:
         name = signal.Signals(number).name

@@ -57,7 +57,11 @@ _rate = _number(float, "more than 0", lambda number: 0 < number < math.inf)
 def _add_model(group: argparse._ArgumentGroup) -> None:
     start = group.add_mutually_exclusive_group()
     start.add_argument("--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint to train on")
-    start.add_argument("--config", type=pathlib.Path, help="folder with a config.json: this model, from scratch")
+    start.add_argument(
+        "--config",
+        type=pathlib.Path,
+        help="folder with a config.json, and maybe a tokenizer.json: this model, from scratch",
+    )
     start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
     group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.shapes")
     group.add_argument("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
@@ -71,11 +75,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         "--held-out-share",
         type=_share,
         default=0.01,
-        help="of the last rows, where --held-out is absent",
+        help="share of the rows, the last ones, that is held out if --held-out is absent",
     )
-    group.add_argument(
-        "--held-out-batches", type=_positive, default=16, help="the most batches, of the rows computed at a time"
-    )
+    group.add_argument("--held-out-batches", type=_positive, default=16, help="at most this many batches are evaluated")
     group.add_argument(
         "--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config"
     )

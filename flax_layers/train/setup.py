@@ -214,8 +214,8 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
     return None if one is None else one * mesh.size
 
 
-def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
-    """The mesh, after checking that the run fits it.
+def create_mesh(options: argparse.Namespace, config: ModelConfig) -> Mesh:
+    """The mesh, after checking that it divides the model and its batches.
 
     Args:
         options: As `parse_options` gives them.
@@ -225,7 +225,7 @@ def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
         The mesh.
 
     Raises:
-        InputError: It cannot.
+        InputError: It does not.
     """
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)

@@ -159,8 +159,12 @@ class Trainer:
 
         Returns:
             The loss before the step, and more.
+
+        Raises:
+            InputError: The micro-batches and the mesh do not divide the rows.
         """
         parts = self.computation.accumulate
+        self._check_rows(rows, parts)
         split = Rows(*(array.reshape(parts, -1, array.shape[-1]) for array in rows))
         self.state, metrics = self._step(self.state, self._on_devices(split, None, parallel.ROWS[0]))
         return metrics
@@ -173,8 +177,14 @@ class Trainer:
 
         Returns:
             Nats for each token.
+
+        Raises:
+            InputError: The mesh does not divide the rows of a batch.
         """
-        sums = [self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])) for rows in batches]
+        sums = []
+        for rows in batches:
+            self._check_rows(rows, 1)
+            sums.append(self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])))
         total, count = np.sum([[float(part) for part in pair] for pair in sums], axis=0)
         return float(total / max(count, 1.0))
 
@@ -193,6 +203,14 @@ class Trainer:
             array.delete()
         self.state = shapes
         return shapes
+
+    def _check_rows(self, rows: Rows, parts: int) -> None:
+        count, shards = len(rows.tokens), parallel.row_shards(self.mesh)
+        if count % (parts * shards):
+            raise InputError(
+                f"`rows` must be a multiple of the micro-batches, {parts}, times data * fsdp, {shards}. Got {count}. "
+                "Change the batch, the mesh or `Computation.accumulate`."
+            )
 
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
