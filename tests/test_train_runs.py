@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ def losses_of(folder: pathlib.Path, steps: int = 6) -> dict[int, float]:
 def undisturbed(text, tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     loss = main([*SMALL, f"--data={text}", f"--output={folder}"])
+    assert loss is not None
     assert 2 < loss < 6
     return folder
 
@@ -125,7 +127,7 @@ def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
         main([*arguments, wider, "--seed=1"])
 
 
-def small_run(folder: pathlib.Path, **changes) -> Run:
+def small_run(folder: pathlib.Path, **changes) -> Any:
     trainer = train_cases.trainer()
     checkpoints = Checkpoints(folder / "checkpoints", {"model": "small"})
     changes = {"batch_at": train_cases.batch, "plan": Plan(6, save_every=2), **changes}
