@@ -59,7 +59,7 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
-    "test_train": r"mesh_are_those.*data=2,fsdp=2,model=2|flops|fit|read|there_are|none",
+    "test_train": r"mesh_are_those.*data=2,fsdp=2,model=2|flops|fit|read|there_are|none|rows_that",
     "test_train_loss": r"24-None|float32|document",
     "test_train_runs": r"wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
