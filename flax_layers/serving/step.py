@@ -1,0 +1,111 @@
+"""The compiled step: one program for prefill chunks and decoding, from packed numbers to sampled tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from flax_layers.models import Decoder
+from flax_layers.sampling import SamplingBatch, sample
+from flax_layers.serving.options import Shape
+from flax_layers.serving.packing import unpack
+from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
+from jflex.paged import PagedCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """What stays on the device from step to step; donated to each.
+
+    Attributes:
+        cache: Keys and values of all layers.
+        sampled: The last sampled token of each slot.
+    """
+
+    cache: PagedCache
+    sampled: Int32[Array, " slots"]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "shape", "is_greedy"), donate_argnames="state")
+def run_step(
+    graph: nnx.GraphDef[Decoder],
+    parameters: Any,
+    state: DeviceState,
+    packed: Int32[Array, " words"],
+    *,
+    shape: Shape,
+    is_greedy: bool,
+) -> tuple[DeviceState, Int32[Array, "R fields"]]:
+    """Reads the tokens of a step and samples the next token of each row.
+
+    Args:
+        graph: Of the model.
+        parameters: Of the model.
+        state: Donated.
+        packed: Of `flax_layers.serving.packing.pack`.
+        shape: Of the step.
+        is_greedy: Whether all rows take the most probable token and none wants log probabilities. It is another
+            program, which neither draws nor sorts.
+
+    Returns:
+        The state, and what `read_row` reads: the only transfer back.
+    """
+    model = nnx.merge(graph, parameters)
+    inputs = unpack(packed, shape)
+    tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
+    hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
+    logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
+    found = sample(logits, SamplingBatch() if is_greedy else inputs.sampling, jnp.asarray(inputs.batch.kv_lengths))
+    fields = found[:, None] if is_greedy else _fields(found, logits)
+    return DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop")), fields
+
+
+def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
+    """Sampled tokens, their log probabilities, and the top ones with theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, found[:, None], axis=-1)
+    best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
+
+
+def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, TokenLogprobs | None]:
+    """The sampled token of a row, and its log probabilities.
+
+    Args:
+        fields: One row of what `run_step` returned.
+        top: How many of the most probable tokens; -1 for no log probabilities.
+
+    Returns:
+        Both; None for the second if there are none.
+    """
+    token = int(fields[0])
+    if top < 0:
+        return token, None
+    own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
+    which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
+    return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
+    """Overwrites pages with NaN.
+
+    Args:
+        state: Donated.
+        free: 1 for each page to overwrite, else 0.
+
+    Returns:
+        The state.
+    """
+    marked = free.astype(bool)[None, :, None, None, None]  # of all layers
+    overwrite = lambda x: jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
+    return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))

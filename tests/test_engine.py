@@ -1,0 +1,326 @@
+"""The engine: tokens are those of full recomputation, whatever runs beside them; and no page is lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_layers.models import Decoder
+from flax_layers.sampling import Sampling
+from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
+from flax_layers.serving import step as step_module
+from tests.golden_models import logits_of
+from tests.test_models import SMALL
+from tests.train_cases import counted_compilations
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+COUNT = 10
+SYSTEM = tuple(range(30, 51))  # five pages of 4 tokens, and one token
+PROMPTS = [(1, 2, 3), (*SYSTEM, 7, 8, 9, 7), (9,) * 7, (*SYSTEM, 5), (60,), SYSTEM[:8], (*SYSTEM[:12], 1, 1)]
+SIZES = {"max_requests": 8, "max_step_tokens": 24, "num_pages": 100, "page_size": 4, "context": 64, "poison": True}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """With a window of 5 in one of its two layers."""
+    return Decoder(SMALL, implementation="xla", rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def recomputed(model):
+    """Greedy tokens after a prompt, each by a pass over its whole sequence, where no order of sums can decide."""
+
+    @functools.cache
+    def tokens_after(prompt: tuple[int, ...]) -> list[int]:
+        text = np.zeros((1, 48), np.int32)
+        text[0, : len(prompt)] = prompt
+        for place in range(len(prompt), len(prompt) + COUNT):
+            logits = np.asarray(logits_of(model, text))[0, place - 1]
+            second, first = np.sort(logits)[-2:]
+            assert first - second > 1e-4
+            text[0, place] = np.argmax(logits)
+        return text[0, len(prompt) : len(prompt) + COUNT].tolist()
+
+    return tokens_after
+
+
+class Client:
+    """Collects the events of one request."""
+
+    def __init__(self, engine: Engine, prompt, **options: Any):
+        self.events: list[Event] = []
+        self.ticket = engine.submit(Request(prompt, **{"max_tokens": COUNT, **options}), self.events.append)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.tokens]
+
+    @property
+    def reason(self) -> str | None:
+        assert all(event.finish_reason is None for event in self.events[:-1])
+        return self.events[-1].finish_reason if self.events else None
+
+
+def run(engine: Engine) -> None:
+    while engine.step():
+        engine.check()
+    engine.check()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0)
+    assert stats.free_pages + stats.cached_pages == engine.options.num_pages - 1
+
+
+def engine_of(model: Decoder, **options) -> Engine:
+    return Engine(model, EngineOptions(**SIZES | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_step_tokens": 8}, {"max_step_tokens": 9, "max_requests": 3}, {"prefix_cache": False}, {"page_size": 1}],
+    ids=str,
+)
+def test_tokens_are_those_of_full_recomputation(options, model, recomputed):
+    engine = engine_of(model, **options)
+    for _ in range(2):  # the second time, prefixes are cached
+        clients = [Client(engine, prompt) for prompt in PROMPTS]
+        run(engine)
+        assert [client.tokens for client in clients] == [recomputed(prompt) for prompt in PROMPTS]
+        assert {client.reason for client in clients} == {"length"}
+    assert (engine.stats().hit_tokens > 0) == engine.options.prefix_cache
+
+
+def test_sixteen_staggered_arrivals(model, recomputed):
+    engine = engine_of(model, max_step_tokens=11)
+    clients = []
+    for arrival in range(16):
+        clients.append(Client(engine, PROMPTS[arrival % len(PROMPTS)]))
+        for _ in range(arrival % 3):
+            engine.step()
+    run(engine)
+    assert [x.tokens for x in clients] == [recomputed(PROMPTS[n % len(PROMPTS)]) for n in range(16)]
+
+
+def test_preemption_changes_no_token(model, recomputed):
+    engine = engine_of(model, num_pages=14, prefix_cache=False)
+    clients = [Client(engine, prompt) for prompt in [(1, 2, 3), (9,) * 7, (60,), SYSTEM[:8], (2, 4, 6)]]
+    run(engine)
+    assert engine.stats().preemptions > 0
+    assert [x.tokens for x in clients] == [recomputed(x.ticket._sequence.request.prompt) for x in clients]
+
+
+def test_a_full_prefix_cache_gives_way(model, recomputed):
+    engine = engine_of(model, num_pages=12)
+    for prompt in PROMPTS * 2:
+        client = Client(engine, prompt)
+        run(engine)
+        assert client.tokens == recomputed(prompt)
+
+
+def test_a_prefix_that_arrives_twice_at_once_is_computed_once(model):
+    engine = engine_of(model, max_step_tokens=64)
+    clients = [Client(engine, (*SYSTEM, n)) for n in range(4)]
+    run(engine)
+    assert [client.ticket.hit_tokens for client in clients] == [0, 20, 20, 20]
+
+
+def test_every_running_request_gets_a_token_in_each_step(model):
+    engine = engine_of(model, max_step_tokens=8)
+    first = Client(engine, (1, 2, 3))
+    engine.step()
+    Client(engine, SYSTEM + SYSTEM[:3])  # four steps of prefill, beside the first one
+    engine.step()
+    for tokens in range(1, 6):
+        assert len(first.tokens) == tokens
+        engine.step()
+
+
+DRAWN = Sampling(0.9, top_k=40, top_p=0.95, seed=7)
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, Sampling(1.0, seed=3)])
+def test_a_seed_draws_the_same_tokens_beside_others(sampling, model):
+    alone = Client(engine := engine_of(model), PROMPTS[0], sampling=sampling)
+    run(engine)
+    engine = engine_of(model, max_step_tokens=9)
+    others = [Client(engine, prompt, sampling=Sampling(1.0, seed=n)) for n, prompt in enumerate(PROMPTS)]
+    beside = Client(engine, PROMPTS[0], sampling=sampling)
+    run(engine)
+    assert beside.tokens == alone.tokens
+    assert len({tuple(x.tokens) for x in others}) == len(others)
+
+
+def test_namespaces_share_nothing(model):
+    engine = engine_of(model)
+    hits = []
+    for namespace in (None, "tenant", "tenant", None):
+        client = Client(engine, SYSTEM, namespace=namespace)
+        run(engine)
+        hits.append(client.ticket.hit_tokens)
+    assert hits == [0, 0, 20, 20]
+
+
+def test_stop_tokens(model, recomputed):
+    tokens = recomputed(PROMPTS[2])
+    engine = engine_of(model)
+    client = Client(engine, PROMPTS[2], stop_tokens=(tokens[4],), logprobs=0)
+    other = Client(engine, PROMPTS[1])
+    run(engine)
+    assert client.tokens == tokens[: tokens.index(tokens[4])]
+    assert client.reason == "stop"
+    assert other.tokens == recomputed(PROMPTS[1])
+    assert sum(len(event.logprobs) for event in client.events) == len(client.tokens)
+
+
+def test_logprobs_are_those_of_the_model(model, recomputed):
+    client = Client(engine := engine_of(model), PROMPTS[1], logprobs=3)
+    run(engine)
+    text = np.array([[*PROMPTS[1], *client.tokens]], np.int32)
+    logprobs = np.asarray(jax.nn.log_softmax(logits_of(model, text)[0]))[len(PROMPTS[1]) - 1 :]
+    assert client.tokens == recomputed(PROMPTS[1])
+    found = [one for event in client.events for one in event.logprobs]
+    for token, one, row in zip(client.tokens, found, logprobs, strict=False):
+        best = np.argsort(-row)[:3]
+        assert [token for token, _ in one.top] == best.tolist()
+        np.testing.assert_allclose([one.logprob, *[x for _, x in one.top]], [row[token], *row[best]], atol=1e-4)
+
+
+def test_cancelled_requests_end_and_return_their_pages(model, recomputed):
+    engine = engine_of(model, max_requests=2, max_step_tokens=8)
+    clients = [Client(engine, prompt) for prompt in PROMPTS]
+    clients[3].ticket.cancel()  # in the inbox
+    for _ in range(3):
+        engine.step()
+    for number in (0, 5):  # one runs, one waits
+        clients[number].ticket.cancel()
+    run(engine)
+    for number, client in enumerate(clients):
+        ended = number not in (0, 3, 5)
+        assert client.reason == ("length" if ended else "cancelled")
+        assert not ended or client.tokens == recomputed(PROMPTS[number])
+    clients[1].ticket.cancel()  # has ended
+    run(engine)
+    assert clients[1].reason == "length"
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 4])
+def test_a_failed_step_ends_its_requests_alone(fails_at, model, recomputed, monkeypatch):
+    engine, calls, sound = engine_of(model, max_requests=2), [], step_module.run_step
+
+    def failing(*args, **options):
+        calls.append(0)
+        if len(calls) == fails_at:
+            raise RuntimeError("injected")
+        return sound(*args, **options)
+
+    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+    clients = [Client(engine, prompt) for prompt in PROMPTS]
+    run(engine)
+    assert engine.stats().failures == 1
+    assert [x.reason for x in clients[:2]] == ["error", "error"]
+    assert "RuntimeError: injected" in clients[0].events[-1].error
+    assert [x.tokens for x in clients[2:]] == [recomputed(prompt) for prompt in PROMPTS[2:]]
+
+
+def test_nothing_is_compiled_after_warm_up(model):
+    engine, reports = engine_of(model, poison=False), []
+    engine.warm_up(lambda done, total: reports.append((done, total)))
+    assert reports[-1][0] == reports[-1][1] == len(reports) == 2 * len(engine.options.shapes(SMALL))
+    rng = np.random.default_rng(0)
+    with counted_compilations() as compiled:
+        for _ in range(40):
+            prompt = rng.integers(0, 64, rng.integers(1, 30)).tolist()
+            sampling = Sampling(float(rng.integers(0, 2)), seed=int(rng.integers(9)))
+            Client(engine, prompt, sampling=sampling, max_tokens=int(rng.integers(1, 9)))
+            engine.step()
+        run(engine)
+    assert not compiled
+
+
+def test_a_thread_serves_until_it_is_stopped(model, recomputed):
+    engine = engine_of(model)
+    engine.start()
+    clients = [Client(engine, prompt) for prompt in PROMPTS]
+    engine.stop(grace=60)
+    assert [x.tokens for x in clients] == [recomputed(prompt) for prompt in PROMPTS]
+    with pytest.raises(Closed, match="shutting down"):
+        Client(engine, (1,))
+
+
+def test_shutdown_without_grace_ends_every_request(model):
+    engine = engine_of(model)
+    engine.start()
+    clients = [Client(engine, prompt, max_tokens=20) for prompt in PROMPTS * 3]
+    engine.stop()
+    assert {x.reason for x in clients} <= {"cancelled", "length"}
+    assert all("shutting down" in x.events[-1].error for x in clients if x.reason == "cancelled")
+    engine.check()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_the_scheduler_ends_every_request(model, monkeypatch):
+    engine = engine_of(model)
+    monkeypatch.setattr(engine._scheduler, "schedule", lambda **_: 1 / 0)
+    clients = [Client(engine, prompt) for prompt in PROMPTS]
+    engine.start()
+    engine.stop(grace=60)
+    assert {client.reason for client in clients} == {"error"}
+    assert "ZeroDivisionError" in clients[0].events[-1].error
+    assert not engine.is_running
+    with pytest.raises(Closed):
+        Client(engine, (1,))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ((1,) * 64, {}, r"`prompt` must be shorter than 64 tokens, the context length, .* Got 64"),
+        ((1,) * 60, {"max_tokens": 5}, r"together must be at most 64 tokens, .* Got 60 and 5\..*lower .* to 4"),
+        ((1, 64), {}, r"`prompt` must hold tokens from 0 to 63, .* It holds 1 to 64"),
+        ((), {}, r"`prompt` must hold at least one token"),
+        ((1,), {"max_tokens": 0}, r"`max_tokens` must be at least 1. Got 0"),
+        ((1,), {"logprobs": 21}, r"`logprobs` must be from 0 to 20. Got 21"),
+    ],
+)
+def test_wrong_requests(prompt, options, message, model):
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=message):
+        Client(engine, prompt, **options)
+    assert not engine.step()
+
+
+def test_a_prompt_longer_than_the_cache(model):
+    engine = engine_of(model, num_pages=6)
+    with pytest.raises(ValueError, match="must be shorter than 20 tokens, what the pages of the cache hold"):
+        Client(engine, (1,) * 20)
+    client = Client(engine, (1,) * 15, max_tokens=None)
+    run(engine)
+    assert len(client.tokens) == 5
+
+
+def test_a_full_queue(model):
+    engine = engine_of(model, max_waiting=2)
+    clients = [Client(engine, (1,)) for _ in range(2)]
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        Client(engine, (1,))
+    run(engine)
+    assert [x.reason for x in clients] == ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_requests": 0}, "`max_requests` must be at least 1. Got 0"),
+        ({"page_size": 257}, "`page_size` must be from 1 to 256. Got 257"),
+        ({"max_step_tokens": 4}, "`max_step_tokens` must be at least `max_requests`, .* Got 4 and 8"),
+        ({"context": 513}, "`context` must be from 2 to the 512 positions .* Got 513"),
+    ],
+)
+def test_wrong_options(options, message, model):
+    with pytest.raises(ValueError, match=message):
+        engine_of(model, **options)
