@@ -14,6 +14,7 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
 from flax_layers.serving import step as step_module
+from flax_layers.serving.penalties import Penalties
 from tests.golden_models import logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
@@ -155,6 +156,45 @@ def test_a_seed_draws_the_same_tokens_beside_others(sampling, model):
     assert len({tuple(x.tokens) for x in others}) == len(others)
 
 
+PENALTIES = [
+    {"presence": 2.0, "frequency": 1.5},
+    {"repetition": 5.0},
+    {"biases": ((36, -100.0), (61, -100.0), (7, 2.0))},
+    {"frequency": 0.7, "repetition": 1.3, "biases": ((2, 1.0),)},
+]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_are_those_of_their_formulas(penalties, model):
+    """Of a request that is preempted and hits a prefix, beside others without penalties."""
+    engine = engine_of(model, num_pages=20)
+    plain = [Client(engine, prompt) for prompt in PROMPTS[:3]]
+    client = Client(engine, PROMPTS[1], penalties=Penalties(**penalties))
+    run(engine)
+    text = [*PROMPTS[1]]
+    for token in client.tokens:
+        logits = np.asarray(logits_of(model, np.array([text + [0] * (48 - len(text))], np.int32)))[0, len(text) - 1]
+        generated = np.bincount(text[len(PROMPTS[1]) :], minlength=64)
+        factor = penalties.get("repetition", 1)
+        repeated = np.where(logits > 0, logits / factor, logits * factor)
+        logits = np.where(np.isin(np.arange(64), text), repeated, logits)
+        logits = logits - penalties.get("frequency", 0) * generated - penalties.get("presence", 0) * (generated > 0)
+        for biased, bias in penalties.get("biases", ()):
+            logits[biased] += bias
+        assert token == np.argmax(logits)
+        text.append(token)
+    assert len(client.tokens) == COUNT
+    assert plain[1].tokens != client.tokens
+
+
+def test_a_slot_forgets_the_penalties_of_the_request_before(model, recomputed):
+    engine = engine_of(model, max_requests=1)
+    Client(engine, PROMPTS[2], penalties=Penalties(biases=((36, 100.0),)))
+    after = Client(engine, PROMPTS[2], logprobs=0)
+    run(engine)
+    assert after.tokens == recomputed(PROMPTS[2])
+
+
 def test_namespaces_share_nothing(model):
     engine = engine_of(model)
     hits = []
@@ -236,7 +276,8 @@ def test_nothing_is_compiled_after_warm_up(model):
         for _ in range(40):
             prompt = rng.integers(0, 64, rng.integers(1, 30)).tolist()
             sampling = Sampling(float(rng.integers(0, 2)), seed=int(rng.integers(9)))
-            Client(engine, prompt, sampling=sampling, max_tokens=int(rng.integers(1, 9)))
+            penalties = Penalties(presence=float(rng.integers(0, 2)))
+            Client(engine, prompt, sampling=sampling, penalties=penalties, max_tokens=int(rng.integers(1, 9)))
             engine.step()
         run(engine)
     assert not compiled
@@ -284,6 +325,7 @@ def test_a_fault_of_the_scheduler_ends_every_request(model, monkeypatch):
         ((1, 64), {}, r"`prompt` must hold tokens from 0 to 63, .* It holds 1 to 64"),
         ((), {}, r"`prompt` must hold at least one token"),
         ((1,), {"max_tokens": 0}, r"`max_tokens` must be at least 1. Got 0"),
+        ((1,), {"penalties": Penalties(biases=((64, 1.0),))}, r"`biases` must be of tokens from 0 to 63. Got 64"),
         ((1,), {"logprobs": 21}, r"`logprobs` must be from 0 to 20. Got 21"),
     ],
 )
@@ -310,6 +352,22 @@ def test_a_full_queue(model):
         Client(engine, (1,))
     run(engine)
     assert [x.reason for x in clients] == ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    ("penalties", "message"),
+    [
+        ({"presence": 2.5}, "`presence` must be from -2 to 2. Got 2.5"),
+        ({"frequency": float("nan")}, "`frequency` must be from -2 to 2. Got nan"),
+        ({"repetition": 0.0}, "`repetition` must be finite and greater than 0. Got 0.0"),
+        ({"biases": ((3, 101.0),)}, "`biases` must be from -100 to 100. Got 101.0 for token 3"),
+        ({"biases": ((3, 1.0),) * 301}, "`biases` must be of at most 300 tokens. Got 301"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_wrong_penalties(penalties, message):
+    with pytest.raises(ValueError, match=message):
+        Penalties(**penalties)
 
 
 @pytest.mark.parametrize(

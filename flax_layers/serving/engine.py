@@ -19,10 +19,11 @@ from flax_layers.models import Decoder
 from flax_layers.serving.options import EngineOptions, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
+from flax_layers.serving.penalties import Edits
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
-from flax_layers.serving.step import DeviceState, poison_pages, read_row, run_step
+from flax_layers.serving.step import DeviceState, begin_penalties, poison_pages, read_row, run_step
 
 
 class QueueFull(RuntimeError):
@@ -114,7 +115,7 @@ class Engine:
         ... )
         >>> options = EngineOptions(max_requests=2, max_step_tokens=16, num_pages=16, page_size=8)
         >>> engine, events = Engine(Decoder(config, rngs=nnx.Rngs(0)), options), []
-        >>> ticket = engine.submit(Request([1, 2, 3], max_tokens=4), events.append)
+        >>> ticket = engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
         >>> while engine.step():
         ...     pass
         >>> sum(len(event.tokens) for event in events), events[-1].finish_reason
@@ -192,6 +193,8 @@ class Engine:
             report: Called with the number of programs that are compiled, and of all, after each.
         """
         shapes = self.options.shapes(self.config)
+        nobody = Sequence(Request((0,)), number=-1, limit=1, deliver=lambda event: None, slot=0)
+        self._state = begin_penalties(self._state, nobody, self.context)
         for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
             jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
             report(done, 2 * len(shapes))
@@ -259,6 +262,10 @@ class Engine:
         with self._changed:
             self._closed = True
             left = [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._dispatched = None
+            for group in (self._inbox, self._cancelled, self._scheduler.waiting, self._scheduler.running):
+                group.clear()
+            self._changed.notify_all()
         for sequence in left:
             sequence.finish_reason = "error"
             sequence.deliver(Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
@@ -307,8 +314,11 @@ class Engine:
             max(len(chunk.sequence.pages) for chunk in chunks),
             self.config,
         )
-        requests = [chunk.sequence.request for chunk in chunks]
-        is_greedy = all(x.sampling.temperature == 0 and x.logprobs is None for x in requests)
+        for sequence, *_ in chunks:
+            if sequence.request.penalties and not sequence.is_edited:
+                self._state = begin_penalties(self._state, sequence, self.context)
+                sequence.is_edited = True
+        is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
         if self.options.poison:
             self._state = poison_pages(self._state, self._pages.free_mask())
         fields = self._run(chunks, shape, is_greedy=is_greedy)
@@ -365,4 +375,5 @@ class Engine:
 
     def _empty_state(self) -> DeviceState:
         cache = self._model.init_paged_cache(self.options.num_pages, self.options.page_size)
-        return DeviceState(cache, jnp.zeros(self.options.max_requests, jnp.int32))
+        slots = self.options.max_requests
+        return DeviceState(cache, jnp.zeros(slots, jnp.int32), Edits.empty(slots, self.config.vocabulary))

@@ -12,10 +12,13 @@ from jaxtyping import Array, Int32
 
 from flax_layers.sampling import SamplingBatch
 from flax_layers.serving.options import Shape
+from flax_layers.serving.penalties import PenaltyBatch
 from flax_layers.serving.scheduler import Chunk
 from jflex.paged import PagedBatch
 
 _SAMPLING = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32))
+_PENALTIES = (("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
 
 
 class StepInputs(NamedTuple):
@@ -26,12 +29,14 @@ class StepInputs(NamedTuple):
         batch: The tokens and pages of each row; rows of padding have none.
         slots: Of each row whose next token is sampled; beyond all slots for the others, so that it is dropped.
         sampling: Parameters of each row.
+        penalties: Of each row.
     """
 
     tokens: Int32[Array, " N"]
     batch: PagedBatch
     slots: Int32[Array, " R"]
     sampling: SamplingBatch
+    penalties: PenaltyBatch
 
 
 def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, " words"]:
@@ -50,7 +55,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
     lengths = np.zeros(shape.rows, np.int32)
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
-    sampling = {name: np.zeros(shape.rows, dtype) for name, dtype in _SAMPLING}
+    columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
     end = 0
     for row, (sequence, first, count, samples) in enumerate(chunks):
         assert sequence.slot is not None
@@ -65,10 +70,13 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
-        for name in sampling:
-            sampling[name][row] = getattr(sequence.request.sampling, name)
-    columns = [x.view(np.int32) for x in sampling.values()]
-    return np.concatenate([tokens, indptr, lengths, slots, *columns, table.ravel()])
+        for name, _ in _SAMPLING:
+            columns[name][row] = getattr(sequence.request.sampling, name)
+        for name, _ in _PENALTIES:
+            columns[name][row] = getattr(sequence.request.penalties, name)
+        columns["is_edited"][row] = sequence.is_edited
+    words = [column.view(np.int32) for column in columns.values()]
+    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
@@ -81,11 +89,9 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     Returns:
         The parts.
     """
-    sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_SAMPLING)), shape.rows * shape.pages]
-    tokens, indptr, lengths, slots, *columns, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
-    sampling = {
-        name: jax.lax.bitcast_convert_type(column, dtype)
-        for (name, dtype), column in zip(_SAMPLING, columns, strict=True)
-    }
+    sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
+    tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
-    return StepInputs(tokens, batch, slots, SamplingBatch(**sampling))
+    of_sampling = len(_SAMPLING)
+    return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))

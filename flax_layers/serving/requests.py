@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
 from flax_layers.sampling import Sampling
+from flax_layers.serving.penalties import Penalties
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """`stop`: a stop token was sampled. `length`: `max_tokens` or the context length was reached. `cancelled`: by the
@@ -26,6 +27,7 @@ class Request:
         prompt: Its tokens, at least one.
         max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
         sampling: How tokens are chosen.
+        penalties: How logits are changed before.
         stop_tokens: End the sequence; the one that does is not part of the output.
         logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
@@ -35,9 +37,9 @@ class Request:
         ValueError: A field is out of range.
 
     Example:
-        >>> Request([1, 2, 3], max_tokens=8).prompt
+        >>> Request((1, 2, 3), max_tokens=8).prompt
         (1, 2, 3)
-        >>> Request([])
+        >>> Request(())
         Traceback (most recent call last):
         ValueError: `prompt` must hold at least one token. Got none. Begin it with the token that begins a text.
     """
@@ -45,6 +47,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009  frozen
+    penalties: Penalties = Penalties()  # noqa: RUF009  frozen
     stop_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     namespace: Hashable = None
@@ -64,6 +67,11 @@ class Request:
             raise ValueError(
                 f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
             )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable tokens are all that is wanted: no draws, no penalties, no log probabilities."""
+        return self.sampling.temperature == 0 and not self.penalties and self.logprobs is None
 
 
 class TokenLogprobs(NamedTuple):
@@ -120,6 +128,9 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
             f"{most}. Use the model's own tokenizer."
         )
+    for token, _ in request.penalties.biases:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"`biases` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
     limit = "the context length" if context <= cache_tokens else "what the pages of the cache hold"
     if prompt >= room:
         raise ValueError(

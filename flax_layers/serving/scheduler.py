@@ -164,4 +164,4 @@ class Scheduler:
         self.running.remove(sequence)
         assert sequence.slot is not None
         self._slots.append(sequence.slot)
-        sequence.slot = None
+        sequence.slot, sequence.is_edited = None, False

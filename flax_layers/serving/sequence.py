@@ -26,6 +26,7 @@ class Sequence:
         prefix: Its cached prefix, locked while it runs.
         pages: Those of the positions, in order: those of the prefix, then its own.
         slot: Its place in the state on the device; None while it waits.
+        is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that were found in the prefix cache when it was admitted first; None before.
         finish_reason: None until it ends.
     """
@@ -40,6 +41,7 @@ class Sequence:
     prefix: PrefixHit | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     slot: int | None = None
+    is_edited: bool = False
     hit: int | None = None
     finish_reason: FinishReason | None = None
 

@@ -16,7 +16,9 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 from flax_layers.serving.options import Shape
 from flax_layers.serving.packing import unpack
+from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.serving.sequence import Sequence
 from jflex.paged import PagedCache
 
 
@@ -28,10 +30,12 @@ class DeviceState:
     Attributes:
         cache: Keys and values of all layers.
         sampled: The last sampled token of each slot.
+        edits: What the penalties of each slot need to know.
     """
 
     cache: PagedCache
     sampled: Int32[Array, " slots"]
+    edits: Edits
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "shape", "is_greedy"), donate_argnames="state")
@@ -52,8 +56,8 @@ def run_step(
         state: Donated.
         packed: Of `flax_layers.serving.packing.pack`.
         shape: Of the step.
-        is_greedy: Whether all rows take the most probable token and none wants log probabilities. It is another
-            program, which neither draws nor sorts.
+        is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
+            another program, which neither draws nor sorts.
 
     Returns:
         The state, and what `read_row` reads: the only transfer back.
@@ -63,9 +67,15 @@ def run_step(
     tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
     hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
     logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-    found = sample(logits, SamplingBatch() if is_greedy else inputs.sampling, jnp.asarray(inputs.batch.kv_lengths))
-    fields = found[:, None] if is_greedy else _fields(found, logits)
-    return DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop")), fields
+    edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
+    if is_greedy:
+        found = sample(logits, SamplingBatch(), positions)
+        fields = found[:, None]
+    else:
+        changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
+        found = sample(changed, inputs.sampling, positions)
+        fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+    return DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits), fields
 
 
 def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
@@ -93,6 +103,31 @@ def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, Token
     own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
     which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
     return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+
+
+def begin_penalties(state: DeviceState, sequence: Sequence, context: int) -> DeviceState:
+    """Tells the device of the penalties of a request that has got a slot.
+
+    Args:
+        state: Donated.
+        sequence: With a slot, and without pending tokens.
+        context: Positions of a sequence.
+
+    Returns:
+        The state.
+    """
+    biases = sequence.request.penalties.biases
+    tokens = padded(sequence.tokens, context, -1, np.int32)
+    biased = padded([token for token, _ in biases], MAX_BIASES, -1, np.int32)
+    values = padded([bias for _, bias in biases], MAX_BIASES, 0, np.float32)
+    assert sequence.slot is not None
+    prompt = np.int32(len(sequence.request.prompt))
+    return _begin(state, np.int32(sequence.slot), tokens, prompt, biased, values)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _begin(state: DeviceState, *arguments: Any) -> DeviceState:
+    return dataclasses.replace(state, edits=state.edits.begin(*arguments))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
