@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layers.models import Decoder
+from flax_layers.models import Decoder, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
 from flax_layers.serving import step as step_module
 from flax_layers.serving.penalties import Penalties
-from tests.golden_models import logits_of
+from tests.golden_models import ROOT, expected, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
@@ -265,6 +268,27 @@ def test_a_failed_step_ends_its_requests_alone(fails_at, model, recomputed, monk
     assert [x.reason for x in clients[:2]] == ["error", "error"]
     assert "RuntimeError: injected" in clients[0].events[-1].error
     assert [x.tokens for x in clients[2:]] == [recomputed(prompt) for prompt in PROMPTS[2:]]
+
+
+def test_tensor_parallel():
+    known = expected("gemma3")
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    model = from_pretrained(ROOT / "gemma3", dtype=jnp.float32, implementation="xla", mesh=mesh)
+    engine = Engine(model, EngineOptions(**SIZES | {"max_step_tokens": 40, "context": None}))
+    for options in ({}, {"penalties": Penalties(biases=((1, 0.0),))}):  # the second time from cached pages
+        clients = [Client(engine, prompt, max_tokens=32, **options) for prompt in known["tokens"].tolist()]
+        run(engine)
+        assert [client.tokens for client in clients] == known["greedy"].tolist()
+    shards = engine._state.cache.k.addressable_shards
+    assert [shard.data.shape[3] for shard in shards] == [model.config.num_kv_heads // 2] * 2
+
+
+def test_a_mesh_that_does_not_divide_the_heads(model):
+    model = Decoder(dataclasses.replace(SMALL, num_kv_heads=1), rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, PartitionSpec())))
+    with pytest.raises(ValueError, match=r"must divide the KV heads\. Got 2 devices for 1 heads"):
+        engine_of(model)
 
 
 def test_nothing_is_compiled_after_warm_up(model):

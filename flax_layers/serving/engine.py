@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -19,11 +18,18 @@ from flax_layers.models import Decoder
 from flax_layers.serving.options import EngineOptions, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
-from flax_layers.serving.penalties import Edits
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
-from flax_layers.serving.step import DeviceState, begin_penalties, poison_pages, read_row, run_step
+from flax_layers.serving.step import (
+    DeviceState,
+    begin_penalties,
+    cache_sharding,
+    empty_state,
+    poison_pages,
+    read_row,
+    run_step,
+)
 
 
 class QueueFull(RuntimeError):
@@ -100,12 +106,15 @@ class Engine:
     hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one. `start` runs
     it in a thread of its own.
 
+    A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
+    the cache is sharded by KV heads.
+
     Args:
         model: The model.
         options: Sizes.
 
     Raises:
-        ValueError: `context` is out of range.
+        ValueError: `context` is out of range, or the mesh does not divide the KV heads.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig
@@ -127,6 +136,7 @@ class Engine:
         self.context = options.context_of(model.config)
         self._model = model
         self._graph, self._parameters = nnx.split(model)
+        self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
         self._state = self._empty_state()
         self._pages = Pages(options)
         self._scheduler = Scheduler(options, self._pages)
@@ -194,7 +204,7 @@ class Engine:
         """
         shapes = self.options.shapes(self.config)
         nobody = Sequence(Request((0,)), number=-1, limit=1, deliver=lambda event: None, slot=0)
-        self._state = begin_penalties(self._state, nobody, self.context)
+        self._state = begin_penalties(self._state, nobody, self.context, self._sharding)
         for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
             jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
             report(done, 2 * len(shapes))
@@ -316,7 +326,7 @@ class Engine:
         )
         for sequence, *_ in chunks:
             if sequence.request.penalties and not sequence.is_edited:
-                self._state = begin_penalties(self._state, sequence, self.context)
+                self._state = begin_penalties(self._state, sequence, self.context, self._sharding)
                 sequence.is_edited = True
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
         if self.options.poison:
@@ -329,7 +339,13 @@ class Engine:
     def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
         packed = pack(chunks, shape, no_slot=self.options.max_requests)
         self._state, fields = run_step(
-            self._graph, self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy
+            self._graph,
+            self._parameters,
+            self._state,
+            packed,
+            shape=shape,
+            is_greedy=is_greedy,
+            sharding=self._sharding,
         )
         return fields
 
@@ -374,6 +390,5 @@ class Engine:
         self._state = self._empty_state()
 
     def _empty_state(self) -> DeviceState:
-        cache = self._model.init_paged_cache(self.options.num_pages, self.options.page_size)
-        slots = self.options.max_requests
-        return DeviceState(cache, jnp.zeros(slots, jnp.int32), Edits.empty(slots, self.config.vocabulary))
+        options = self.options
+        return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)

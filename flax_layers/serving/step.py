@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from flax_layers.models import Decoder
@@ -38,7 +39,7 @@ class DeviceState:
     edits: Edits
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "shape", "is_greedy"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "shape", "is_greedy", "sharding"), donate_argnames="state")
 def run_step(
     graph: nnx.GraphDef[Decoder],
     parameters: Any,
@@ -47,6 +48,7 @@ def run_step(
     *,
     shape: Shape,
     is_greedy: bool,
+    sharding: NamedSharding | None = None,
 ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
     """Reads the tokens of a step and samples the next token of each row.
 
@@ -58,6 +60,7 @@ def run_step(
         shape: Of the step.
         is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
             another program, which neither draws nor sorts.
+        sharding: Of the cache; None: all on one device.
 
     Returns:
         The state, and what `read_row` reads: the only transfer back.
@@ -75,7 +78,66 @@ def run_step(
         changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
         found = sample(changed, inputs.sampling, positions)
         fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
-    return DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits), fields
+    state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
+    return _constrained(state, sharding), fields
+
+
+def cache_sharding(parameters: Any, num_kv_heads: int) -> NamedSharding | None:
+    """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+
+    Args:
+        parameters: Of the model.
+        num_kv_heads: Of the model.
+
+    Returns:
+        The sharding; None if the parameters are on one device.
+
+    Raises:
+        ValueError: The axis does not divide the heads.
+    """
+    shardings = {x.sharding for x in jax.tree.leaves(parameters)}
+    meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding) and x.mesh.size > 1}
+    if not meshes:
+        return None
+    [mesh] = meshes
+    parts = dict(mesh.shape).get("model", 1)
+    if num_kv_heads % parts:
+        raise ValueError(
+            f"The axis `model` of the mesh must divide the KV heads. Got {parts} devices for {num_kv_heads} heads."
+        )
+    return NamedSharding(mesh, PartitionSpec(None, None, None, "model" if parts > 1 else None, None))
+
+
+def empty_state(
+    model: Decoder, num_pages: int, page_size: int, slots: int, sharding: NamedSharding | None
+) -> DeviceState:
+    """The state before the first step; no device ever holds all of a sharded cache.
+
+    Args:
+        model: The model.
+        num_pages: Of the cache.
+        page_size: Of the cache.
+        slots: Requests that run at once.
+        sharding: Of the cache.
+
+    Returns:
+        The state.
+    """
+
+    def make() -> DeviceState:
+        cache, edits = model.init_paged_cache(num_pages, page_size), Edits.empty(slots, model.config.vocabulary)
+        return _constrained(DeviceState(cache, jnp.zeros(slots, jnp.int32), edits), sharding)
+
+    return jax.jit(make)()
+
+
+def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceState:
+    """With a sharding that no step changes, so that none is compiled twice."""
+    if sharding is None:
+        return state
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    constrain = jax.lax.with_sharding_constraint
+    return DeviceState(constrain(state.cache, sharding), constrain(state.sampled, whole), constrain(state.edits, whole))
 
 
 def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
@@ -105,13 +167,16 @@ def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, Token
     return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
 
 
-def begin_penalties(state: DeviceState, sequence: Sequence, context: int) -> DeviceState:
+def begin_penalties(
+    state: DeviceState, sequence: Sequence, context: int, sharding: NamedSharding | None = None
+) -> DeviceState:
     """Tells the device of the penalties of a request that has got a slot.
 
     Args:
         state: Donated.
         sequence: With a slot, and without pending tokens.
         context: Positions of a sequence.
+        sharding: Of the cache.
 
     Returns:
         The state.
@@ -122,12 +187,12 @@ def begin_penalties(state: DeviceState, sequence: Sequence, context: int) -> Dev
     values = padded([bias for _, bias in biases], MAX_BIASES, 0, np.float32)
     assert sequence.slot is not None
     prompt = np.int32(len(sequence.request.prompt))
-    return _begin(state, np.int32(sequence.slot), tokens, prompt, biased, values)
+    return _begin(state, np.int32(sequence.slot), tokens, prompt, biased, values, sharding=sharding)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _begin(state: DeviceState, *arguments: Any) -> DeviceState:
-    return dataclasses.replace(state, edits=state.edits.begin(*arguments))
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def _begin(state: DeviceState, *arguments: Any, sharding: NamedSharding | None) -> DeviceState:
+    return _constrained(dataclasses.replace(state, edits=state.edits.begin(*arguments)), sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
