@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layers.models import Decoder, from_pretrained
+from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
 from flax_layers.serving import step as step_module
@@ -268,6 +268,26 @@ def test_a_failed_step_ends_its_requests_alone(fails_at, model, recomputed, monk
     assert [x.reason for x in clients[:2]] == ["error", "error"]
     assert "RuntimeError: injected" in clients[0].events[-1].error
     assert [x.tokens for x in clients[2:]] == [recomputed(prompt) for prompt in PROMPTS[2:]]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_pages_out_of_every_window_are_dropped(prefix_cache):
+    """Two requests of 60 tokens would use 30 pages; 9 keys are on 4 at most."""
+    config = dataclasses.replace(SMALL, layers=(LayerConfig(window=9), LayerConfig(window=5)))
+    model = Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
+    whole, dropping = (engine_of(model, prefix_cache=prefix_cache) for _ in range(2))
+    whole._pages._window = None
+    outputs = []
+    for engine in (whole, dropping):
+        clients = [Client(engine, prompt, max_tokens=50) for prompt in (PROMPTS[0], PROMPTS[2])]
+        most = 0
+        while engine.step():
+            engine.check()
+            most = max(most, engine.stats().used_pages)
+        outputs.append([client.tokens for client in clients])
+        assert (most > 20) == (engine is whole)
+    assert outputs[0] == outputs[1]
+    run(dropping)
 
 
 def test_tensor_parallel():

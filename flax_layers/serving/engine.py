@@ -138,7 +138,8 @@ class Engine:
         self._graph, self._parameters = nnx.split(model)
         self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
         self._state = self._empty_state()
-        self._pages = Pages(options)
+        windows = model.config.windows
+        self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
         self._dispatched: _Dispatched | None = None
         self._numbers = itertools.count()
@@ -325,7 +326,7 @@ class Engine:
             self.config,
         )
         for sequence, *_ in chunks:
-            if sequence.request.penalties and not sequence.is_edited:
+            if not sequence.is_edited and sequence.request.penalties:
                 self._state = begin_penalties(self._state, sequence, self.context, self._sharding)
                 sequence.is_edited = True
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)

@@ -19,14 +19,19 @@ class Pages:
     prefix is shared as soon as its chunk is scheduled, even with a chunk of the same step, for each layer writes the
     keys of all chunks before any of them attends.
 
+    If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Those of
+    its shared prefix stay until it ends.
+
     Args:
         options: Sizes of the cache, and whether prefixes are shared.
+        window: How many keys a token attends to at most, its own included; None: all before it.
     """
 
-    def __init__(self, options: EngineOptions):
+    def __init__(self, options: EngineOptions, window: int | None = None):
         self._pool = PagePool(options.num_pages, options.page_size)
         self._cache = PrefixCache(self._pool)
         self._shares = options.prefix_cache
+        self._window = window
 
     @property
     def free(self) -> int:
@@ -65,10 +70,12 @@ class Pages:
         return True
 
     def extend(self, sequence: Sequence) -> bool:
-        """Whether a running sequence has a page for its last token; allocates it if it is missing."""
-        missing = self._pool.pages_for(sequence.length) - len(sequence.pages)
+        """Whether a running sequence has a page for its next token; allocates it if it is missing."""
+        self._drop_unseen(sequence)
+        if sequence.length <= len(sequence.pages) * self._pool.page_size:
+            return True
         try:
-            sequence.pages += self._cache.alloc(max(0, missing))
+            sequence.pages += self._cache.alloc(1)
         except OutOfPages:
             return False
         return True
@@ -93,7 +100,8 @@ class Pages:
         """Puts the full pages of a sequence into the prefix cache."""
         assert sequence.prefix is not None
         known = min(sequence.computed, len(sequence.tokens))
-        if not self._shares or known // self._pool.page_size <= len(sequence.prefix.pages):
+        first = len(sequence.prefix.pages)
+        if not self._shares or known // self._pool.page_size <= first or not all(sequence.pages[first:]):
             return
         sequence.prefix = self._cache.insert(sequence.tokens[:known], sequence.pages, sequence.prefix)
         sequence.pages[: len(sequence.prefix.pages)] = sequence.prefix.pages
@@ -111,6 +119,15 @@ class Pages:
         self._cache.unlock(sequence.prefix)
         self._pool.release(sequence.own_pages)
         sequence.prefix, sequence.pages = None, []
+
+    def _drop_unseen(self, sequence: Sequence) -> None:
+        if self._window is None or sequence.prefix is None:
+            return
+        first = len(sequence.prefix.pages)
+        end = max(0, sequence.computed - self._window + 1) // self._pool.page_size
+        unseen = [page for page in sequence.pages[first:end] if page]
+        self._pool.release(unseen)
+        sequence.pages[first:end] = [0] * max(0, end - first)
 
     def clear(self) -> None:
         """Forgets all prefixes; no sequence may have pages."""

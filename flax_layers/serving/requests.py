@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Hashable
@@ -68,7 +69,7 @@ class Request:
                 f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
             )
 
-    @property
+    @functools.cached_property
     def is_greedy(self) -> bool:
         """Whether the most probable tokens are all that is wanted: no draws, no penalties, no log probabilities."""
         return self.sampling.temperature == 0 and not self.penalties and self.logprobs is None

@@ -24,7 +24,7 @@ class Sequence:
         pending: Tokens that were sampled and have not been read.
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
         prefix: Its cached prefix, locked while it runs.
-        pages: Those of the positions, in order: those of the prefix, then its own.
+        pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
         slot: Its place in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that were found in the prefix cache when it was admitted first; None before.
@@ -66,7 +66,7 @@ class Sequence:
     @property
     def own_pages(self) -> list[int]:
         """The pages that belong to the sequence, not to the prefix cache."""
-        return self.pages[0 if self.prefix is None else len(self.prefix.pages) :]
+        return [page for page in self.pages[0 if self.prefix is None else len(self.prefix.pages) :] if page]
 
     @property
     def is_done(self) -> bool:
