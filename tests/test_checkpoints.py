@@ -26,6 +26,7 @@ from flax_layers.models import (
     save_pretrained,
     tensor_files,
 )
+from flax_layers.models.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
 
@@ -240,6 +241,17 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert from_pretrained(folder).config.family == "qwen2"
     assert (folder / "tokenizer.json").exists()  # that of the checkpoint before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_templates_in_a_folder_of_their_own_are_kept(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "tokenizer", source)
+    (source / MORE_TEMPLATES).mkdir()
+    (source / MORE_TEMPLATES / "rag.jinja").write_text("B")
+    for _ in range(2):  # the second time from the folder itself
+        save_pretrained(load("llama3"), tmp_path / "saved", source=source)
+        source = None
+    assert (tmp_path / "saved" / MORE_TEMPLATES / "rag.jinja").read_text() == "B"
 
 
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path, monkeypatch):

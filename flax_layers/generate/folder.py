@@ -1,6 +1,5 @@
 """Reads model, tokenizer and stop tokens from the folder of a checkpoint."""
 
-import json
 import pathlib
 from typing import NamedTuple
 
@@ -8,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_layers.models import CheckpointError, Decoder, ModelConfig, Tokenizer, from_pretrained
+from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
+from flax_layers.models.folders import read_optional_json
 
 
 class Loaded(NamedTuple):
@@ -71,11 +71,7 @@ def stop_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
     Raises:
         CheckpointError: `generation_config.json` cannot be read.
     """
-    path = folder / "generation_config.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
+    known = read_optional_json(folder / "generation_config.json").get("eos_token_id")
     if known is None:
         return config.eos_token_ids
     return (known,) if isinstance(known, int) else tuple(known)

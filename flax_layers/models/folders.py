@@ -1,12 +1,14 @@
 """Folders of checkpoints, and how a new one replaces an old one."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -20,6 +22,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files that are copied from checkpoint to checkpoint."""
+
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of chat templates, one in each file, which is copied, too."""
 
 _BELONGS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?")
 
@@ -50,8 +55,9 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
         yield room
-        for path in room.iterdir():
-            _flush(path)
+        for path in room.rglob("*"):
+            if path.is_file():
+                _flush(path)
         room.chmod(0o755)
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -90,9 +96,36 @@ def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, target / MORE_TEMPLATES)
+
+
+def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
+    """What a JSON file of a checkpoint holds.
+
+    Args:
+        path: It need not exist.
+
+    Returns:
+        Its object; an empty one if there is no such file.
+
+    Raises:
+        CheckpointError: It is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{path} must hold a JSON object. Got {type(held).__name__}. Download it again.")
+    return held
 
 
 def _belongs(path: pathlib.Path) -> bool:
+    if path.name == MORE_TEMPLATES:
+        return path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir())
     return path.is_file() and (path.name in TOKENIZER_FILES or _BELONGS.fullmatch(path.name) is not None)
 
 
