@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
-from flax_layers.models.folders import read_optional_json
+from flax_layers.models.folders import read_optional_json, recover
 
 
 class Loaded(NamedTuple):
@@ -48,6 +48,7 @@ def load(
         CheckpointError: It cannot be read.
     """
     folder = pathlib.Path(folder)
+    recover(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"`--model` must be the folder of a checkpoint, with `config.json`, `*.safetensors` and `tokenizer.json`. "

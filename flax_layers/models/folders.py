@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,8 +38,8 @@ class CheckpointError(ValueError):
 def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty folder beside `folder`, which takes its place when the context ends without an error.
 
-    Until then nothing in `folder` is touched. The old folder is moved away and then removed: if the machine stops
-    between the two renames, it remains as `.NAME.old`.
+    Until then nothing in `folder` is touched. The old folder is renamed to `.NAME.old`, and removed when the new one is
+    in its place. If the process is killed in between, `recover` restores it.
 
     Args:
         folder: It need not exist. If it does, it holds a checkpoint, or nothing.
@@ -50,6 +51,7 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
     """
     folder = pathlib.Path(os.path.abspath(folder))
+    recover(folder)
     check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
@@ -59,14 +61,42 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
             if path.is_file():
                 _flush(path)
         room.chmod(0o755)
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(_old(folder))
         room.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(room, ignore_errors=True)
+        _recover(folder)
+
+
+def recover(folder: str | pathlib.Path) -> None:
+    """Restores a checkpoint whose replacement was interrupted, and warns; or removes the one that was replaced.
+
+    Args:
+        folder: Of a checkpoint. If it does not exist, `.NAME.old` is renamed to it; if it does, `.NAME.old` is removed.
+    """
+    folder = pathlib.Path(os.path.abspath(folder))
+    if _recover(folder):
+        warnings.warn(
+            f"A save to {folder} was interrupted. The checkpoint before it was restored from {_old(folder).name}.",
+            stacklevel=2,
+        )
+
+
+def _recover(folder: pathlib.Path) -> bool:
+    """Whether the old folder was restored."""
+    old = _old(folder)
+    if not old.is_dir() or not all(map(_belongs, old.iterdir())):
+        return False
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        return False
+    old.rename(folder)
+    return True
+
+
+def _old(folder: pathlib.Path) -> pathlib.Path:
+    return folder.parent / f".{folder.name}.old"
 
 
 def check_replaceable(folder: pathlib.Path) -> None:

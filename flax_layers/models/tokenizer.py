@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.models.folders import MORE_TEMPLATES, read_optional_json
+from flax_layers.models.folders import MORE_TEMPLATES, read_optional_json, recover
 from flax_layers.models.optional import needs
 from flax_layers.models.text_stream import TextStream
 
@@ -34,6 +34,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | pathlib.Path):
         folder = pathlib.Path(folder)
+        recover(folder)
         path = folder / "tokenizer.json"
         if not path.exists():
             raise FileNotFoundError(
