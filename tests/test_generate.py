@@ -1,6 +1,9 @@
 """Generation: the tokens of full recomputation from both caches, streamed or not, in two programs."""
 
 import dataclasses
+import gc
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +236,28 @@ def test_speed(model):
     assert (speed.prompt_tokens, speed.tokens, speed.rows) == (21, 3 * COUNT, 3)
     assert speed.decode_rate == pytest.approx(3 * (COUNT - 1) / speed.decode_seconds)
     assert speed.prefill_rate == pytest.approx(21 / speed.prefill_seconds)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model):
+    """It sleeps 20 ms after each of 9 pieces or more; the tiny model needs about 1 ms for a step."""
+    generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk).results()  # compiles
+    generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk)
+    slept = 0.0
+    for _ in generation:
+        time.sleep(0.02)
+        slept += 0.02
+    assert 0 < generation.speed.decode_seconds < slept / 2
+
+
+def test_a_stream_that_is_dropped_ends_its_thread(model):
+    generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=1)
+    for _ in range(4):  # of the prompts, and of the first step
+        next(generation)
+    running = threading.active_count()
+    del generation
+    gc.collect()
+    assert threading.active_count() == running - 1
 
 
 ERRORS = {

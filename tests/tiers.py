@@ -29,7 +29,8 @@ SHORT = {
     "test_batchable": r"branches_take",
     "test_block_mask_algebra": r"refuses|listed|lengths|traced",
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
-    "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|interrupted|other|wrong",
+    "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|interrupted|other"
+    r"|wrong",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
+from flax_layers.generate.chunk_reader import ChunkReader
 from flax_layers.generate.requests import Requests, check_cache, check_requests
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass
 class Speed:
-    """Wall time, and tokens of all sequences together.
+    """Tokens of all sequences together, and the time to compute them, without that of the consumer of a stream.
 
     Attributes:
         prompt_tokens: Of the prompts, without padding.
@@ -147,16 +147,16 @@ class Generation(Iterator[Piece]):
     ) -> Iterator[Piece]:
         """Chunk after chunk; the next one is dispatched before the last one is read."""
         left = -(-(max(self._requests.max_tokens) - 1) // chunk)
-        started = time.perf_counter()
-        pending: list[Array] = []
-        while not all(self._reasons):
-            while left and len(pending) < 2:
-                state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
-                pending.append(written)
-                left -= 1
-            tokens = np.asarray(pending.pop(0))
-            self.speed.decode_seconds = time.perf_counter() - started
-            yield from self._taken(tokens)
+        with ChunkReader() as reader:
+            while not all(self._reasons):
+                while left and len(reader) < 2:
+                    dispatched = time.perf_counter()
+                    state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
+                    reader.push(written, dispatched)
+                    left -= 1
+                tokens, seconds = reader.pop()
+                self.speed.decode_seconds += seconds
+                yield from self._taken(tokens)
         jax.block_until_ready(state.ended)  # a chunk that was dispatched ends at once: its sequences have ended
 
     def _taken(self, chunk: np.ndarray) -> Iterator[Piece]:
