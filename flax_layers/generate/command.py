@@ -185,7 +185,8 @@ def summary(speed: Speed) -> str:
         The line.
 
     Example:
-        >>> print(summary(Speed(96, rows=2, tokens=66, compile_seconds=3.0, prefill_seconds=0.5, decode_seconds=0.25)))
+        >>> speed = Speed(96, 2, tokens=66, first_tokens=2, compile_seconds=3, prefill_seconds=0.5, decode_seconds=0.25)
+        >>> print(summary(speed))
         prefill: 96 tokens, 192 tokens/s; decode: 66 tokens, 256 tokens/s of 2 texts; compiled in 3.0 s
     """
     texts = f" of {speed.rows} texts" if speed.rows > 1 else ""

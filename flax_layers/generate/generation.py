@@ -58,17 +58,19 @@ class Speed:
     """Tokens of all sequences together, and the time to compute them, without that of the consumer of a stream.
 
     Attributes:
-        prompt_tokens: Of the prompts, without padding.
-        tokens: Written up to now, those that stopped a sequence included.
-        rows: Sequences.
-        compile_seconds: To compile both programs.
-        prefill_seconds: From the prompts to the first token of each.
-        decode_seconds: For the tokens after the first ones.
+        prompt_tokens: Read by prefill, without padding.
+        rows: Number of sequences.
+        tokens: Generated so far, stop tokens included.
+        first_tokens: How many of these were chosen by prefill: one for each sequence that it read.
+        compile_seconds: To compile the programs.
+        prefill_seconds: To read the prompts and choose the first tokens.
+        decode_seconds: To generate all other tokens.
     """
 
     prompt_tokens: int
     rows: int
     tokens: int = 0
+    first_tokens: int = 0
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -81,7 +83,7 @@ class Speed:
     @property
     def decode_rate(self) -> float:
         """Tokens per second after the first ones; 0 if there are none."""
-        return (self.tokens - self.rows) / self.decode_seconds if self.decode_seconds else 0.0
+        return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Generation(Iterator[Piece]):
@@ -104,7 +106,7 @@ class Generation(Iterator[Piece]):
         self._requests = requests
         self._found: list[list[int]] = [[] for _ in requests.prompts]
         self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
-        self.speed = Speed(sum(map(len, requests.prompts)), len(requests.prompts))
+        self.speed = Speed(0, len(requests.prompts))
         self._pieces = self._run(model, cache, max_tokens, chunk)
 
     def __next__(self) -> Piece:
@@ -122,10 +124,24 @@ class Generation(Iterator[Piece]):
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
     def _run(self, model: Decoder, cache: str, max_tokens: int, chunk: int) -> Iterator[Piece]:
-        requests, positions = self._requests, model.config.max_positions
+        """Runs one batch for each set of rotary factors; LongRoPE has two.
+
+        A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
+        """
+        for limit in model.config.context_limits:
+            lengths = [len(p) + len(found) for p, found in zip(self._requests.prompts, self._found, strict=True)]
+            rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
+            if rows:
+                yield from self._run_batch(model, cache, rows, limit, max_tokens, chunk)
+
+    def _run_batch(
+        self, model: Decoder, cache: str, rows: list[int], limit: int, max_tokens: int, chunk: int
+    ) -> Iterator[Piece]:
+        """Continues some rows, as far as they need no more than `limit` positions."""
+        requests = self._requests.continued(rows, self._found, limit)
         graph, parameters = nnx.split(model)
-        tokens, counts = map(jnp.asarray, requests.padded(positions))
-        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, positions))
+        tokens, counts = map(jnp.asarray, requests.padded(limit))
+        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, limit))
         rules = Rules(
             SamplingBatch.of(requests.sampling),
             jnp.asarray(requests.max_tokens, jnp.int32),
@@ -135,37 +151,47 @@ class Generation(Iterator[Piece]):
         started = time.perf_counter()
         state = prefill(graph, parameters, sequences, tokens, counts, rules)
         first = np.asarray(state.token)[:, None]
-        self.speed.prefill_seconds = time.perf_counter() - started
-        yield from self._taken(first)
-        if max(requests.max_tokens) == 1:
-            return
-        self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-        yield from self._decode(graph, parameters, state, rules, chunk)
+        self.speed.prefill_seconds += time.perf_counter() - started
+        self.speed.prompt_tokens += sum(map(len, requests.prompts))
+        self.speed.first_tokens += len(rows)
+        left = dict(zip(rows, requests.max_tokens, strict=True))
+        yield from self._taken(left, first)
+        if any(left.values()):
+            self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
+            yield from self._decode(graph, parameters, state, rules, left, chunk)
 
     def _decode(
-        self, graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, chunk: int
+        self,
+        graph: nnx.GraphDef[Decoder],
+        parameters: Any,
+        state: State,
+        rules: Rules,
+        left: dict[int, int],
+        chunk: int,
     ) -> Iterator[Piece]:
         """Chunk after chunk; the next one is dispatched before the last one is read."""
-        left = -(-(max(self._requests.max_tokens) - 1) // chunk)
+        chunks = -(-max(left.values()) // chunk)
         with ChunkReader() as reader:
-            while not all(self._reasons):
-                while left and len(reader) < 2:
+            while any(left.values()):
+                while chunks and len(reader) < 2:
                     dispatched = time.perf_counter()
                     state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
                     reader.push(written, dispatched)
-                    left -= 1
+                    chunks -= 1
                 tokens, seconds = reader.pop()
                 self.speed.decode_seconds += seconds
-                yield from self._taken(tokens)
+                yield from self._taken(left, tokens)
         jax.block_until_ready(state.ended)  # a chunk that was dispatched ends at once: its sequences have ended
 
-    def _taken(self, chunk: np.ndarray) -> Iterator[Piece]:
-        """Pieces of all sequences that have not ended."""
+    def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
+        """New pieces of a batch. `left` counts the tokens that each of its rows may still get; it is updated."""
         pieces: list[Piece] = []
-        for row, tokens in enumerate(chunk.tolist()):
-            if self._reasons[row] is None:
-                pieces.append(self._piece(row, [token for token in tokens if token != NO_TOKEN]))
-        yield from pieces
+        for row, tokens in zip(left, chunk.tolist(), strict=True):
+            if left[row]:
+                tokens = [token for token in tokens if token != NO_TOKEN]
+                pieces.append(self._piece(row, tokens))
+                left[row] = 0 if pieces[-1].finish_reason else left[row] - len(tokens)
+        return pieces
 
     def _piece(self, row: int, tokens: list[int]) -> Piece:
         self.speed.tokens += len(tokens)

@@ -29,6 +29,22 @@ class Requests:
     max_tokens: tuple[int, ...]
     stop_tokens: tuple[int, ...]
 
+    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Requests:
+        """Requests of some rows, whose prompts go on with what has been written after them.
+
+        Args:
+            rows: Their numbers.
+            written: The tokens after each prompt, of all rows.
+            limit: The longest sequence that may be read. Each gets no more tokens than can be chosen from it.
+
+        Returns:
+            The requests.
+        """
+        prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
+        left = [self.max_tokens[row] - len(written[row]) for row in rows]
+        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(left, prompts, strict=True))
+        return Requests(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
+
     def padded(self, max_positions: int) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"]]:
         """The prompts, padded to the bucket of the longest, and their lengths."""
         lengths = [len(prompt) for prompt in self.prompts]

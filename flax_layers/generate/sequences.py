@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol, Self
 
 import jax
@@ -93,10 +94,13 @@ class PagedSequences:
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> PagedSequences:
         """As `Sequences.empty`."""
-        pages = -(-max_length // PAGE_SIZE)
-        pool = PagePool(batch_size * pages + 1, PAGE_SIZE)
+        page_size, pages = PAGE_SIZE, -(-max_length // PAGE_SIZE)
+        if any(max_length <= limit < pages * page_size for limit in model.config.context_limits[:-1]):
+            page_size = math.gcd(max_length, PAGE_SIZE)  # no room beyond the limit, for then LongRoPE would be another
+            pages = max_length // page_size
+        pool = PagePool(batch_size * pages + 1, page_size)
         table = np.array([pool.alloc(pages) for _ in range(batch_size)], np.int32)
-        cache = model.init_paged_cache(pool.num_pages, PAGE_SIZE)
+        cache = model.init_paged_cache(pool.num_pages, page_size)
         return cls(cache, jnp.asarray(table), jnp.zeros(batch_size, jnp.int32))
 
     def read(

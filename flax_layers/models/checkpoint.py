@@ -46,8 +46,8 @@ def from_pretrained(
         mesh: Devices to shard the parameters over. Default: all on JAX's default device.
         rules: How each parameter is sharded over the mesh.
         implementation: The backend of jflex.
-        max_positions: The longest context that will be used, for models with two sets of rotary factors (LongRoPE).
-            Default: what the file says.
+        max_positions: The longest context that will be used. Default: what the file says. Up to the original context
+            of a LongRoPE, the model always has its short factors.
 
     Returns:
         The model.
