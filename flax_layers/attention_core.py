@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
@@ -59,13 +59,16 @@ class Mods(NamedTuple):
         return Mods(move(self.score_mod), move(self.mask_mod))
 
 
-@runtime_checkable
-class Layer(Protocol):
-    """The attributes of a layer, nnx or linen, that the functions below read."""
+class Layer:
+    """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
 
+    in_features: Any
     num_heads: Any
     num_kv_heads: Any
-    in_features: Any
+    head_dim: Any
+    score_mod: Any
+    mask_mod: Any
+    block_mask: Any
     scale: Any
     rotary_base: Any
     rotary_scaling: Any
@@ -97,7 +100,7 @@ def project(
     layer: Layer,
     inputs: Float[Array, "*batch T features"],
     positions: Int[Array, "*#batch T"],
-    length: int | None,
+    length: int | None = None,
 ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
     """Queries, keys and values, split into heads, normalised and rotated; `length` as for `functional.rotate`."""
     if inputs.shape[-1] != layer.in_features:
