@@ -184,6 +184,7 @@ def test_the_cache_is_updated_in_place(cache):
     graph, parameters = nnx.split(large)
     state, rules = state_of(large, cache, 1 << 14)
     memory = write_chunk.lower(graph, parameters, state, rules, steps=4).compile().memory_analysis()
+    assert memory is not None
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes > 0.99 * held
     assert memory.temp_size_in_bytes < held / 20
