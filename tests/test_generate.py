@@ -315,14 +315,17 @@ def test_a_stream_that_is_dropped_ends_its_thread(model):
 
 ERRORS = {
     "no prompt": ({"prompts": []}, "`prompts` must hold at least one prompt. Got none. Pass lists of tokens"),
-    "empty prompt": ({"prompts": [[1], []]}, "`prompts` must be of at least one token each. Prompt 1 is empty. Begin"),
+    "empty prompt": (
+        {"prompts": [[1], []]},
+        "`prompts` must have at least one token each. Prompt 1 is empty. Pass",
+    ),
     "long prompt": (
         {"prompts": [[1] * 512]},
-        "`prompts` must be shorter than the 512 positions .* Prompt 0 has 512 tokens. Cut it to 511",
+        "`prompts` must be shorter than the 512 positions .* Prompt 0 has 512 tokens. Truncate it to 511",
     ),
     "unknown token": ({"prompts": [[1, 64]]}, "tokens from 0 to 63, .* Prompt 0 holds 1 to 64. Use the tokenizer of"),
     "negative token": ({"prompts": [[-1]]}, "Prompt 0 holds -1 to -1"),
-    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Set it to one token or more"),
+    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Pass the number"),
     "samplings": ({"sampling": [DRAWN] * 2}, "`sampling` must be one .* Got 2 for 3 prompts"),
     "cache": ({"cache": "none"}, "`cache` must be one of dense, paged. Got 'none'"),
     "chunk": ({"chunk": 0}, "`chunk` must be at least 1. Got 0"),

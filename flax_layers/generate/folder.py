@@ -1,4 +1,4 @@
-"""Reads model, tokenizer and stop tokens from the folder of a checkpoint."""
+"""Reads model, tokenizer and stop tokens from a checkpoint."""
 
 import pathlib
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from flax_layers.models.folders import read_optional_json, recover
 
 
 class Loaded(NamedTuple):
-    """A model that text can be written with.
+    """A checkpoint, ready for generation.
 
     Attributes:
         model: The model.
-        tokenizer: Of the model.
-        stop_tokens: End a text.
+        tokenizer: The tokenizer of the model.
+        stop_tokens: Tokens that end a text.
     """
 
     model: Decoder
@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
 
 
 def default_dtype() -> Dtype:
-    """Of parameters and computation: bfloat16 on a GPU, float32 on a CPU."""
+    """The default dtype of parameters and computation: bfloat16 on a GPU, float32 on a CPU."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -36,16 +36,16 @@ def load(
     """Reads model, tokenizer and stop tokens.
 
     Args:
-        folder: Of a checkpoint.
-        dtype: Of parameters and computation. Default: `default_dtype()`.
-        implementation: The backend of jflex.
+        folder: The folder of the checkpoint.
+        dtype: Dtype of parameters and computation. Default: `default_dtype()`.
+        implementation: The jflex backend.
 
     Returns:
-        What was read.
+        Model, tokenizer and stop tokens.
 
     Raises:
-        FileNotFoundError: The folder, or a file that belongs to it, does not exist.
-        CheckpointError: It cannot be read.
+        FileNotFoundError: The folder, or a required file in it, does not exist.
+        CheckpointError: A file cannot be read.
     """
     folder = pathlib.Path(folder)
     recover(folder)
@@ -60,14 +60,14 @@ def load(
 
 
 def stop_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text: of `generation_config.json` if it names some, else of `config.json`.
+    """The tokens that end a text: those of `generation_config.json`, or of `config.json` if it has none.
 
     Args:
-        folder: Of a checkpoint.
-        config: Of the model.
+        folder: The folder of the checkpoint.
+        config: The configuration of the model.
 
     Returns:
-        Their numbers.
+        Token ids.
 
     Raises:
         CheckpointError: `generation_config.json` cannot be read.

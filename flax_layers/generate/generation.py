@@ -1,4 +1,4 @@
-"""Generation: several sequences at once, streamed in pieces as they come."""
+"""Generates several sequences in one batch, and streams them in pieces."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: a stop token was chosen. `length`: `max_tokens` or the model's last position was reached."""
+"""`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
 
 CHUNK = 16
-"""Steps of a compiled call; its tokens are streamed together."""
+"""Decoding steps in one compiled call, whose tokens are streamed together."""
 
 
 class Piece(NamedTuple):
     """New tokens of one sequence.
 
     Attributes:
-        row: Number of its prompt.
-        tokens: The tokens, without the one that stopped it.
-        finish_reason: None while the sequence goes on.
+        row: Index of the prompt.
+        tokens: The tokens, without a stop token.
+        finish_reason: None until the sequence is complete.
     """
 
     row: int
@@ -42,11 +42,11 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was written after one prompt.
+    """The continuation of one prompt.
 
     Attributes:
-        tokens: All tokens, without the one that stopped it.
-        finish_reason: Why it ended.
+        tokens: All new tokens, without a stop token.
+        finish_reason: Why the sequence ended.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass
 class Speed:
-    """Tokens of all sequences together, and the time to compute them, without that of the consumer of a stream.
+    """Tokens of all sequences, and the time to compute them, not counting the time of the consumer.
 
     Attributes:
         prompt_tokens: Read by prefill, without padding.
@@ -82,24 +82,24 @@ class Speed:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first ones; 0 if there are none."""
+        """Tokens per second of decoding steps; 0 if there were none."""
         return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Generation(Iterator[Piece]):
-    """A running generation. Iterate over it for pieces as they come; `results` runs to the end.
+    """A running generation. Iterate over it to stream pieces; `results` runs it to the end.
 
     While you process a piece, the device computes the next one.
 
     Args:
         model: The model.
-        requests: Checked.
+        requests: Requests that have been checked.
         cache: A name in `flax_layers.generate.sequences.KINDS`.
-        max_tokens: As for `generate`: the room of the cache.
-        chunk: Steps of a compiled call.
+        max_tokens: As for `generate`. It determines the capacity of the cache.
+        chunk: Decoding steps in one compiled call.
 
     Attributes:
-        speed: Seconds and tokens up to now.
+        speed: Tokens and seconds so far.
     """
 
     def __init__(self, model: Decoder, requests: Requests, cache: str, max_tokens: int, chunk: int):
@@ -113,10 +113,10 @@ class Generation(Iterator[Piece]):
         return next(self._pieces)
 
     def results(self) -> list[Result]:
-        """Runs to the end.
+        """Runs the generation to the end.
 
         Returns:
-            What was written after each prompt, pieces included that were streamed before.
+            The continuation of each prompt, including the pieces that were already streamed.
         """
         for _ in self:
             pass
@@ -137,7 +137,7 @@ class Generation(Iterator[Piece]):
     def _run_batch(
         self, model: Decoder, cache: str, rows: list[int], limit: int, max_tokens: int, chunk: int
     ) -> Iterator[Piece]:
-        """Continues some rows, as far as they need no more than `limit` positions."""
+        """Continues some rows until they end, or need more than `limit` positions."""
         requests = self._requests.continued(rows, self._found, limit)
         graph, parameters = nnx.split(model)
         tokens, counts = map(jnp.asarray, requests.padded(limit))
@@ -169,7 +169,7 @@ class Generation(Iterator[Piece]):
         left: dict[int, int],
         chunk: int,
     ) -> Iterator[Piece]:
-        """Chunk after chunk; the next one is dispatched before the last one is read."""
+        """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
         chunks = -(-max(left.values()) // chunk)
         with ChunkReader() as reader:
             while any(left.values()):
@@ -181,10 +181,10 @@ class Generation(Iterator[Piece]):
                 tokens, seconds = reader.pop()
                 self.speed.decode_seconds += seconds
                 yield from self._taken(left, tokens)
-        jax.block_until_ready(state.ended)  # a chunk that was dispatched ends at once: its sequences have ended
+        jax.block_until_ready(state.ended)  # a chunk that is still running has no sequences left, so it ends at once
 
     def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
-        """New pieces of a batch. `left` counts the tokens that each of its rows may still get; it is updated."""
+        """The pieces of a chunk. `left` holds how many tokens each row of the batch may still get, and is updated."""
         pieces: list[Piece] = []
         for row, tokens in zip(left, chunk.tolist(), strict=True):
             if left[row]:
@@ -204,7 +204,7 @@ class Generation(Iterator[Piece]):
         return Piece(row, tokens, self._reasons[row])
 
     def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
-        """Compiles ahead of time, to measure it; a cached program costs little."""
+        """Compiles ahead of time, to measure it. The call that follows takes the program from JAX's cache."""
         started = time.perf_counter()
         program.lower(*arguments, **options).compile()
         self.speed.compile_seconds += time.perf_counter() - started
@@ -220,28 +220,27 @@ def generate(
     stop_tokens: Sequence[int] | None = None,
     chunk: int = CHUNK,
 ) -> Generation:
-    """Continues prompts, all at once.
+    """Continues prompts in one batch.
 
-    Two programs are compiled: one reads the prompts, one writes chunks of tokens. Prompts are padded to a bucket, and
-    so is the room of the cache (`flax_layers.generate.requests.bucket`): other prompts whose longest falls into the
-    same bucket compile nothing, nor do other seeds, stop tokens or values of temperature, top-k and top-p. A sequence
-    that has ended reads nothing more, and when all have ended the program ends.
+    Two programs are compiled: prefill, and a loop of decoding steps. Prompts and the capacity of the cache are padded
+    to buckets (`flax_layers.generate.requests.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
+    stop tokens or values of temperature, top-k and top-p. Sequences that have ended are skipped, and the loop stops
+    when all have ended.
 
     Args:
         model: The model.
-        prompts: Tokens, at least one each; lengths may differ.
-        max_tokens: Tokens that each gets at most. A sequence also ends at the model's last position.
-        sampling: How tokens are chosen, for all or for each. Default: the most probable ones.
-        cache: ``"dense"``: a row of the cache for each sequence, as long as the longest needs. ``"paged"``: pages.
-        stop_tokens: End a sequence. Default: those of the model's configuration.
-        chunk: Steps of a compiled call: how many tokens are streamed at a time.
+        prompts: Tokens of each prompt, at least one. Lengths may differ.
+        max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
+        sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.
+        cache: ``"dense"``: each sequence has a row with room for the longest. ``"paged"``: each has pages.
+        stop_tokens: Tokens that end a sequence. Default: those of the model's configuration.
+        chunk: Decoding steps in one compiled call, whose tokens are streamed together.
 
     Returns:
-        Pieces, if iterated over; `results()` for all tokens.
+        An iterator over pieces; its `results()` returns all tokens.
 
     Raises:
-        ValueError: A prompt is empty, too long or holds tokens that the model does not know; a parameter is out of
-            range.
+        ValueError: A prompt is empty, too long, or has tokens outside the vocabulary; or a parameter is out of range.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig
