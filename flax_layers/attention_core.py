@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
@@ -59,13 +59,16 @@ class Mods(NamedTuple):
         return Mods(move(self.score_mod), move(self.mask_mod))
 
 
-@runtime_checkable
-class Layer(Protocol):
-    """The attributes of a layer, nnx or linen, that the functions below read."""
+class Layer:
+    """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
 
+    in_features: Any
     num_heads: Any
     num_kv_heads: Any
-    in_features: Any
+    head_dim: Any
+    score_mod: Any
+    mask_mod: Any
+    block_mask: Any
     scale: Any
     rotary_base: Any
     rotary_scaling: Any
@@ -94,9 +97,12 @@ def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def project(
-    layer: Layer, inputs: Float[Array, "*batch T features"], positions: Int[Array, "*#batch T"]
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    positions: Int[Array, "*#batch T"],
+    length: int | None = None,
 ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-    """Queries, keys and values, split into heads, normalised and rotated."""
+    """Queries, keys and values, split into heads, normalised and rotated; `length` as for `functional.rotate`."""
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
@@ -107,7 +113,7 @@ def project(
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = layer.query_norm(query), layer.key_norm(key)
     if layer.rotary_base is not None:
-        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim}
+        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length}
         query = functional.rotate(query, positions, layer.rotary_base, **options)
         key = functional.rotate(key, positions, layer.rotary_base, **options)
     return query, key, value
@@ -136,8 +142,9 @@ def attend(
 ) -> Float[Array, "*batch T features"]:
     """Computes the call of a layer."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
+    known = length if positions is None else None
     positions = jnp.arange(length) if positions is None else positions
-    query, key, value = map(fold_batch, project(layer, inputs, positions))
+    query, key, value = map(fold_batch, project(layer, inputs, positions, known))
     attended = jflex.flex_attention(
         query,
         key,
@@ -179,7 +186,7 @@ def decode(
     before = cache.lengths
     mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
-    query, key, value = project(layer, inputs, positions)
+    query, key, value = project(layer, inputs, positions, cache.max_length)
     cache = cache.append(fold_batch(key), fold_batch(value))
     attended = jflex.flex_attention(
         fold_batch(query).astype(cache.k.dtype),
@@ -212,7 +219,8 @@ def decode_paged(
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
-    query, key, value = project(layer, inputs, jflex.paged.token_positions(batch, tokens))
+    capacity = batch.page_table.shape[1] * cache.page_size
+    query, key, value = project(layer, inputs, jflex.paged.token_positions(batch, tokens), capacity)
     dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
     attended = jflex.paged_attention(

@@ -20,6 +20,8 @@ from flax_layers.handed_over import (
 )
 from flax_layers.linen.mods import with_parameters
 from flax_layers.nnx.hidden_state import check_no_hidden_state
+from jflex.block_mask.bands import Band, band_block_mask
+from jflex.jax_nn import block_size_of
 
 
 def attention_fn(
@@ -36,9 +38,9 @@ def attention_fn(
 
     Mods and masks are those of `jflex.flex_attention`, combined with the arguments that Flax passes: a score is
     ``score_mod(scale * <query, key>) + bias``, and a key is attended to where `mask_mod` or `block_mask`, the `mask` of
-    the call and `is_causal` say so. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient. A
-    `mask_mod` needs no such array. A `block_mask` skips blocks, and so does `is_causal` unless there is a `mask_mod`.
-    (With either, a dense mask is read once more, to find blocks that it leaves empty.)
+    the call and `is_causal` allow it. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient.
+    A `mask_mod` needs no such array. `is_causal` skips the blocks above the diagonal, and a `block_mask` those that it
+    does not list. (With either, a dense mask is read once more, to skip the blocks that it leaves empty.)
 
     A mod may be a callable `nnx.Module` with parameters; then the function is a module itself, and a child of the
     `nnx.MultiHeadAttention`. In linen a mod may be a module of the caller, or capture what `self.param` returned.
@@ -219,6 +221,7 @@ class _Call:
         self.query, self.key, self.value = fold_batch(query), fold_batch(key), fold_batch(value)
         self.bias = None if bias is None else four_axes("bias", jnp.asarray(bias), shape)
         self.mask = None if mask is None else four_axes("mask", jnp.asarray(mask).astype(bool), shape)
+        self.dense = None if self.mask is None else reader(self.mask)
         self.causal = jflex.masks.causal() if is_causal else None
         self.B, self.T, self.S, self.Hq = self.query.shape[0], *shape[-2:], shape[-3]
 
@@ -231,26 +234,41 @@ class _Call:
                 lengths = shown_lengths(self.mask, self.B, self.S)
             if decode and lengths is not None:
                 mods = mods.for_decoding()
-                mods = Mods(mods.score_mod, _all_of(mods.mask_mod, causal)).at(jnp.max(lengths, initial=1) - 1)
-                causal = None
-        dense = None if self.mask is None else reader(self.mask)
-        mask_mod, block_mask = mods.mask_mod, mods.block_mask
-        if block_mask is not None:
-            more = _all_of(causal, dense)
-            block_mask = block_mask if more is None else block_mask & self._blocks(more, block_mask.block_size)
-        elif causal is not None and mask_mod is None and self.T > 1:
-            block_mask = self._blocks(_all_of(causal, dense), 128)
-        else:
-            mask_mod = _all_of(mask_mod, causal, dense)
+                mods = mods.at(jnp.max(lengths, initial=1) - 1)
+                causal = None  # the mask ends at the query
+        mask_mod, block_mask = self._mask(mods, causal, block_size_of(options["config"] or jflex.Config()))
         score_mod = self._with_bias(mods.score_mod)
         arrays = (self.query, self.key, self.value)
         return jflex.flex_attention(*arrays, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=lengths, **options)
 
-    def _blocks(self, mask_mod: Any, block_size: int | tuple[int, int]) -> jflex.BlockMask:
-        """The blocks of `is_causal` and of the dense mask."""
-        many = (1, 1) if self.mask is None else self.mask.shape[:2]
-        batch, heads = (size if size > 1 else None for size in many)
-        return jflex.create_block_mask(mask_mod, batch, heads, self.T, self.S, block_size=block_size)
+    def _mask(
+        self, mods: Mods, causal: jflex.MaskMod | None, block_size: tuple[int, int]
+    ) -> tuple[jflex.MaskMod | None, jflex.BlockMask | None]:
+        """The mask of the mods, `is_causal` and the dense mask together, as a mask_mod or as a BlockMask."""
+        whole = _all_of(mods.mask_mod, causal, self.dense)
+        if 0 in (self.B, self.T, self.S):
+            return (whole, None) if mods.block_mask is None else (None, mods.block_mask)
+        if mods.block_mask is None:
+            block_mask = None
+            if causal is not None and self.T > 1:
+                block_mask = self._blocks(whole, causal, block_size, hides_more=mods.mask_mod is not None)
+            return (whole, None) if block_mask is None else (None, block_mask)
+        if whole is None:
+            return None, mods.block_mask
+        block_size = mods.block_mask.block_size
+        listed = self._blocks(whole, causal, block_size)
+        if listed is None:  # of one block, for example
+            many = (1, 1) if self.mask is None else self.mask.shape[:2]
+            batch, heads = (size if size > 1 else None for size in many)
+            listed = jflex.create_block_mask(whole, batch, heads, self.T, self.S, block_size=block_size)
+        return None, mods.block_mask & listed
+
+    def _blocks(
+        self, whole: Any, causal: jflex.MaskMod | None, block_size: tuple[int, int], hides_more: bool = False
+    ) -> jflex.BlockMask | None:
+        """Skips blocks above the diagonal, and those that the dense mask leaves empty; None if there are none."""
+        band, shape = Band(None, None if causal is None else 0), (self.B, self.Hq, self.T, self.S)
+        return band_block_mask(whole, band, shape, block_size, mask=self.mask, hides_more=hides_more)
 
     def _with_bias(self, score_mod: jflex.ScoreMod | None) -> jflex.ScoreMod | None:
         if self.bias is None:
@@ -279,7 +297,7 @@ class _Call:
 
 
 def _all_of(*masks: Any) -> Any:
-    """The mask_mod of all those that are not None."""
+    """The conjunction of mask_mods, some of which may be None; None if all are."""
     given = [mask for mask in masks if mask is not None]
     return jflex.and_masks(*given) if len(given) > 1 else given[0] if given else None
 

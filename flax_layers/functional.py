@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
-from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.rotary_scaling import Length, RotaryScaling
 
 
 def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
@@ -50,6 +50,7 @@ def rotate(
     *,
     scaling: RotaryScaling | None = None,
     rotary_dim: int | None = None,
+    length: Length | None = None,
 ) -> Float[Array, "*batch T H D"]:
     """Rotary position embedding: rotates pairs of features by angles that grow with the position.
 
@@ -64,6 +65,7 @@ def rotate(
         base: Wavelengths run from `2 * pi` to almost `2 * pi * base` positions.
         scaling: Changes the frequencies, for longer contexts; see `flax_layers.rotary_scaling`.
         rotary_dim: How many features of a head rotate, the first ones; it stands for `D` above. Default: all.
+        length: Of the sequences, for a scaling that depends on it. Default: one more than the largest position.
 
     Returns:
         The rotated vectors in the dtype of `heads`.
@@ -93,7 +95,9 @@ def rotate(
     frequencies = jnp.float32(base) ** -exponents
     magnitude = 1.0
     if scaling is not None:
-        frequencies, magnitude = scaling(frequencies), scaling.magnitude
+        length = jnp.max(jnp.asarray(positions), initial=-1) + 1 if length is None else length
+        frequencies = scaling(frequencies, length)
+        magnitude = scaling.magnitude
     positions = jnp.broadcast_to(positions, heads.shape[:-2]).astype(jnp.float32)
     angles = jnp.multiply.outer(positions, frequencies)[..., None, :]  # the same for all heads
     turning, still = heads[..., :rotary_dim].astype(jnp.float32), heads[..., rotary_dim:]

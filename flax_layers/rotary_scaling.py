@@ -5,7 +5,10 @@ import math
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+Length = int | Int[Array, ""]
+"""Of sequences, in tokens."""
 
 
 @runtime_checkable
@@ -17,8 +20,8 @@ class RotaryScaling(Protocol):
         """Factor of the rotated features."""
         ...
 
-    def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
-        """Returns the scaled frequencies, in radians per position."""
+    def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
+        """Returns the scaled frequencies, in radians per position, for sequences of a length."""
         ...
 
 
@@ -30,15 +33,15 @@ class LinearScaling:
         factor: How many times longer the context is.
 
     Example:
-        >>> LinearScaling(4.0)(jnp.array([1.0, 0.5])).tolist()
+        >>> LinearScaling(4.0)(jnp.array([1.0, 0.5]), length=100).tolist()
         [0.25, 0.125]
     """
 
     factor: float
     magnitude = 1.0
 
-    def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
-        """Returns the scaled frequencies."""
+    def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
+        """Returns the scaled frequencies, the same for every length."""
         return frequencies / self.factor
 
 
@@ -54,7 +57,7 @@ class Llama3Scaling:
 
     Example:
         >>> scaling = Llama3Scaling(8.0, 1.0, 4.0, original_max_positions=64)
-        >>> scaling(jnp.array([1.0, 0.01])).tolist()  # turns ten times in 64 positions, and a tenth of once
+        >>> scaling(jnp.array([1.0, 0.01]), length=100).tolist()  # ten turns in 64 positions, and a tenth of a turn
         [1.0, 0.0012499999720603228]
     """
 
@@ -64,8 +67,8 @@ class Llama3Scaling:
     original_max_positions: int
     magnitude = 1.0
 
-    def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
-        """Returns the scaled frequencies."""
+    def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
+        """Returns the scaled frequencies, the same for every length."""
         turns = self.original_max_positions * frequencies / (2 * math.pi)
         kept = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         kept = jnp.clip(kept, 0.0, 1.0)
@@ -76,20 +79,20 @@ class Llama3Scaling:
 class LongRopeScaling:
     """Divides each frequency by a factor of its own, found by search (Ding et al. 2024, arXiv:2402.13753).
 
-    One set of factors serves up to the original context, another beyond. Keys in a cache have been rotated already, so
-    a model keeps to one set: that of `max_positions`. (Transformers goes by the length of each call.)
+    There is one set of factors for sequences up to the original context, and one for longer ones. As in Transformers,
+    the length of a call decides. With a cache it is the capacity of the cache, since keys in it are already rotated.
 
     Attributes:
-        short_factors: One for each pair of features, for contexts up to `original_max_positions`.
+        short_factors: One for each pair of features, for lengths up to `original_max_positions`.
         long_factors: Likewise, for longer ones.
         original_max_positions: Length of the original context.
-        max_positions: The longest context that the model will see.
+        max_positions: The longest context of the model. Up to `original_max_positions`, the long ones are not used.
         magnitude: Factor of the rotated features.
 
     Example:
         >>> scaling = LongRopeScaling((1.0, 1.0), (1.0, 4.0), original_max_positions=4096, max_positions=131072)
-        >>> scaling(jnp.array([1.0, 0.5])).tolist()
-        [1.0, 0.125]
+        >>> scaling(jnp.array([1.0, 0.5]), length=4096).tolist(), scaling(jnp.array([1.0, 0.5]), length=4097).tolist()
+        ([1.0, 0.5], [1.0, 0.125])
     """
 
     short_factors: tuple[float, ...]
@@ -98,16 +101,19 @@ class LongRopeScaling:
     max_positions: int
     magnitude: float = 1.0
 
-    def __call__(self, frequencies: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
+    def __call__(self, frequencies: Float[Array, " pairs"], length: Length) -> Float[Array, " pairs"]:
         """Returns the scaled frequencies.
 
         Raises:
             ValueError: There is not one factor for each frequency.
         """
-        factors = self.long_factors if self.max_positions > self.original_max_positions else self.short_factors
-        if len(factors) != frequencies.size:
-            raise ValueError(
-                f"LongRopeScaling must hold one factor for each of the {frequencies.size} pairs of features that "
-                f"rotate. Got {len(factors)}."
-            )
-        return frequencies / jnp.asarray(factors, frequencies.dtype)
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            if len(factors) != frequencies.size:
+                raise ValueError(
+                    f"`{name}` of a LongRopeScaling must hold one factor for each of the {frequencies.size} pairs of "
+                    f"features that rotate. Got {len(factors)}. Change them, or `rotary_dim`."
+                )
+        short, long = (jnp.asarray(x, frequencies.dtype) for x in (self.short_factors, self.long_factors))
+        if self.max_positions <= self.original_max_positions:
+            return frequencies / short
+        return frequencies / jnp.where(length > self.original_max_positions, long, short)

@@ -1,7 +1,7 @@
-"""Chooses the next token from logits: greedy, or sampled with temperature, top-k, top-p and a seed.
+"""Samples the next token from logits: greedy, or with temperature, top-k, top-p and a seed.
 
-All are pure functions of `[B, V]` logits with parameters for each row, so that all requests share a program. The
-token of a row depends only on its logits, its parameters and its position, never on the other rows.
+All functions take logits `[B, V]` and the parameters of each row as arrays, so different requests share one program.
+The token of a row depends only on its logits, parameters and position, not on the other rows.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 _LEAST_TEMPERATURE = 1e-6
-"""What a smaller one counts as: below it quotients of logits leave float32."""
+"""The lower bound of positive temperatures: below it, logits divided by the temperature overflow float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one request are chosen. Temperature is applied first, then top-k, then top-p.
+    """Sampling parameters of one request. Temperature is applied first, then top-k, then top-p.
 
     Attributes:
-        temperature: Divides the logits. 0: the most probable token; the other fields are ignored.
-        top_k: Only the most probable tokens may be drawn, so many, and those that tie with the last. 0: all.
-        top_p: Only the most probable tokens may be drawn whose probabilities add up to at least this. 1: all.
-        seed: With the position of the token it makes the random key.
+        temperature: Divides the logits. 0: greedy; the other fields are ignored.
+        top_k: Keeps this many of the most probable tokens, and ties with the last one. 0: all tokens.
+        top_p: Keeps the most probable tokens until their probabilities sum to this or more, and ties. 1: all tokens.
+        seed: The random key of a token is derived from it and from the position of the token.
 
     Raises:
-        TypeError: `top_k` or `seed` is no integer.
-        ValueError: A value lies outside of its range.
+        TypeError: `top_k` or `seed` is not an integer.
+        ValueError: A value is out of range.
 
     Example:
         >>> Sampling(temperature=0.8, top_p=0.95, seed=1)
         Sampling(temperature=0.8, top_k=0, top_p=0.95, seed=1)
         >>> Sampling(top_p=0)
         Traceback (most recent call last):
-        ValueError: `top_p` must be greater than 0 and at most 1. Got 0. Use 1 to draw from all tokens.
+        ValueError: `top_p` must be greater than 0 and at most 1. Got 0. Use 1 to keep all tokens.
     """
 
     temperature: float = 0.0
@@ -51,29 +51,29 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(
-                f"`temperature` must be finite and at least 0. Got {self.temperature}. Use 0 for the most probable "
-                "token, and 1 for the probabilities of the model."
+                f"`temperature` must be finite and at least 0. Got {self.temperature}. Use 0 for greedy decoding, and "
+                "1 for the probabilities of the model."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(
-                f"`top_p` must be greater than 0 and at most 1. Got {self.top_p}. Use 1 to draw from all tokens."
+                f"`top_p` must be greater than 0 and at most 1. Got {self.top_p}. Use 1 to keep all tokens."
             )
         if _integer("top_k", self.top_k) < 0:
-            raise ValueError(f"`top_k` must be at least 0. Got {self.top_k}. Use 0 to draw from all tokens.")
+            raise ValueError(f"`top_k` must be at least 0. Got {self.top_k}. Use 0 to keep all tokens.")
         if not 0 <= _integer("seed", self.seed) < 1 << 32:
-            raise ValueError(f"`seed` must be at least 0 and less than 2**32. Got {self.seed}. Pass another number.")
+            raise ValueError(f"`seed` must be at least 0 and less than 2**32. Got {self.seed}. Pass another seed.")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B requests, as arrays. A parameter that no request uses is None and costs nothing.
+    """Sampling parameters of B requests, as arrays. A parameter that no request uses is None, and its code is left out.
 
     Attributes:
-        temperature: As of `Sampling`; None: the most probable tokens.
-        top_k: Likewise; None: all tokens.
-        top_p: Likewise; None: all tokens.
-        seed: Likewise; None only with `temperature`.
+        temperature: See `Sampling`. None: greedy for all.
+        top_k: See `Sampling`. None: all tokens for all.
+        top_p: See `Sampling`. None: all tokens for all.
+        seed: See `Sampling`. None if `temperature` is.
     """
 
     temperature: Float[Array, " B"] | None = None
@@ -83,13 +83,13 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, requests: Sequence[Sampling]) -> SamplingBatch:
-        """The parameters of requests.
+        """Collects the parameters of requests.
 
         Args:
-            requests: One for each row.
+            requests: The parameters of each row.
 
         Returns:
-            The arrays. Which of them are None is part of the pytree structure, so `jit` compiles for each choice.
+            The arrays. Which of them are None is part of the pytree structure, so `jit` compiles for each combination.
 
         Example:
             >>> batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=9)])
@@ -108,16 +108,15 @@ class SamplingBatch:
 
 
 def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[Array, " B"]) -> Int32[Array, " B"]:
-    """Chooses a token for each row.
+    """Samples a token for each row.
 
     Args:
-        logits: Of the token at `positions`, float32.
+        logits: Logits of the next token, float32.
         sampling: Parameters of the rows.
-        positions: Position of the token in its sequence. With the seed it makes the random key, so that every
-            position has its own.
+        positions: Position of the next token in its sequence. The random key is derived from seed and position.
 
     Returns:
-        Tokens.
+        The tokens.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.7, 0.2], [0.1, 0.7, 0.2]]))
@@ -133,14 +132,14 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 
 
 def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> Float[Array, "B V"]:
-    """The logits that tokens are drawn by: divided by the temperature, `-inf` for what may not be drawn.
+    """Divides logits by the temperature, and sets those that top-k and top-p exclude to `-inf`.
 
     Args:
-        logits: Float32.
-        sampling: Parameters of the rows; results of rows with temperature 0 are unused.
+        logits: Logits, float32.
+        sampling: Parameters of the rows. The results of rows with temperature 0 are not used.
 
     Returns:
-        Logits, the greatest of each row 0.
+        Logits, shifted so that the maximum of each row is 0.
     """
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     if sampling.temperature is not None:
@@ -151,14 +150,14 @@ def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> 
 def truncate(
     logits: Float[Array, "B V"], top_k: Int32[Array, " B"] | None, top_p: Float[Array, " B"] | None
 ) -> Float[Array, "B V"]:
-    """Keeps the most probable tokens of each row, by top-k and then by top-p among these; others become `-inf`.
+    """Keeps the most probable tokens of each row: top-k, then top-p among these. All others become `-inf`.
 
     Both also keep tokens that tie with the last one kept.
 
     Args:
-        logits: Float32.
-        top_k: How many tokens; 0 for all. None for all in each row.
-        top_p: Their probability together, at least; 1 for all. None for all in each row.
+        logits: Logits, float32.
+        top_k: Number of tokens to keep; 0 keeps all. None keeps all in every row.
+        top_p: Minimum total probability of the tokens to keep; 1 keeps all. None keeps all in every row.
 
     Returns:
         Logits.
@@ -167,7 +166,7 @@ def truncate(
         >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
         >>> jnp.exp(truncate(logits, jnp.array([2]), None))[0].tolist()
         [0.5, 0.25, 0.0, 0.0]
-        >>> jnp.exp(truncate(logits, None, jnp.array([0.8])))[0].tolist()  # two have 0.75, and the others tie
+        >>> jnp.exp(truncate(logits, None, jnp.array([0.8])))[0].tolist()  # two sum to 0.75; the others tie
         [0.5, 0.25, 0.125, 0.125]
     """
     if top_k is None and top_p is None:
@@ -179,8 +178,8 @@ def truncate(
         last = jnp.where(top_k > 0, jnp.minimum(top_k, tokens), tokens) - 1
         least = jnp.take_along_axis(descending, last[:, None], axis=-1)
     if top_p is not None:
-        shares = jax.nn.softmax(jnp.where(descending >= least, descending, -jnp.inf), axis=-1)
-        before = jnp.cumsum(shares, axis=-1)[:, :-1]  # the probability of all before the second, the third, ...
+        probabilities = jax.nn.softmax(jnp.where(descending >= least, descending, -jnp.inf), axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1)[:, :-1]  # total probability before the second token, the third, ...
         needed = jnp.sum((before < top_p[:, None]) | (top_p[:, None] >= 1), axis=-1, dtype=jnp.int32)
         least = jnp.maximum(least, jnp.take_along_axis(descending, needed[:, None], axis=-1))
     return jnp.where(logits >= least, logits, -jnp.inf)
@@ -189,18 +188,23 @@ def truncate(
 def draw(
     logits: Float[Array, "B V"], seed: UInt32[Array, " B"] | None, positions: Int[Array, " B"]
 ) -> Int32[Array, " B"]:
-    """Draws a token of each row with probability `softmax(logits)`, by a key of its seed and position.
+    """Draws a token for each row with probability `softmax(logits)`.
 
     Args:
-        logits: `-inf` where a token may not be drawn.
-        seed: Of each row.
-        positions: Of each row.
+        logits: Logits; `-inf` excludes a token.
+        seed: Seed of each row.
+        positions: Position of the token of each row, folded into the key.
 
     Returns:
-        Tokens.
+        The tokens.
+
+    Raises:
+        ValueError: `seed` is None.
     """
     if seed is None:
-        raise ValueError("`seed` of a `SamplingBatch` with a `temperature` must be an array. Got None.")
+        raise ValueError(
+            "`seed` of a SamplingBatch with a `temperature` must be an array. Got None. Use `SamplingBatch.of`."
+        )
 
     def draw_one(row: Array, seed: Array, position: Array) -> Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)

@@ -202,7 +202,7 @@ def _masks(
     if not parts:
         return None, None
     mask_mod = parts[0] if len(parts) == 1 else and_masks(*parts)
-    block = _block_size(config)
+    block = block_size_of(config)
     # Reading a mask costs a byte for each of its elements. That pays if several heads skip its empty blocks.
     listed = mask is not None and block[0] < T and (Hq > mask.shape[1] or Hq == 1 or 1 in mask.shape[2:])
     b, h = (1, 1) if mask is None else mask.shape[:2]
@@ -226,8 +226,13 @@ def _broadcast_load(x: Array) -> MaskMod:
     return load
 
 
-def _block_size(config: Config) -> tuple[int, int]:
-    """Of queries and keys: a multiple of the tiles of the user."""
+def block_size_of(config: Config) -> tuple[int, int]:
+    """The block size of a mask, of queries and keys: a multiple of the tiles of the user.
+
+    >>> from jflex.config import Tiles
+    >>> block_size_of(Config()), block_size_of(Config(forward=Tiles(256, 64)))
+    ((128, 128), (256, 128))
+    """
     tiles = [x for x in (config.forward, config.dkv, config.dq) if x is not None]
     kv_tiles = tiles if config.decode is None else [*tiles, config.decode]
     return math.lcm(_BLOCK, *(x.block_q for x in tiles)), math.lcm(_BLOCK, *(x.block_kv for x in kv_tiles))

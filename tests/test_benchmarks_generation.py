@@ -60,6 +60,12 @@ def test_the_bytes_of_a_step():
     assert step_bytes(TINY, LOAD) == 2 * (weights + 2 * 25 * 2 * 2 * 2 * 16)
 
 
+def test_a_text_of_another_length_is_refused():
+    generation.check_counts([[1] * 16] * 2, 16)
+    with pytest.raises(RuntimeError, match=r"^Generated 12 tokens, expected 16\.$"):
+        generation.check_counts([[1] * 16, [1] * 12], 16)
+
+
 def test_the_torch_peers_write_the_same_tokens():
     torch = pytest.importorskip("torch")
     from benchmarks.peers.torch_generation import programs

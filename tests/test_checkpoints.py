@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import os
 import pathlib
 import shutil
 import tracemalloc
@@ -17,15 +18,19 @@ import safetensors.numpy
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from flax_layers.generate.folder import load as load_folder
 from flax_layers.models import (
     CheckpointError,
     Decoder,
     LayerConfig,
     ModelConfig,
+    Tokenizer,
+    folders,
     from_pretrained,
     save_pretrained,
     tensor_files,
 )
+from flax_layers.models.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
 
@@ -242,6 +247,17 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_templates_in_a_folder_of_their_own_are_kept(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "tokenizer", source)
+    (source / MORE_TEMPLATES).mkdir()
+    (source / MORE_TEMPLATES / "rag.jinja").write_text("B")
+    for _ in range(2):  # the second time from the folder itself
+        save_pretrained(load("llama3"), tmp_path / "saved", source=source)
+        source = None
+    assert (tmp_path / "saved" / MORE_TEMPLATES / "rag.jinja").read_text() == "B"
+
+
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path, monkeypatch):
     save_pretrained(load("llama3"), tmp_path / "saved")
 
@@ -253,6 +269,81 @@ def test_a_disk_that_is_full_at_the_last_moment(tmp_path, monkeypatch):
         save_pretrained(load("qwen2"), tmp_path / "saved")
     assert from_pretrained(tmp_path / "saved").config.family == "llama"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A folder whose replacement was killed between the two renames: nothing ran after the first of them."""
+    folder = tmp_path / "saved"
+    save_pretrained(load("llama3"), folder, source=ROOT / "tokenizer")
+    renamed = []
+
+    def rename(self, target):
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(os.rename(self, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", rename)
+        patch.setattr(folders, "_recover", lambda folder: False)
+        with pytest.raises(KeyboardInterrupt):
+            save_pretrained(load("qwen2"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == [".saved.old"]
+    return folder
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: from_pretrained(folder).config.family,
+        lambda folder: Tokenizer(folder) and "llama",
+        lambda folder: load_folder(folder).model.config.family,
+    ],
+    ids=["from_pretrained", "Tokenizer", "generate"],
+)
+def test_reading_restores_an_interrupted_checkpoint(read, interrupted):
+    with pytest.warns(UserWarning, match=r"A save to .*/saved was interrupted\. .* restored from \.saved\.old\."):
+        assert read(interrupted) == "llama"
+    assert [path.name for path in interrupted.parent.iterdir()] == ["saved"]
+
+
+def test_saving_restores_an_interrupted_checkpoint_first(interrupted):
+    """So that the tokenizer in it is kept."""
+    with pytest.warns(UserWarning, match="was interrupted"):
+        save_pretrained(load("qwen2"), interrupted)
+    assert (from_pretrained(interrupted).config.family, Tokenizer(interrupted).vocabulary) == ("qwen2", 280)
+    assert [path.name for path in interrupted.parent.iterdir()] == ["saved"]
+
+
+def test_a_replaced_checkpoint_that_remains_is_removed(tmp_path):
+    save_pretrained(load("llama3"), tmp_path / "saved")
+    shutil.copytree(ROOT / "qwen2", tmp_path / ".saved.old", ignore=shutil.ignore_patterns("expected.npz"))
+    assert from_pretrained(tmp_path / "saved").config.family == "llama"
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / ".saved.old").mkdir()
+    (tmp_path / ".saved.old" / "thesis.tex").write_text("")
+    with pytest.raises(FileNotFoundError):
+        from_pretrained(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == [".saved.old"]
+
+
+def test_a_rename_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    save_pretrained(load("llama3"), tmp_path / "saved")
+    rename = pathlib.Path.rename
+
+    def fail(self, target):
+        if self.name.endswith(".new"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        save_pretrained(load("qwen2"), tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert from_pretrained(tmp_path / "saved").config.family == "llama"
 
 
 def test_other_files_are_not_replaced(tmp_path):

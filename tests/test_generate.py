@@ -1,6 +1,9 @@
 """Generation: the tokens of full recomputation from both caches, streamed or not, in two programs."""
 
 import dataclasses
+import gc
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,8 @@ from flax_layers.generate import Sampling, generate
 from flax_layers.generate.requests import bucket
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import Rules, State, write_chunk
-from flax_layers.models import Decoder, from_pretrained
+from flax_layers.models import Decoder, LayerConfig, from_pretrained
+from flax_layers.rotary_scaling import LongRopeScaling
 from flax_layers.sampling import SamplingBatch
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of
 from tests.test_models import SMALL
@@ -180,6 +184,7 @@ def test_the_cache_is_updated_in_place(cache):
     graph, parameters = nnx.split(large)
     state, rules = state_of(large, cache, 1 << 14)
     memory = write_chunk.lower(graph, parameters, state, rules, steps=4).compile().memory_analysis()
+    assert memory is not None
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes > 0.99 * held
     assert memory.temp_size_in_bytes < held / 20
@@ -217,6 +222,57 @@ def test_tokens_are_those_of_transformers(cache, name):
     assert tokens_of(load(name), prompts, max_tokens=len(greedy[0]), cache=cache) == greedy
 
 
+@pytest.mark.parametrize("chunk", [3, 16])
+@caches
+def test_longrope_beyond_its_original_context(cache, chunk):
+    """Of 16 positions. When a sequence has more, `transformers` computes the cache again. One begins with more."""
+    known, model = expected("phi3"), load("phi3")
+    short = known["tokens"][:, : known["short_logits"].shape[1]].tolist()
+    prompts = [short[0], known["tokens"][1].tolist(), short[1]]
+    generation = generate(model, prompts, max_tokens=32, stop_tokens=(), cache=cache, chunk=chunk)
+    texts = [[] for _ in prompts]
+    for piece in generation:
+        texts[piece.row] += piece.tokens
+        assert (piece.finish_reason is not None) == (len(texts[piece.row]) == 32)
+    assert texts == [known["short_greedy"][0].tolist(), known["greedy"][1].tolist(), known["short_greedy"][1].tolist()]
+    speed = generation.speed  # the short ones were read twice
+    assert (speed.rows, speed.tokens, speed.first_tokens) == (3, 96, 5)
+    assert speed.prompt_tokens == 2 * 13 + 24 + 2 * 17
+
+
+@caches
+def test_longrope_within_its_original_context(cache):
+    """And stop tokens within it, and beyond."""
+    known, tokens = expected("phi3"), expected("phi3")["short_greedy"].tolist()
+    model, prompts = load("phi3"), known["tokens"][:, :13].tolist()
+    assert tokens_of(model, prompts, max_tokens=4, cache=cache) == [text[:4] for text in tokens]
+    for place in (0, 2, 3, 4, 9):  # the fifth is the first that is chosen beyond
+        stop = tokens[0][place]
+        [result] = generate(model, prompts[:1], max_tokens=20, stop_tokens=[stop], cache=cache).results()
+        end = tokens[0].index(stop)
+        assert (result.tokens, result.finish_reason) == (tokens[0][:end], "stop")
+
+
+def decoder_with(scaling: LongRopeScaling) -> Decoder:
+    layers = (LayerConfig(rotary_scaling=scaling, rotary_dim=4),) * 2
+    config = dataclasses.replace(SMALL, max_positions=64, layers=layers)
+    return Decoder(config, implementation="xla", rngs=nnx.Rngs(0))
+
+
+@caches
+@pytest.mark.parametrize("original", [20, 25])
+def test_an_original_context_of_any_length(cache, original):
+    """Greedy tokens by passes over whole sequences, with one set of factors or the other."""
+    short, long = (1.0, 1.5), (3.0, 9.0)
+    of_length = [decoder_with(LongRopeScaling(factors, factors, original, 64)) for factors in (short, long)]
+    text = np.zeros((1, 40), np.int32)
+    text[0, :9] = range(9)
+    for length in range(9, 40):
+        text[0, length] = np.argmax(logits_of(of_length[length > original], text)[0, length - 1])
+    model = decoder_with(LongRopeScaling(short, long, original, 64))
+    assert tokens_of(model, [text[0, :9].tolist()], max_tokens=31, cache=cache) == [text[0, 9:].tolist()]
+
+
 @caches
 def test_tensor_parallel(cache):
     known = expected("gemma3")
@@ -235,16 +291,41 @@ def test_speed(model):
     assert speed.prefill_rate == pytest.approx(21 / speed.prefill_seconds)
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model):
+    """It sleeps 20 ms after each of 9 pieces or more; the tiny model needs about 1 ms for a step."""
+    generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk).results()  # compiles
+    generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk)
+    slept = 0.0
+    for _ in generation:
+        time.sleep(0.02)
+        slept += 0.02
+    assert 0 < generation.speed.decode_seconds < slept / 2
+
+
+def test_a_stream_that_is_dropped_ends_its_thread(model):
+    generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=1)
+    for _ in range(4):  # of the prompts, and of the first step
+        next(generation)
+    running = threading.active_count()
+    del generation
+    gc.collect()
+    assert threading.active_count() == running - 1
+
+
 ERRORS = {
     "no prompt": ({"prompts": []}, "`prompts` must hold at least one prompt. Got none. Pass lists of tokens"),
-    "empty prompt": ({"prompts": [[1], []]}, "`prompts` must be of at least one token each. Prompt 1 is empty. Begin"),
+    "empty prompt": (
+        {"prompts": [[1], []]},
+        "`prompts` must have at least one token each. Prompt 1 is empty. Pass",
+    ),
     "long prompt": (
         {"prompts": [[1] * 512]},
-        "`prompts` must be shorter than the 512 positions .* Prompt 0 has 512 tokens. Cut it to 511",
+        "`prompts` must be shorter than the 512 positions .* Prompt 0 has 512 tokens. Truncate it to 511",
     ),
     "unknown token": ({"prompts": [[1, 64]]}, "tokens from 0 to 63, .* Prompt 0 holds 1 to 64. Use the tokenizer of"),
     "negative token": ({"prompts": [[-1]]}, "Prompt 0 holds -1 to -1"),
-    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Set it to one token or more"),
+    "no tokens": ({"max_tokens": 0}, "`max_tokens` must be at least 1. Got 0. Pass the number"),
     "samplings": ({"sampling": [DRAWN] * 2}, "`sampling` must be one .* Got 2 for 3 prompts"),
     "cache": ({"cache": "none"}, "`cache` must be one of dense, paged. Got 'none'"),
     "chunk": ({"chunk": 0}, "`chunk` must be at least 1. Got 0"),

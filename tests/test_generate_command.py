@@ -112,7 +112,7 @@ PROMPT = ("--prompt", "Hello")
 ERRORS = {
     "no prompt": ((), "`--prompt` or `--stdin` is required: there is nothing to continue. Pass `--prompt TEXT`"),
     "empty prompt": (("--prompt", "a", ""), "`--prompt` must not be empty. Prompt 1 of 2 is. Leave it out"),
-    "empty stdin": (("--stdin",), "`--stdin` needs a text. The standard input is empty"),
+    "empty stdin": (("--stdin",), "`--stdin` needs a text. Standard input is empty"),
     "long prompt": (("--prompt", "€" * 200), "`prompts` must be shorter than the 128 positions"),
     "no folder": ((*PROMPT, "--model", "/nowhere"), "`--model` must be the folder of a checkpoint, .* no folder /now"),
     "no checkpoint": ((*PROMPT, "--model", str(ROOT / "tokenizer")), "`folder` must hold `config.json`"),

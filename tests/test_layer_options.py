@@ -1,5 +1,8 @@
 """What layers take for the models: scaled rotary embedding, norms with an offset, biases, a BlockMask for a cache."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,16 +35,32 @@ def test_llama3_scaling_against_its_definition():
         smooth = (64 / wavelength - 1.0) / 3.0
         between = (1 - smooth) * frequency / 8 + smooth * frequency
         expected.append(frequency if wavelength < high else frequency / 8 if wavelength > low else between)
-    found = Llama3Scaling(8.0, 1.0, 4.0, 64)(jnp.asarray(frequencies, jnp.float32))
+    found = Llama3Scaling(8.0, 1.0, 4.0, 64)(jnp.asarray(frequencies, jnp.float32), length=64)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_longrope_has_a_factor_for_each_pair_and_a_magnitude():
-    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 16, max_positions=32, magnitude=1.5)
-    linear = functional.rotate(HEADS, PLACES, scaling=LinearScaling(2.0))
-    np.testing.assert_allclose(functional.rotate(HEADS, PLACES, scaling=scaling), 1.5 * linear, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"one factor for each of the 3 pairs of features that rotate\. Got 4"):
-        functional.rotate(HEADS, PLACES, scaling=scaling, rotary_dim=6)
+    """Of the long ones beyond 5 positions, by the length that is passed, or else by the largest position."""
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 5, max_positions=32, magnitude=1.5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    scaled = functools.partial(functional.rotate, HEADS, scaling=scaling)
+    short = 1.5 * functional.rotate(HEADS, PLACES)
+    long = 1.5 * functional.rotate(HEADS, PLACES, scaling=LinearScaling(2.0))
+    close(scaled(PLACES), long)
+    close(scaled(PLACES, length=5), short)
+    close(scaled(PLACES, length=6), long)
+    close(jax.jit(scaled)(PLACES - 1), 1.5 * functional.rotate(HEADS, PLACES - 1))
+    limited = dataclasses.replace(scaling, max_positions=5)
+    close(scaled(PLACES, scaling=limited), short)
+
+
+@pytest.mark.parametrize("name", ["short_factors", "long_factors"])
+def test_wrong_factors_of_longrope(name):
+    factors = {"short_factors": (1.0,) * 4, "long_factors": (1.0,) * 4} | {name: (1.0,) * 3}
+    scaling = LongRopeScaling(**factors, original_max_positions=16, max_positions=32)
+    message = rf"`{name}` of a LongRopeScaling must hold one factor for each of the 4 pairs .* Got 3\. Change them, or"
+    with pytest.raises(ValueError, match=message):
+        functional.rotate(HEADS, PLACES, scaling=scaling)
 
 
 def test_rotary_dim_leaves_the_rest():

@@ -236,6 +236,18 @@ def test_dtype_policy(flavour):
     assert {leaf.dtype for leaf in jax.tree.leaves(FLAVOURS[flavour].params(half))} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("method", ["__call__", "decode"])
+def test_linen_knows_the_shared_methods(method):
+    """It records what they return, as of methods that the class defines itself."""
+    layer = layer_of("linen")
+    arguments = (inputs_of(1), *([layer.init_cache(1, LENGTH)] if method == "decode" else []))
+    filter_of = lambda module, name: isinstance(module, flax_layers.linen.FlexAttention) and name == method
+    options = {"method": method, "capture_intermediates": filter_of}
+    output, seen = layer.module.apply(layer.variables, *arguments, **options)
+    assert set(seen["intermediates"]) == {method}
+    assert seen["intermediates"][method][0] is output
+
+
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
     query, key, _ = attention_core.project(seen, 100.0 * inputs_of(1), jnp.arange(LENGTH))

@@ -46,6 +46,32 @@ def test_logits_are_those_of_transformers(name):
     assert relative_error(logits_of(load(name), known["tokens"]), known["logits"]) < TOLERANCE
 
 
+def test_longrope_within_its_original_context():
+    """Up to 16 positions, whole and from caches that hold no more. A cache that holds more has the other factors."""
+    known, model = expected("phi3"), load("phi3")
+    tokens = known["tokens"][:, : known["short_logits"].shape[1]]
+    assert relative_error(logits_of(model, tokens), known["short_logits"]) < TOLERANCE
+    for capacity, right in ((16, True), (17, False)):
+        logits, _ = decode(model, tokens, model.init_caches(2, capacity))
+        assert (relative_error(logits, known["short_logits"]) < TOLERANCE) == right
+    whole = logits_of(model, known["tokens"][:, :16])
+    assert relative_error(whole[:, : tokens.shape[1]], known["short_logits"]) < TOLERANCE
+    longer = logits_of(model, known["tokens"][:, :17])
+    assert relative_error(longer, known["logits"][:, :17]) < TOLERANCE
+
+
+def test_longrope_by_the_largest_position():
+    """As in `transformers`, where positions are passed: those of two documents that begin at 0, for example."""
+    known, model = expected("phi3"), load("phi3")
+    tokens = known["tokens"][:, : known["short_logits"].shape[1]]
+    packed, positions = np.concatenate([tokens, tokens], axis=1), np.tile(np.arange(tokens.shape[1]), 2)[None]
+    documents = np.repeat(np.arange(2), tokens.shape[1])[None].repeat(2, axis=0)
+    hidden = nnx.jit(lambda model, *arrays: model.logits(model.hidden(*arrays)))
+    logits = hidden(model, packed, documents, jnp.asarray(positions))
+    for part in np.split(np.asarray(logits), 2, axis=1):
+        assert relative_error(part, known["short_logits"]) < TOLERANCE
+
+
 @families
 @pytest.mark.parametrize("greedy", [greedy_from_dense, greedy_from_pages])
 def test_greedy_tokens_are_those_of_transformers(name, greedy):

@@ -122,7 +122,7 @@ def test_parameters_that_no_row_uses_cost_nothing():
         ({"temperature": -0.1}, ValueError, r"`temperature` must be finite and at least 0. Got -0.1. Use 0 for"),
         ({"temperature": float("nan")}, ValueError, "`temperature` must be .* Got nan"),
         ({"temperature": float("inf")}, ValueError, "`temperature` must be .* Got inf"),
-        ({"top_k": -1}, ValueError, "`top_k` must be at least 0. Got -1. Use 0 to draw from all tokens"),
+        ({"top_k": -1}, ValueError, "`top_k` must be at least 0. Got -1. Use 0 to keep all tokens"),
         ({"top_k": 1.5}, TypeError, "`top_k` must be an integer. Got float"),
         ({"top_p": 0.0}, ValueError, "`top_p` must be greater than 0 and at most 1. Got 0.0. Use 1"),
         ({"top_p": 1.1}, ValueError, "`top_p` must be .* Got 1.1"),
@@ -136,5 +136,5 @@ def test_wrong_parameters(options, error, message):
 
 
 def test_a_batch_that_draws_without_seeds():
-    with pytest.raises(ValueError, match=r"`seed` of a `SamplingBatch` .* must be an array. Got None"):
+    with pytest.raises(ValueError, match=r"`seed` of a SamplingBatch .* must be an array. Got None"):
         sample(logits_of(1), SamplingBatch(temperature=jnp.ones(1)), jnp.arange(1))

@@ -1,11 +1,13 @@
 """Tokens and chat prompts are those of `transformers`, for the tokenizer in `tests/goldens/tokenizer`."""
 
+import datetime
 import json
+import pathlib
 import shutil
 
 import pytest
 
-from flax_layers.models import Tokenizer
+from flax_layers.models import CheckpointError, Tokenizer
 from flax_layers.models.optional import needs
 from tests.golden_models import ROOT
 
@@ -67,11 +69,113 @@ def test_wrong_messages(tokenizer):
         tokenizer.chat([{"role": "system", "content": ""}])
 
 
-def test_a_template_cannot_reach_python(tmp_path):
+def with_template(folder: pathlib.Path, source: str) -> Tokenizer:
+    shutil.copy(FOLDER / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.__subclasses__() }}",
+        "{% set it = namespace(__class__=1) %}",
+        "{% set it = namespace() %}{% set it.__class__ = 1 %}",
+    ],
+)
+def test_a_template_cannot_reach_python(source, tmp_path):
+    with pytest.raises(ValueError, match=r"The chat template refuses `messages`: .*(unsafe|immutable|subclasses)"):
+        with_template(tmp_path, source).chat([])
+
+
+# What `transformers` 5.23 renders of them, for the messages of `EXPECTED["chat"]`.
+TEMPLATES = {
+    "generation": (
+        "{% for m in messages %}\n{% generation %}\n[{{ m.role }}]{% set m = 3 %}\n{%- endgeneration -%}\n"
+        "{{ m.content }};{% endfor %}\n",
+        "[user] who sees whom? ;[assistant]ask the mask;",
+    ),
+    "generation in a loop": (
+        "{% for m in messages %}{%- generation %} {{ loop.index }} {% endgeneration -%}  {% endfor %}", " 1  2 "
+    ),
+    "loop controls": ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "user"),
+    "dict, namespace": (
+        "{% set all = namespace(last='', n=0) %}{% for m in messages %}{% set all.last = m.role %}{% endfor %}"
+        "{{ all.last }}{{ dict(a=all.n) }}",
+        "assistant{'a': 0}",
+    ),
+    "tojson": ("{{ {'b': '<é>', 'a': [1, none]} | tojson }}", '{"b": "<é>", "a": [1, null]}'),
+    "tojson, indent": ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+    "what is not defined": ("{{ nothing }}{{ tools is none }}{{ add_generation_prompt }}", "TrueTrue"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_by_transformers(name, tmp_path):
+    source, expected = TEMPLATES[name]
+    assert with_template(tmp_path, source).chat(EXPECTED["chat"]) == expected
+
+
+def test_a_template_may_ask_for_the_date(tmp_path):
+    tokenizer = with_template(tmp_path, "{{ strftime_now('%Y') }} {{ strftime_now(format='%%') }}")
+    before, found, after = datetime.datetime.now().year, tokenizer.chat([]), datetime.datetime.now().year
+    assert found in (f"{before} %", f"{after} %")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "a\n{% if %}",
+            r"`template` must be valid jinja2\. Line 2 of 'default' in .*/chat_template\.jinja: .*\. C",
+        ),
+        ("{{ x | nothing }}", r"Line 1 of .*: No filter named 'nothing'\. Correct the file, or download it again\."),
+        ("\n\n{% generation %}", r"Line 3 of .*: Unexpected end of template"),
+        ("{% training %}", r"Line 1 of .*: Encountered unknown tag 'training'"),
+    ],
+)
+def test_a_template_that_is_not_valid(source, message, tmp_path):
+    """It does not matter until it is used."""
+    tokenizer = with_template(tmp_path, source)
+    assert tokenizer.encode("a").size
+    with pytest.raises(ValueError, match=message):
+        tokenizer.chat([])
+
+
+def test_a_template_that_is_not_valid_in_the_configuration(tmp_path):
     shutil.copy(FOLDER / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}")
-    with pytest.raises(ValueError, match=r"The chat template refuses `messages`: .*unsafe"):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "\n{{"}))
+    with pytest.raises(ValueError, match=r"Line 2 of 'default' in .*tokenizer_config\.json: "):
         Tokenizer(tmp_path).chat([])
+
+
+def test_messages_that_a_template_cannot_join(tmp_path):
+    with pytest.raises(ValueError, match=r"The chat template refuses `messages`: can only concatenate str"):
+        with_template(tmp_path, "{{ '<' + messages[0].content }}").chat([{"role": "user", "content": None}])
+
+
+def test_named_templates_in_files_of_their_own(tmp_path):
+    """As `transformers` 5 writes them."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("B{{ documents }}")
+    tokenizer = with_template(tmp_path, "A")
+    assert (tokenizer.chat([]), tokenizer.chat([], template="rag", documents=1)) == ("A", "B1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"tokenizer_config\.json is not JSON: .* Download it again, or remove it"),
+        ("[]", r"tokenizer_config\.json must hold a JSON object\. Got list\. Download it again"),
+    ],
+)
+def test_a_configuration_that_is_not_valid(text, message, tmp_path):
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer(tmp_path)
 
 
 def test_missing_files_and_packages(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.questions.generation import COPIED_BYTES, Load, Shape, copy_rate
+from benchmarks.questions.generation import COPIED_BYTES, Load, Shape, check_counts, copy_rate
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of the query, key and value of new tokens, and the keys and values of the cache."""
@@ -141,8 +141,7 @@ def _seconds(compiled: Programs, prompts: Tensor, tokens: int) -> tuple[float, f
         position += 1
     chosen = torch.cat(written, dim=1).tolist()
     ended = time.perf_counter()
-    if [len(row) for row in chosen] != [tokens] * len(prompts):
-        raise RuntimeError("There are not as many tokens as were asked for.")
+    check_counts(chosen, tokens)
     return begun - started, ended - begun
 
 

@@ -131,6 +131,18 @@ def copy_rate(copy: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     return 2 * COPIED_BYTES / statistics.median(seconds)
 
 
+def check_counts(texts: Sequence[Sequence[int]], expected: int) -> None:
+    """Raises unless each text has the expected number of tokens, as the rates assume.
+
+    >>> check_counts([[5] * 16, [5] * 12], 16)
+    Traceback (most recent call last):
+    RuntimeError: Generated 12 tokens, expected 16.
+    """
+    for tokens in texts:
+        if len(tokens) != expected:
+            raise RuntimeError(f"Generated {len(tokens)} tokens, expected {expected}.")
+
+
 def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: str) -> dict[str, Any]:
     """Seconds of prompt and decoding of each run, after one that compiles; and the copy rate."""
     import jax
@@ -145,8 +157,7 @@ def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: 
     found: dict[str, Any] = {"prefill": [], "decode": []}
     for number in range(runs + 1):
         generation = generate(model, prompts, max_tokens=tokens, cache=cache, stop_tokens=())
-        if [len(result.tokens) for result in generation.results()] != [tokens] * batch:
-            raise RuntimeError("There are not as many tokens as were asked for.")
+        check_counts([result.tokens for result in generation.results()], tokens)
         if number:
             found["prefill"].append(generation.speed.prefill_seconds)
             found["decode"].append(generation.speed.decode_seconds)

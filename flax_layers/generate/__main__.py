@@ -1,4 +1,4 @@
-"""`python -m flax_layers.generate`: continues prompts with a model from a folder, and streams the text."""
+"""`python -m flax_layers.generate`: continues prompts with a checkpoint, and streams the text."""
 
 from flax_layers.generate.command import main
 

@@ -1,4 +1,4 @@
-"""The command line of generation."""
+"""The command line for generation."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options.
+    """The parser of the options.
 
     Returns:
-        What reads them.
+        The parser.
     """
     made = argparse.ArgumentParser(
         prog="python -m flax_layers.generate",
-        description="Continues prompts with a model from a folder as `transformers` writes it. The text goes to the "
-        "standard output as it comes; tokens per second go to the standard error. Several prompts are written at once "
-        "and shown one after the other.",
+        description="Continues prompts with a checkpoint in the format of `transformers`. Text is streamed to standard "
+        "output; tokens per second go to standard error. Several prompts are generated in one batch and printed one "
+        "after the other.",
     )
     add = made.add_argument
-    add("--model", type=pathlib.Path, required=True, metavar="FOLDER", help="config.json, safetensors, tokenizer.json")
-    add("--prompt", nargs="+", default=[], metavar="TEXT", help="one prompt or more, each an argument")
-    add("--stdin", action="store_true", help="the standard input is a prompt, the last one")
-    add("--chat", action="store_true", help="each prompt is what a user says: the model's chat template goes around it")
-    add("--max-tokens", type=int, default=256, metavar="N", help="tokens after each prompt, at most; default: 256")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default: the most probable tokens")
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K most probable; 0, the default: from all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the most probable that have P together")
-    add("--seed", type=int, default=0, help="the same seed draws the same tokens; default: 0")
-    add("--cache", choices=list(KINDS), default="dense", help="where keys and values are; default: dense")
-    add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
-    add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--model", type=pathlib.Path, required=True, metavar="FOLDER", help="folder of a checkpoint, with a tokenizer")
+    add("--prompt", nargs="+", default=[], metavar="TEXT", help="one or more prompts, each an argument")
+    add("--stdin", action="store_true", help="read one more prompt from standard input")
+    add("--chat", action="store_true", help="wrap each prompt as a user message in the chat template of the model")
+    add("--max-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens; default: 256")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; default: 0, greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; default: 0, all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the fewest with total probability P")
+    add("--seed", type=int, default=0, help="random seed; default: 0")
+    add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--implementation", metavar="NAME", help="jflex backend; default: jflex chooses")
     return made
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command.
 
     Args:
-        arguments: Instead of the command line's.
+        arguments: Command-line arguments. Default: those of the process.
     """
     reader = parser()
     options = reader.parse_args(arguments)
@@ -65,22 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generation]:
-    """Checks the options, loads the model and begins.
+    """Checks the options, loads the model and starts the generation.
 
     Args:
-        options: Of `parser`.
-        stdin: The standard input.
+        options: Parsed options.
+        stdin: Standard input.
 
     Returns:
         The model, and the generation.
 
     Raises:
-        ValueError: An option is out of its range, or there is no prompt.
+        ValueError: An option is out of range, or there is no prompt.
         OSError: The folder cannot be read.
-        ModuleNotFoundError: A package is missing that reads it.
+        ModuleNotFoundError: A package of the extra `models` is missing.
     """
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    check_max_tokens(options.max_tokens)  # before a model of many gigabytes is read
+    check_max_tokens(options.max_tokens)  # before gigabytes are read
     texts = texts_of(options, stdin)
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
     prompts = [tokens_of(loaded.tokenizer, text, chat=options.chat) for text in texts]
@@ -95,23 +95,23 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
 
 
 def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
-    """The prompts, as text.
+    """The prompts as text.
 
     Args:
-        options: Of `parser`.
-        stdin: The standard input, read if the options say so.
+        options: Parsed options.
+        stdin: Standard input, which is read with `--stdin`.
 
     Returns:
-        At least one.
+        At least one prompt.
 
     Raises:
-        ValueError: There is none, or one is empty.
+        ValueError: There is no prompt, or one is empty.
     """
     texts = list(options.prompt)
     if not texts and not options.stdin:
         raise ValueError(
-            "`--prompt` or `--stdin` is required: there is nothing to continue. Pass `--prompt TEXT`, or a text to "
-            "the standard input with `--stdin`."
+            "`--prompt` or `--stdin` is required: there is nothing to continue. Pass `--prompt TEXT`, or `--stdin` and "
+            "a text on standard input."
         )
     if "" in texts:
         raise ValueError(
@@ -120,7 +120,7 @@ def texts_of(options: argparse.Namespace, stdin: TextIO) -> list[str]:
     if options.stdin:
         texts.append(stdin.read())
         if not texts[-1]:
-            raise ValueError("`--stdin` needs a text. The standard input is empty. Pass one, or `--prompt`.")
+            raise ValueError("`--stdin` needs a text. Standard input is empty. Pass a text, or `--prompt TEXT`.")
     return texts
 
 
@@ -128,12 +128,12 @@ def tokens_of(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
     """The tokens of a prompt.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
         text: The prompt.
-        chat: Whether it is what a user says.
+        chat: Whether the prompt is a user message for the chat template.
 
     Returns:
-        Tokens.
+        The tokens.
 
     Raises:
         ValueError: There is no chat template.
@@ -143,18 +143,18 @@ def tokens_of(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
     if not tokenizer.chat_templates:
         raise ValueError(
             "`--chat` needs a chat template, in `tokenizer_config.json` or `chat_template.jinja`. The folder has none. "
-            "Leave `--chat` out, or take the model's version for chats."
+            "Leave `--chat` out, or use the instruction-tuned version of the model."
         )
     return tokenizer.encode(tokenizer.chat([{"role": "user", "content": text}]), special_tokens=False).tolist()
 
 
 def show(generation: Generation, tokenizer: Tokenizer, out: TextIO) -> None:
-    """Writes texts as they come: the first that is not complete at once, those behind it when its turn comes.
+    """Prints texts one after the other. The current one is streamed; later ones are held back until it is complete.
 
     Args:
-        generation: What is written.
-        tokenizer: Of the model.
-        out: Where the text goes. Several texts have a line with their number before them.
+        generation: The running generation.
+        tokenizer: The tokenizer of the model.
+        out: The output stream. If there are several texts, a line with its number precedes each.
     """
     rows = generation.speed.rows
     streams, waiting = [tokenizer.text_stream() for _ in range(rows)], [""] * rows
@@ -176,16 +176,17 @@ def show(generation: Generation, tokenizer: Tokenizer, out: TextIO) -> None:
 
 
 def summary(speed: Speed) -> str:
-    """Tokens per second in one line.
+    """One line with tokens per second.
 
     Args:
-        speed: Of a generation that has ended.
+        speed: The speed of a generation that has ended.
 
     Returns:
         The line.
 
     Example:
-        >>> print(summary(Speed(96, rows=2, tokens=66, compile_seconds=3.0, prefill_seconds=0.5, decode_seconds=0.25)))
+        >>> speed = Speed(96, 2, tokens=66, first_tokens=2, compile_seconds=3, prefill_seconds=0.5, decode_seconds=0.25)
+        >>> print(summary(speed))
         prefill: 96 tokens, 192 tokens/s; decode: 66 tokens, 256 tokens/s of 2 texts; compiled in 3.0 s
     """
     texts = f" of {speed.rows} texts" if speed.rows > 1 else ""

@@ -1,6 +1,5 @@
-"""Reads model, tokenizer and stop tokens from the folder of a checkpoint."""
+"""Reads model, tokenizer and stop tokens from a checkpoint."""
 
-import json
 import pathlib
 from typing import NamedTuple
 
@@ -8,16 +7,17 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_layers.models import CheckpointError, Decoder, ModelConfig, Tokenizer, from_pretrained
+from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
+from flax_layers.models.folders import read_optional_json, recover
 
 
 class Loaded(NamedTuple):
-    """A model that text can be written with.
+    """A checkpoint, ready for generation.
 
     Attributes:
         model: The model.
-        tokenizer: Of the model.
-        stop_tokens: End a text.
+        tokenizer: The tokenizer of the model.
+        stop_tokens: Tokens that end a text.
     """
 
     model: Decoder
@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
 
 
 def default_dtype() -> Dtype:
-    """Of parameters and computation: bfloat16 on a GPU, float32 on a CPU."""
+    """The default dtype of parameters and computation: bfloat16 on a GPU, float32 on a CPU."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -36,18 +36,19 @@ def load(
     """Reads model, tokenizer and stop tokens.
 
     Args:
-        folder: Of a checkpoint.
-        dtype: Of parameters and computation. Default: `default_dtype()`.
-        implementation: The backend of jflex.
+        folder: The folder of the checkpoint.
+        dtype: Dtype of parameters and computation. Default: `default_dtype()`.
+        implementation: The jflex backend.
 
     Returns:
-        What was read.
+        Model, tokenizer and stop tokens.
 
     Raises:
-        FileNotFoundError: The folder, or a file that belongs to it, does not exist.
-        CheckpointError: It cannot be read.
+        FileNotFoundError: The folder, or a required file in it, does not exist.
+        CheckpointError: A file cannot be read.
     """
     folder = pathlib.Path(folder)
+    recover(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"`--model` must be the folder of a checkpoint, with `config.json`, `*.safetensors` and `tokenizer.json`. "
@@ -59,23 +60,19 @@ def load(
 
 
 def stop_tokens(folder: pathlib.Path, config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text: of `generation_config.json` if it names some, else of `config.json`.
+    """The tokens that end a text: those of `generation_config.json`, or of `config.json` if it has none.
 
     Args:
-        folder: Of a checkpoint.
-        config: Of the model.
+        folder: The folder of the checkpoint.
+        config: The configuration of the model.
 
     Returns:
-        Their numbers.
+        Token ids.
 
     Raises:
         CheckpointError: `generation_config.json` cannot be read.
     """
-    path = folder / "generation_config.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
+    known = read_optional_json(folder / "generation_config.json").get("eos_token_id")
     if known is None:
         return config.eos_token_ids
     return (known,) if isinstance(known, int) else tuple(known)

@@ -1,4 +1,4 @@
-"""Generation: several sequences at once, streamed in pieces as they come."""
+"""Generates several sequences in one batch, and streams them in pieces."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
 
+from flax_layers.generate.chunk_reader import ChunkReader
 from flax_layers.generate.requests import Requests, check_cache, check_requests
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import NO_TOKEN, Rules, State, prefill, write_chunk
@@ -20,19 +20,19 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import Sampling, SamplingBatch
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: a stop token was chosen. `length`: `max_tokens` or the model's last position was reached."""
+"""`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
 
 CHUNK = 16
-"""Steps of a compiled call; its tokens are streamed together."""
+"""Decoding steps in one compiled call, whose tokens are streamed together."""
 
 
 class Piece(NamedTuple):
     """New tokens of one sequence.
 
     Attributes:
-        row: Number of its prompt.
-        tokens: The tokens, without the one that stopped it.
-        finish_reason: None while the sequence goes on.
+        row: Index of the prompt.
+        tokens: The tokens, without a stop token.
+        finish_reason: None until the sequence is complete.
     """
 
     row: int
@@ -42,11 +42,11 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was written after one prompt.
+    """The continuation of one prompt.
 
     Attributes:
-        tokens: All tokens, without the one that stopped it.
-        finish_reason: Why it ended.
+        tokens: All new tokens, without a stop token.
+        finish_reason: Why the sequence ended.
     """
 
     tokens: list[int]
@@ -55,20 +55,22 @@ class Result:
 
 @dataclasses.dataclass
 class Speed:
-    """Wall time, and tokens of all sequences together.
+    """Tokens of all sequences, and the time to compute them, not counting the time of the consumer.
 
     Attributes:
-        prompt_tokens: Of the prompts, without padding.
-        tokens: Written up to now, those that stopped a sequence included.
-        rows: Sequences.
-        compile_seconds: To compile both programs.
-        prefill_seconds: From the prompts to the first token of each.
-        decode_seconds: For the tokens after the first ones.
+        prompt_tokens: Read by prefill, without padding.
+        rows: Number of sequences.
+        tokens: Generated so far, stop tokens included.
+        first_tokens: How many of these were chosen by prefill: one for each sequence that it read.
+        compile_seconds: To compile the programs.
+        prefill_seconds: To read the prompts and choose the first tokens.
+        decode_seconds: To generate all other tokens.
     """
 
     prompt_tokens: int
     rows: int
     tokens: int = 0
+    first_tokens: int = 0
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -80,41 +82,41 @@ class Speed:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first ones; 0 if there are none."""
-        return (self.tokens - self.rows) / self.decode_seconds if self.decode_seconds else 0.0
+        """Tokens per second of decoding steps; 0 if there were none."""
+        return (self.tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Generation(Iterator[Piece]):
-    """A running generation. Iterate over it for pieces as they come; `results` runs to the end.
+    """A running generation. Iterate over it to stream pieces; `results` runs it to the end.
 
     While you process a piece, the device computes the next one.
 
     Args:
         model: The model.
-        requests: Checked.
+        requests: Requests that have been checked.
         cache: A name in `flax_layers.generate.sequences.KINDS`.
-        max_tokens: As for `generate`: the room of the cache.
-        chunk: Steps of a compiled call.
+        max_tokens: As for `generate`. It determines the capacity of the cache.
+        chunk: Decoding steps in one compiled call.
 
     Attributes:
-        speed: Seconds and tokens up to now.
+        speed: Tokens and seconds so far.
     """
 
     def __init__(self, model: Decoder, requests: Requests, cache: str, max_tokens: int, chunk: int):
         self._requests = requests
         self._found: list[list[int]] = [[] for _ in requests.prompts]
         self._reasons: list[FinishReason | None] = [None] * len(requests.prompts)
-        self.speed = Speed(sum(map(len, requests.prompts)), len(requests.prompts))
+        self.speed = Speed(0, len(requests.prompts))
         self._pieces = self._run(model, cache, max_tokens, chunk)
 
     def __next__(self) -> Piece:
         return next(self._pieces)
 
     def results(self) -> list[Result]:
-        """Runs to the end.
+        """Runs the generation to the end.
 
         Returns:
-            What was written after each prompt, pieces included that were streamed before.
+            The continuation of each prompt, including the pieces that were already streamed.
         """
         for _ in self:
             pass
@@ -122,10 +124,24 @@ class Generation(Iterator[Piece]):
         return [Result(tokens, reason) for tokens, reason in pairs if reason is not None]
 
     def _run(self, model: Decoder, cache: str, max_tokens: int, chunk: int) -> Iterator[Piece]:
-        requests, positions = self._requests, model.config.max_positions
+        """Runs one batch for each set of rotary factors; LongRoPE has two.
+
+        A sequence that outgrows the first set is read again, since the keys in its cache are rotated with it.
+        """
+        for limit in model.config.context_limits:
+            lengths = [len(p) + len(found) for p, found in zip(self._requests.prompts, self._found, strict=True)]
+            rows = [row for row, n in enumerate(lengths) if n <= limit and self._reasons[row] is None]
+            if rows:
+                yield from self._run_batch(model, cache, rows, limit, max_tokens, chunk)
+
+    def _run_batch(
+        self, model: Decoder, cache: str, rows: list[int], limit: int, max_tokens: int, chunk: int
+    ) -> Iterator[Piece]:
+        """Continues some rows until they end, or need more than `limit` positions."""
+        requests = self._requests.continued(rows, self._found, limit)
         graph, parameters = nnx.split(model)
-        tokens, counts = map(jnp.asarray, requests.padded(positions))
-        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, positions))
+        tokens, counts = map(jnp.asarray, requests.padded(limit))
+        sequences = KINDS[cache].empty(model, len(counts), requests.room(max_tokens, limit))
         rules = Rules(
             SamplingBatch.of(requests.sampling),
             jnp.asarray(requests.max_tokens, jnp.int32),
@@ -135,37 +151,47 @@ class Generation(Iterator[Piece]):
         started = time.perf_counter()
         state = prefill(graph, parameters, sequences, tokens, counts, rules)
         first = np.asarray(state.token)[:, None]
-        self.speed.prefill_seconds = time.perf_counter() - started
-        yield from self._taken(first)
-        if max(requests.max_tokens) == 1:
-            return
-        self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
-        yield from self._decode(graph, parameters, state, rules, chunk)
+        self.speed.prefill_seconds += time.perf_counter() - started
+        self.speed.prompt_tokens += sum(map(len, requests.prompts))
+        self.speed.first_tokens += len(rows)
+        left = dict(zip(rows, requests.max_tokens, strict=True))
+        yield from self._taken(left, first)
+        if any(left.values()):
+            self._compile(write_chunk, graph, parameters, state, rules, steps=chunk)
+            yield from self._decode(graph, parameters, state, rules, left, chunk)
 
     def _decode(
-        self, graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, chunk: int
+        self,
+        graph: nnx.GraphDef[Decoder],
+        parameters: Any,
+        state: State,
+        rules: Rules,
+        left: dict[int, int],
+        chunk: int,
     ) -> Iterator[Piece]:
-        """Chunk after chunk; the next one is dispatched before the last one is read."""
-        left = -(-(max(self._requests.max_tokens) - 1) // chunk)
-        started = time.perf_counter()
-        pending: list[Array] = []
-        while not all(self._reasons):
-            while left and len(pending) < 2:
-                state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
-                pending.append(written)
-                left -= 1
-            tokens = np.asarray(pending.pop(0))
-            self.speed.decode_seconds = time.perf_counter() - started
-            yield from self._taken(tokens)
-        jax.block_until_ready(state.ended)  # a chunk that was dispatched ends at once: its sequences have ended
+        """Runs chunks of decoding steps. The next chunk is dispatched before the current one is read."""
+        chunks = -(-max(left.values()) // chunk)
+        with ChunkReader() as reader:
+            while any(left.values()):
+                while chunks and len(reader) < 2:
+                    dispatched = time.perf_counter()
+                    state, written = write_chunk(graph, parameters, state, rules, steps=chunk)
+                    reader.push(written, dispatched)
+                    chunks -= 1
+                tokens, seconds = reader.pop()
+                self.speed.decode_seconds += seconds
+                yield from self._taken(left, tokens)
+        jax.block_until_ready(state.ended)  # a chunk that is still running has no sequences left, so it ends at once
 
-    def _taken(self, chunk: np.ndarray) -> Iterator[Piece]:
-        """Pieces of all sequences that have not ended."""
+    def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
+        """The pieces of a chunk. `left` holds how many tokens each row of the batch may still get, and is updated."""
         pieces: list[Piece] = []
-        for row, tokens in enumerate(chunk.tolist()):
-            if self._reasons[row] is None:
-                pieces.append(self._piece(row, [token for token in tokens if token != NO_TOKEN]))
-        yield from pieces
+        for row, tokens in zip(left, chunk.tolist(), strict=True):
+            if left[row]:
+                tokens = [token for token in tokens if token != NO_TOKEN]
+                pieces.append(self._piece(row, tokens))
+                left[row] = 0 if pieces[-1].finish_reason else left[row] - len(tokens)
+        return pieces
 
     def _piece(self, row: int, tokens: list[int]) -> Piece:
         self.speed.tokens += len(tokens)
@@ -178,7 +204,7 @@ class Generation(Iterator[Piece]):
         return Piece(row, tokens, self._reasons[row])
 
     def _compile(self, program: Any, *arguments: Any, **options: Any) -> None:
-        """Compiles ahead of time, to measure it; a cached program costs little."""
+        """Compiles ahead of time, to measure it. The call that follows takes the program from JAX's cache."""
         started = time.perf_counter()
         program.lower(*arguments, **options).compile()
         self.speed.compile_seconds += time.perf_counter() - started
@@ -194,28 +220,27 @@ def generate(
     stop_tokens: Sequence[int] | None = None,
     chunk: int = CHUNK,
 ) -> Generation:
-    """Continues prompts, all at once.
+    """Continues prompts in one batch.
 
-    Two programs are compiled: one reads the prompts, one writes chunks of tokens. Prompts are padded to a bucket, and
-    so is the room of the cache (`flax_layers.generate.requests.bucket`): other prompts whose longest falls into the
-    same bucket compile nothing, nor do other seeds, stop tokens or values of temperature, top-k and top-p. A sequence
-    that has ended reads nothing more, and when all have ended the program ends.
+    Two programs are compiled: prefill, and a loop of decoding steps. Prompts and the capacity of the cache are padded
+    to buckets (`flax_layers.generate.requests.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
+    stop tokens or values of temperature, top-k and top-p. Sequences that have ended are skipped, and the loop stops
+    when all have ended.
 
     Args:
         model: The model.
-        prompts: Tokens, at least one each; lengths may differ.
-        max_tokens: Tokens that each gets at most. A sequence also ends at the model's last position.
-        sampling: How tokens are chosen, for all or for each. Default: the most probable ones.
-        cache: ``"dense"``: a row of the cache for each sequence, as long as the longest needs. ``"paged"``: pages.
-        stop_tokens: End a sequence. Default: those of the model's configuration.
-        chunk: Steps of a compiled call: how many tokens are streamed at a time.
+        prompts: Tokens of each prompt, at least one. Lengths may differ.
+        max_tokens: Maximum number of new tokens of each sequence, which also ends at the model's last position.
+        sampling: Sampling parameters, one for all prompts or one for each. Default: greedy.
+        cache: ``"dense"``: each sequence has a row with room for the longest. ``"paged"``: each has pages.
+        stop_tokens: Tokens that end a sequence. Default: those of the model's configuration.
+        chunk: Decoding steps in one compiled call, whose tokens are streamed together.
 
     Returns:
-        Pieces, if iterated over; `results()` for all tokens.
+        An iterator over pieces; its `results()` returns all tokens.
 
     Raises:
-        ValueError: A prompt is empty, too long or holds tokens that the model does not know; a parameter is out of
-            range.
+        ValueError: A prompt is empty, too long, or has tokens outside the vocabulary; or a parameter is out of range.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig

@@ -1,4 +1,4 @@
-"""Checks requests, and pads them so that few programs serve prompts of all lengths."""
+"""Checks requests, and pads them so that a few programs serve prompts of all lengths."""
 
 from __future__ import annotations
 
@@ -18,16 +18,32 @@ class Requests:
     """Prompts that run in one batch.
 
     Attributes:
-        prompts: At least one, of at least one token each.
-        sampling: One for each.
-        max_tokens: How many tokens each gets at most.
-        stop_tokens: End a sequence.
+        prompts: Tokens of each prompt.
+        sampling: Sampling parameters of each.
+        max_tokens: Maximum number of new tokens of each.
+        stop_tokens: Tokens that end a sequence.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[Sampling, ...]
     max_tokens: tuple[int, ...]
     stop_tokens: tuple[int, ...]
+
+    def continued(self, rows: Sequence[int], written: Sequence[Sequence[int]], limit: int) -> Requests:
+        """The remaining requests of some rows, with generated tokens appended to their prompts.
+
+        Args:
+            rows: Indices of the rows.
+            written: The tokens generated so far, for all rows.
+            limit: Maximum length of a sequence in the cache; its last token is not in the cache.
+
+        Returns:
+            The requests.
+        """
+        prompts = tuple((*self.prompts[row], *written[row]) for row in rows)
+        left = [self.max_tokens[row] - len(written[row]) for row in rows]
+        max_tokens = tuple(min(n, limit - len(prompt) + 1) for n, prompt in zip(left, prompts, strict=True))
+        return Requests(prompts, tuple(self.sampling[row] for row in rows), max_tokens, self.stop_tokens)
 
     def padded(self, max_positions: int) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, " B"]]:
         """The prompts, padded to the bucket of the longest, and their lengths."""
@@ -38,15 +54,13 @@ class Requests:
         return tokens, np.array(lengths, np.int32)
 
     def room(self, max_tokens: int, max_positions: int) -> int:
-        """Capacity of the cache in tokens: enough for each prompt of the bucket."""
+        """Capacity of the cache in tokens: enough for every prompt in the bucket."""
         longest = max(map(len, self.prompts))
         return min(bucket(min(bucket(longest), max_positions) + max_tokens), max_positions)
 
 
 def bucket(length: int) -> int:
-    """The least of 16, 24, 32, 48, 64, 96, ... that is not less than a length: at most a third of it is padding.
-
-    (Lengths below 12 have more padding.)
+    """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`. From 12 on, at most a third is padding.
 
     Args:
         length: At least 1.
@@ -72,17 +86,17 @@ def check_requests(
     """Checks the arguments of generation.
 
     Args:
-        config: Of the model.
-        prompts: Tokens.
-        max_tokens: At least 1; a sequence also ends at the model's last position.
-        sampling: One for all prompts, or one for each.
-        stop_tokens: None: those of the configuration.
+        config: The configuration of the model.
+        prompts: Tokens of each prompt.
+        max_tokens: Maximum number of new tokens of each sequence.
+        sampling: Sampling parameters, one for all prompts or one for each.
+        stop_tokens: Tokens that end a sequence. None: those of the configuration.
 
     Returns:
         The requests.
 
     Raises:
-        ValueError: One of them is wrong; the message says which, and what to do.
+        ValueError: An argument is out of range.
     """
     _check_prompts(config, prompts)
     check_max_tokens(max_tokens)
@@ -98,26 +112,26 @@ def check_requests(
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Raises unless there is something to write.
+    """Checks `max_tokens`.
 
     Args:
-        max_tokens: At least 1.
+        max_tokens: Maximum number of new tokens.
 
     Raises:
-        ValueError: It is less.
+        ValueError: It is less than 1.
     """
     if max_tokens < 1:
-        raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Set it to one token or more.")
+        raise ValueError(f"`max_tokens` must be at least 1. Got {max_tokens}. Pass the number of tokens to generate.")
 
 
 def check_cache(cache: str) -> None:
-    """Raises unless there is such a cache.
+    """Checks the name of a cache.
 
     Args:
-        cache: Its name.
+        cache: The name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such cache.
     """
     if cache not in KINDS:
         raise ValueError(f"`cache` must be one of {', '.join(KINDS)}. Got {cache!r}. The default is dense.")
@@ -129,17 +143,16 @@ def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> Non
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(
-                f"`prompts` must be of at least one token each. Prompt {number} is empty. Begin it with the token that "
-                "begins a text, or leave it out."
+                f"`prompts` must have at least one token each. Prompt {number} is empty. Pass the BOS token, or leave "
+                "it out."
             )
         if len(prompt) >= config.max_positions:
             raise ValueError(
-                f"`prompts` must be shorter than the {config.max_positions} positions that the model was made for, so "
-                f"that a token can follow. Prompt {number} has {len(prompt)} tokens. Cut it to "
-                f"{config.max_positions - 1}."
+                f"`prompts` must be shorter than the {config.max_positions} positions of the model, so that a token "
+                f"can follow. Prompt {number} has {len(prompt)} tokens. Truncate it to {config.max_positions - 1}."
             )
         if not 0 <= min(prompt) <= max(prompt) < config.vocabulary:
             raise ValueError(
-                f"`prompts` must hold tokens from 0 to {config.vocabulary - 1}, the last one of the model. Prompt "
-                f"{number} holds {min(prompt)} to {max(prompt)}. Use the tokenizer of the model's own folder."
+                f"`prompts` must hold tokens from 0 to {config.vocabulary - 1}, the vocabulary of the model. Prompt "
+                f"{number} holds {min(prompt)} to {max(prompt)}. Use the tokenizer of this checkpoint."
             )

@@ -1,8 +1,9 @@
-"""Sequences in dense or paged caches, with one interface."""
+"""One interface to sequences in dense and in paged caches."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol, Self
 
 import jax
@@ -19,9 +20,9 @@ PAGE_SIZE = 16
 
 
 class Sequences(Protocol):
-    """B sequences, of which the model has read a number of tokens each. A pytree; `read` returns another.
+    """B sequences and their cache. A pytree; `read` returns a new one.
 
-    It runs under `jit`. Donate the sequences, and their cache is updated in place.
+    `read` runs under `jit`. Donate the sequences to update the cache in place.
     """
 
     @classmethod
@@ -31,15 +32,15 @@ class Sequences(Protocol):
 
     @property
     def lengths(self) -> Int32[Array, " B"]:
-        """How many tokens of each have been read."""
+        """Number of tokens of each sequence in the cache."""
         ...
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], Self]:
-        """Appends `counts` of the T tokens to each sequence; also returns the logits of the next token.
+        """Appends the first `counts` of T tokens to each sequence, and returns the logits of the token after them.
 
-        The tokens beyond a count are padding. A sequence with a count of 0 stays as it is; its logits are arbitrary.
+        Tokens beyond a count are padding. A sequence with a count of 0 does not change, and its logits are arbitrary.
         """
         ...
 
@@ -47,7 +48,7 @@ class Sequences(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseSequences:
-    """Each layer has a dense cache with a row for each sequence.
+    """Sequences in dense caches, with a row for each sequence.
 
     Attributes:
         caches: One for each layer.
@@ -57,18 +58,18 @@ class DenseSequences:
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
-        """As `Sequences.empty`."""
+        """See `Sequences.empty`."""
         return cls(model.init_caches(batch_size, max_length))
 
     @property
     def lengths(self) -> Int32[Array, " B"]:
-        """As `Sequences.lengths`."""
+        """See `Sequences.lengths`."""
         return self.caches[0].lengths
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], DenseSequences]:
-        """As `Sequences.read`: appends the padding, too, and then drops it."""
+        """See `Sequences.read`. Appends the padding as well, and then drops it."""
         lengths = self.lengths + counts
         hidden, caches = model.decode_hidden(tokens, self.caches)
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -78,12 +79,12 @@ class DenseSequences:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedSequences:
-    """All layers share one paged cache. Each sequence has pages enough for all of its tokens, from a pool.
+    """Sequences in a paged cache, which all layers share. The pages of a sequence are allocated at the start.
 
     Attributes:
-        cache: Of all layers.
+        cache: Keys and values of all layers.
         page_table: The pages of each sequence.
-        lengths: How many tokens of each have been read.
+        lengths: Number of tokens of each sequence in the cache.
     """
 
     cache: PagedCache
@@ -92,17 +93,20 @@ class PagedSequences:
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> PagedSequences:
-        """As `Sequences.empty`."""
-        pages = -(-max_length // PAGE_SIZE)
-        pool = PagePool(batch_size * pages + 1, PAGE_SIZE)
+        """See `Sequences.empty`."""
+        page_size, pages = PAGE_SIZE, -(-max_length // PAGE_SIZE)
+        if any(max_length <= limit < pages * page_size for limit in model.config.context_limits[:-1]):
+            page_size = math.gcd(max_length, PAGE_SIZE)  # a capacity beyond the limit selects other factors of LongRoPE
+            pages = max_length // page_size
+        pool = PagePool(batch_size * pages + 1, page_size)
         table = np.array([pool.alloc(pages) for _ in range(batch_size)], np.int32)
-        cache = model.init_paged_cache(pool.num_pages, PAGE_SIZE)
+        cache = model.init_paged_cache(pool.num_pages, page_size)
         return cls(cache, jnp.asarray(table), jnp.zeros(batch_size, jnp.int32))
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], PagedSequences]:
-        """As `Sequences.read`: packs the tokens of all; the padding stays unused at the end."""
+        """See `Sequences.read`. Packs the tokens of all sequences, with the padding at the end."""
         ends = jnp.cumsum(counts, dtype=jnp.int32)
         begins, lengths = ends - counts, self.lengths + counts
         batch = PagedBatch(jnp.concatenate([begins[:1], ends]), lengths, self.page_table)
@@ -113,4 +117,4 @@ class PagedSequences:
 
 
 KINDS: dict[str, type[DenseSequences] | type[PagedSequences]] = {"dense": DenseSequences, "paged": PagedSequences}
-"""By the names of their caches."""
+"""The implementations of `Sequences`, by name."""

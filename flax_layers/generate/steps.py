@@ -16,18 +16,18 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 
 NO_TOKEN = -1
-"""Stands where a sequence that has ended writes nothing."""
+"""The entry of a chunk where a sequence has already ended."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How tokens of B sequences are chosen, and when the sequences end.
+    """How tokens of B sequences are sampled, and when the sequences end.
 
     Attributes:
-        sampling: How tokens are chosen.
-        max_tokens: How many each sequence gets at most.
-        stop_tokens: End a sequence.
+        sampling: Sampling parameters.
+        max_tokens: Maximum number of new tokens of each sequence.
+        stop_tokens: Tokens that end a sequence.
     """
 
     sampling: SamplingBatch
@@ -38,13 +38,13 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The state of B sequences.
+    """The state of B sequences between decoding steps.
 
     Attributes:
-        sequences: The tokens in the caches.
-        token: The last one of each that was chosen; it is read next. `NO_TOKEN` for those that ended before.
-        written: How many have been chosen.
-        ended: Which sequences are complete.
+        sequences: The sequences and their cache.
+        token: The last sampled token of each sequence, not yet in the cache; `NO_TOKEN` if it ended earlier.
+        written: Number of tokens sampled for each.
+        ended: Whether each is complete.
     """
 
     sequences: DenseSequences | PagedSequences
@@ -62,18 +62,18 @@ def prefill(
     counts: Int32[Array, " B"],
     rules: Rules,
 ) -> State:
-    """Reads the prompts and chooses the first token of each sequence.
+    """Reads the prompts and samples the first token of each sequence.
 
     Args:
-        graph: Of the model.
-        parameters: Of the model.
-        sequences: Empty ones; donated.
-        prompts: Padded to one length.
-        counts: How many tokens each prompt has.
-        rules: How tokens are chosen.
+        graph: The graph definition of the model.
+        parameters: The state of the model.
+        sequences: Empty sequences, donated.
+        prompts: Tokens, padded to one length.
+        counts: Number of tokens of each prompt.
+        rules: How tokens are sampled.
 
     Returns:
-        The state after it.
+        The state after prefill.
     """
     logits, sequences = sequences.read(nnx.merge(graph, parameters), prompts, counts)
     begun = jnp.zeros(counts.shape, jnp.int32)
@@ -84,17 +84,17 @@ def prefill(
 def write_chunk(
     graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:
-    """Takes up to `steps` decoding steps, until all sequences have ended.
+    """Runs up to `steps` decoding steps, and stops early when all sequences have ended.
 
     Args:
-        graph: Of the model.
-        parameters: Of the model.
-        state: Donated.
-        rules: How tokens are chosen.
-        steps: How many times at most.
+        graph: The graph definition of the model.
+        parameters: The state of the model.
+        state: The state of the sequences, donated.
+        rules: How tokens are sampled.
+        steps: Maximum number of steps.
 
     Returns:
-        The state, and the tokens; `NO_TOKEN` where there is none.
+        The new state, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
     """
     model = nnx.merge(graph, parameters)
 
@@ -115,7 +115,7 @@ def write_chunk(
 
 
 def _choose(logits: Array, state: State, rules: Rules) -> State:
-    """The state with the token that follows in each sequence that has not ended."""
+    """Samples the next token of each sequence that has not ended."""
     token = sample(logits, rules.sampling, state.sequences.lengths)
     written = state.written + (~state.ended).astype(jnp.int32)
     stopped = jnp.any(token[:, None] == rules.stop_tokens[None, :], axis=-1)

@@ -7,17 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen
 from flax.typing import Dtype, Initializer
-from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import attention_core
-from flax_layers.dense_cache import DenseCache
+from flax_layers.attention_methods import AttentionMethods
 from flax_layers.linen.mods import check_no_nnx_state, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
 
 
-class FlexAttention(linen.Module):
+class FlexAttention(AttentionMethods, linen.Module):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
     The layer of `flax_layers.nnx.FlexAttention` for linen: the same arguments, shapes, caches and errors, and the same
@@ -67,10 +66,17 @@ class FlexAttention(linen.Module):
         ...     in_features=32, num_heads=4, num_kv_heads=2, rotary_base=10000.0,
         ...     mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
         ... )
-        >>> inputs = jnp.ones((2, 10, 32))
+        >>> inputs = jnp.sin(jnp.arange(2 * 10 * 32.0)).reshape(2, 10, 32)
         >>> variables = layer.init(jax.random.key(0), inputs)
-        >>> layer.apply(variables, inputs).shape
-        (2, 10, 32)
+        >>> outputs = layer.apply(variables, inputs)
+
+        A prompt of nine tokens, then one token, with a dense cache:
+
+        >>> cache = layer.init_cache(batch_size=2, max_length=64)
+        >>> prompt, cache = layer.apply(variables, inputs[:, :9], cache, method="decode")
+        >>> token, cache = layer.apply(variables, inputs[:, 9:], cache, method="decode")
+        >>> print(jnp.allclose(token, outputs[:, 9:], atol=1e-5), cache.lengths)
+        True [10 10]
     """
 
     in_features: int
@@ -107,170 +113,23 @@ class FlexAttention(linen.Module):
 
     def setup(self) -> None:
         """Makes the projections."""
-        num_kv_heads, head_dim = _sizes(self)
+        assert self.num_kv_heads is not None  # both are set by `__post_init__`
+        assert self.head_dim is not None
         dtypes = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         inits = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
         linear = functools.partial(linen.Dense, **inits, **dtypes)
-        self.query = linear(self.num_heads * head_dim, use_bias=self.use_bias)
-        self.key = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
-        self.value = linear(num_kv_heads * head_dim, use_bias=self.use_bias)
+        self.query = linear(self.num_heads * self.head_dim, use_bias=self.use_bias)
+        self.key = linear(self.num_kv_heads * self.head_dim, use_bias=self.use_bias)
+        self.value = linear(self.num_kv_heads * self.head_dim, use_bias=self.use_bias)
         self.out = linear(self.in_features, use_bias=self.use_bias if self.out_bias is None else self.out_bias)
-        norm = functools.partial(RMSNorm, head_dim, **dtypes, **(self.qk_norm_options or {}))
+        norm = functools.partial(RMSNorm, self.head_dim, **dtypes, **(self.qk_norm_options or {}))
         self.query_norm = norm() if self.qk_norm else None
         self.key_norm = norm() if self.qk_norm else None
 
-    def __call__(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
-        positions: Int[Array, "*#batch T"] | None = None,
-    ) -> Float[Array, "*batch T features"]:
-        """Attends within each sequence.
-
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-
-        Returns:
-            One vector for each position, in the dtype of the computation.
-
-        Raises:
-            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
-        """
-        mods = self._mods(score_mod, mask_mod, block_mask)
-        return attention_core.attend(self, inputs, mods, positions)
-
-    @linen.nowrap
-    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
-        """A dense cache of empty sequences for `decode`. It needs no variables.
-
-        Args:
-            batch_size: B, the number of sequences: the product of the leading axes of the inputs to `decode`.
-            max_length: Tokens that each sequence has room for, prompt included.
-            dtype: Of keys and values, and of the attention over them. Default: the dtype of the layer's computation,
-                or of its parameters where the layer has none of its own.
-
-        Returns:
-            The cache.
-
-        Raises:
-            TypeError: A size is no integer, or the dtype is not floating-point.
-            ValueError: A size is negative, or `max_length` is 0.
-        """
-        return DenseCache.create(batch_size, max_length, *_sizes(self), dtype=dtype or self.dtype or self.param_dtype)
-
-    @linen.nowrap
-    def init_paged_cache(
-        self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
-    ) -> jflex.paged.PagedCache:
-        """A paged cache for `decode_paged`. It needs no variables.
-
-        Args:
-            num_pages: Pages in all, page 0 included, which holds no tokens.
-            page_size: Tokens in a page, 1 to 256.
-            layers: How many layers like this one share the cache and its page tables. Default: it is this layer's own,
-                without an axis of layers.
-            dtype: As for `init_cache`.
-
-        Returns:
-            The cache.
-
-        Raises:
-            TypeError: A size is no integer, or the dtype is not floating-point.
-            ValueError: A size is out of its range.
-        """
-        dtype = dtype or self.dtype or self.param_dtype
-        assert dtype is not None  # Flax's type of dtypes has None in it
-        return jflex.paged.PagedCache.create(num_pages, page_size, *_sizes(self), dtype=dtype, layers=layers)
-
-    def decode(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        cache: DenseCache,
-        *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
-    ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
-        """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
-
-        What `flax_layers.nnx.FlexAttention.decode` says of mods, positions, masks and donation holds here.
-
-        Args:
-            inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
-            cache: Of `init_cache`, or what the last call returned.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
-                the cache. Make it with `cache.block_mask(mask_mod, T)`, once for all layers that share it.
-
-        Returns:
-            One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
-            sequence. Where traced lengths leave no room for them, they are dropped, and the outputs of what was
-            dropped mean nothing.
-
-        Raises:
-            TypeError: `cache` is no DenseCache.
-            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
-                the constructor's BlockMask masks more than its mask_mod.
-
-        Example:
-            >>> import jax
-            >>> import jax.numpy as jnp
-            >>> from flax_layers.linen import FlexAttention
-            >>> layer = FlexAttention(32, 4, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
-            >>> inputs = jax.random.normal(jax.random.key(0), (2, 10, 32))
-            >>> variables = layer.init(jax.random.key(1), inputs)
-            >>> cache = layer.init_cache(batch_size=2, max_length=64)
-            >>> prompt, cache = layer.apply(variables, inputs[:, :9], cache, method="decode")
-            >>> token, cache = layer.apply(variables, inputs[:, 9:], cache, method="decode")
-            >>> print(jnp.allclose(token, layer.apply(variables, inputs)[:, 9:], atol=1e-5), cache.lengths)
-            True [10 10]
-        """
-        attention_core.check_one_mask(mask_mod, block_mask)
-        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
-
-    def decode_paged(
-        self,
-        inputs: Float[Array, "N features"],
-        cache: jflex.paged.PagedCache,
-        batch: jflex.paged.PagedBatch,
-        *,
-        layer: int | Int32[Array, ""] | None = None,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-    ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
-        """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
-
-        What `flax_layers.nnx.FlexAttention.decode_paged` says of requests, mods and donation holds here.
-
-        Args:
-            inputs: The tokens of all requests, packed in the order of `batch`.
-            cache: Of `init_paged_cache`, or what the last call returned.
-            batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
-                page that is written must belong to one request alone.
-            layer: Which layer of a cache for several, a Python int or traced.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-
-        Returns:
-            One vector for each token, in the dtype of the computation (arbitrary for padding behind the last request);
-            and the cache that holds their keys and values.
-
-        Raises:
-            TypeError: `cache` or `batch` is of a wrong kind.
-            ValueError: `inputs` have other than two axes; cache, batch and layer do not fit together, as far as values
-                are known; the constructor's BlockMask masks more than its mask_mod.
-        """
-        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
+    # linen sets up the scope in methods that are defined in the class itself, not in those that it inherits.
+    __call__ = AttentionMethods.__call__
+    decode = AttentionMethods.decode
+    decode_paged = AttentionMethods.decode_paged
 
     def _mods(
         self,
@@ -278,14 +137,10 @@ class FlexAttention(linen.Module):
         mask_mod: jflex.MaskMod | None,
         block_mask: jflex.BlockMask | None = None,
     ) -> attention_core.Mods:
-        own = attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask)
-        mods = own.replaced_by(score_mod, mask_mod, block_mask)
+        mods = super()._mods(score_mod, mask_mod, block_mask)
         score_mod = with_parameters("score_mod", mods.score_mod)
         return attention_core.Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)
 
-
-def _sizes(layer: FlexAttention) -> tuple[int, int]:
-    """Key heads and head size, which `__post_init__` filled in."""
-    assert layer.num_kv_heads is not None
-    assert layer.head_dim is not None
-    return layer.num_kv_heads, layer.head_dim
+    @linen.nowrap
+    def _compute_dtype(self) -> Dtype:
+        return self.dtype or self.param_dtype

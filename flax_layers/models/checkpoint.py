@@ -13,7 +13,7 @@ from flax_layers.models import families
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.config_json import read_config, write_config
 from flax_layers.models.decoder import Decoder
-from flax_layers.models.folders import CheckpointError, copy_tokenizer, replaced_folder
+from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, replaced_folder
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.models.tensor_files import TensorFiles, write_files
 
@@ -46,8 +46,8 @@ def from_pretrained(
         mesh: Devices to shard the parameters over. Default: all on JAX's default device.
         rules: How each parameter is sharded over the mesh.
         implementation: The backend of jflex.
-        max_positions: The longest context that will be used, for models with two sets of rotary factors (LongRoPE).
-            Default: what the file says.
+        max_positions: The longest context that will be used. Default: what the file says. Up to the original context
+            of a LongRoPE, the model always has its short factors.
 
     Returns:
         The model.
@@ -100,11 +100,12 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
         FileNotFoundError: There is none.
         CheckpointError: It cannot be read, or describes what the decoder cannot do.
     """
+    recover(folder)
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}.")
     try:
-        return read_config(json.loads(path.read_text()), max_positions)
+        return read_config(json.loads(path.read_text(encoding="utf-8")), max_positions)
     except ValueError as error:
         raise CheckpointError(f"{path} is not the configuration of a model that can be read: {error}") from error
 
@@ -115,7 +116,8 @@ def save_pretrained(
     """Writes a model as `transformers` reads it.
 
     All files are written to a new folder, which replaces the old one at the end: if that fails, as on a full disk, an
-    earlier checkpoint is unchanged.
+    earlier checkpoint is unchanged. If the process is killed during the replacement, the next call that reads or writes
+    `folder` restores the earlier checkpoint.
 
     Args:
         model: The model; tensors have the dtype of its parameters.

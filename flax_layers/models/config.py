@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,13 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    @property
+    def context_limits(self) -> tuple[int, ...]:
+        """The longest sequence for each set of rotary factors: two for LongRoPE, else `max_positions` alone."""
+        scalings = [layer.rotary_scaling for layer in self.layers]
+        originals = {x.original_max_positions for x in scalings if isinstance(x, LongRopeScaling)}
+        return (*sorted(x for x in originals if x < self.max_positions), self.max_positions)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

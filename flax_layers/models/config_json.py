@@ -39,8 +39,7 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
 
     Args:
         raw: What it holds.
-        max_positions: The longest context that will be used. Default: what the file says. It decides between the two
-            sets of factors of a LongRoPE.
+        max_positions: The longest context that will be used. Default: what the file says.
 
     Returns:
         The model.

@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
 
         Args:
             batch: Number of sequences.
-            max_length: Capacity of each, in tokens.
+            max_length: Capacity of each, in tokens. It decides between the two sets of factors of LongRoPE.
             dtype: Of keys and values. Default: that of the computation.
 
         Returns:

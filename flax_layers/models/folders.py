@@ -1,12 +1,15 @@
 """Folders of checkpoints, and how a new one replaces an old one."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -21,6 +24,9 @@ TOKENIZER_FILES = (
 )
 """Files that are copied from checkpoint to checkpoint."""
 
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of chat templates, one in each file, which is copied, too."""
+
 _BELONGS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?")
 
 
@@ -32,8 +38,8 @@ class CheckpointError(ValueError):
 def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """An empty folder beside `folder`, which takes its place when the context ends without an error.
 
-    Until then nothing in `folder` is touched. The old folder is moved away and then removed: if the machine stops
-    between the two renames, it remains as `.NAME.old`.
+    Until then nothing in `folder` is touched. The old folder is renamed to `.NAME.old`, and removed when the new one is
+    in its place. If the process is killed in between, `recover` restores it.
 
     Args:
         folder: It need not exist. If it does, it holds a checkpoint, or nothing.
@@ -45,22 +51,52 @@ def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
     """
     folder = pathlib.Path(os.path.abspath(folder))
+    recover(folder)
     check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     room = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".new", dir=folder.parent))
     try:
         yield room
-        for path in room.iterdir():
-            _flush(path)
+        for path in room.rglob("*"):
+            if path.is_file():
+                _flush(path)
         room.chmod(0o755)
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
-            folder.rename(old)
+            folder.rename(_old(folder))
         room.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(room, ignore_errors=True)
+        _recover(folder)
+
+
+def recover(folder: str | pathlib.Path) -> None:
+    """Restores a checkpoint whose replacement was interrupted, and warns; or removes the one that was replaced.
+
+    Args:
+        folder: Of a checkpoint. If it does not exist, `.NAME.old` is renamed to it; if it does, `.NAME.old` is removed.
+    """
+    folder = pathlib.Path(os.path.abspath(folder))
+    if _recover(folder):
+        warnings.warn(
+            f"A save to {folder} was interrupted. The checkpoint before it was restored from {_old(folder).name}.",
+            stacklevel=2,
+        )
+
+
+def _recover(folder: pathlib.Path) -> bool:
+    """Whether the old folder was restored."""
+    old = _old(folder)
+    if not old.is_dir() or not all(map(_belongs, old.iterdir())):
+        return False
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        return False
+    old.rename(folder)
+    return True
+
+
+def _old(folder: pathlib.Path) -> pathlib.Path:
+    return folder.parent / f".{folder.name}.old"
 
 
 def check_replaceable(folder: pathlib.Path) -> None:
@@ -90,9 +126,36 @@ def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, target / MORE_TEMPLATES)
+
+
+def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
+    """What a JSON file of a checkpoint holds.
+
+    Args:
+        path: It need not exist.
+
+    Returns:
+        Its object; an empty one if there is no such file.
+
+    Raises:
+        CheckpointError: It is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{path} must hold a JSON object. Got {type(held).__name__}. Download it again.")
+    return held
 
 
 def _belongs(path: pathlib.Path) -> bool:
+    if path.name == MORE_TEMPLATES:
+        return path.is_dir() and all(file.suffix == ".jinja" for file in path.iterdir())
     return path.is_file() and (path.name in TOKENIZER_FILES or _BELONGS.fullmatch(path.name) is not None)
 
 

@@ -118,7 +118,7 @@ def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
     index = folder / INDEX
     if index.exists():
         try:
-            file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            file_of: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{index} is not an index of tensors: {error!r}.") from error
         listed: dict[pathlib.Path, list[str] | None] = {}

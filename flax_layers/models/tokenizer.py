@@ -1,20 +1,16 @@
 """Text to tokens and back, by `tokenizer.json` and the chat template of a checkpoint."""
 
-import datetime
 import functools
-import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
+from flax_layers.models.folders import MORE_TEMPLATES, read_optional_json, recover
 from flax_layers.models.optional import needs
 from flax_layers.models.text_stream import TextStream
-
-if TYPE_CHECKING:
-    import jinja2
 
 Message = Mapping[str, Any]
 """Of a chat: `{"role": "user", "content": "..."}`."""
@@ -24,15 +20,21 @@ class Tokenizer:
     """The tokenizer of a checkpoint.
 
     Args:
-        folder: It holds `tokenizer.json`, and as a rule `tokenizer_config.json`, with the chat template or beside
-            `chat_template.jinja`.
+        folder: It holds `tokenizer.json`. Special tokens come from `tokenizer_config.json`, and chat templates from
+            there, from `chat_template.jinja` or from `additional_chat_templates/`.
+
+    Attributes:
+        special_tokens: By their role, as `bos_token`.
+        chat_templates: By name; `default` is the usual one.
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
+        CheckpointError: `tokenizer_config.json` is not JSON.
     """
 
     def __init__(self, folder: str | pathlib.Path):
         folder = pathlib.Path(folder)
+        recover(folder)
         path = folder / "tokenizer.json"
         if not path.exists():
             raise FileNotFoundError(
@@ -45,13 +47,13 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # settings of training; `transformers` ignores them, too
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+        config = read_optional_json(config_path)
         self.special_tokens: dict[str, str] = {
             name: _content(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
-        self.chat_templates = _chat_templates(folder, config)
+        self.chat_templates, self._template_paths = _chat_templates(folder, config, config_path)
 
     @property
     def vocabulary(self) -> int:
@@ -144,13 +146,13 @@ class Tokenizer:
                 f"`template` must name a chat template of the checkpoint; it has {known}. Got {template!r}."
             )
         with needs("jinja2"):
-            import jinja2
-        compiled = _environment().from_string(self.chat_templates[template])
-        values = {"tools": None, "documents": None, **self.special_tokens, **values}
-        try:
-            return compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"The chat template refuses `messages`: {error}") from error
+            from flax_layers.models import chat_template
+        values = {
+            "tools": None, "documents": None, **self.special_tokens, **values,
+            "messages": messages, "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        origin = f"{template!r} in {self._template_paths[template]}"
+        return chat_template.render(self.chat_templates[template], origin, values)
 
 
 def _content(token: Any) -> str:
@@ -158,32 +160,17 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _chat_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; a file of its own counts before what the configuration holds."""
+def _chat_templates(
+    folder: pathlib.Path, config: Mapping[str, Any], config_path: pathlib.Path
+) -> tuple[dict[str, str], dict[str, pathlib.Path]]:
+    """Templates and their files, by name. Files of their own replace those of the configuration."""
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}
     elif isinstance(templates, list):
         templates = {entry["name"]: entry["template"] for entry in templates}
-    path = folder / "chat_template.jinja"
-    return {**templates, "default": path.read_text(encoding="utf-8")} if path.exists() else dict(templates)
-
-
-def _environment() -> "jinja2.Environment":
-    """What templates of Hugging Face are written for."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+    files = {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return {**templates, **texts}, {**dict.fromkeys(templates, config_path), **files}

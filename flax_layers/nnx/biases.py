@@ -38,7 +38,7 @@ class AlibiBias(nnx.Module):
         kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the penalty."""
-        return jnp.asarray(alibi(self.slopes[...])(score, b, h, q_idx, kv_idx))
+        return jnp.asarray(alibi(self.slopes[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))
 
 
 class RelativeBias(nnx.Module):
@@ -71,4 +71,4 @@ class RelativeBias(nnx.Module):
         kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
         """Returns the score with the number of its distance."""
-        return jnp.asarray(relative_bias(self.table[...])(score, b, h, q_idx, kv_idx))
+        return jnp.asarray(relative_bias(self.table[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))

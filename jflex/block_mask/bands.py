@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, block_count, demote_tails, lists_from_states
 from jflex.block_mask.mask import BlockMask
+from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
 
@@ -58,7 +59,7 @@ def band_block_mask(
     Args:
       mask_mod: The whole mask, evaluated in partial blocks.
       band: See `Band`; `Band.within` the lengths.
-      shape: ``(B, H, T, S)``; B and H are 1 where `mask_mod` does not use ``b`` and ``h``.
+      shape: ``(B, H, T, S)`` of the call. The mask has 1 for B and H where `mask_mod` does not use ``b`` and ``h``.
       block_size: Of queries and keys.
       q_lengths: Queries of each batch entry; those beyond attend to nothing.
       mask: A dense mask, which is read once for its blocks; its axes may be 1.
@@ -71,27 +72,40 @@ def band_block_mask(
     R, C = (block_count(n, block) for n, block in zip(seq_lengths, block_size, strict=True))
     if R * C <= 1:
         return None
-    if (q_lengths is None or R == 1) and mask is None:
-        hides_more = hides_more or q_lengths is not None
-        lists = _static_lists(band, seq_lengths, block_size, hides_more)
-        if lists is None:
-            return None
-        if shape[:2] != (1, 1):
-            lists = BlockLists(*(jnp.broadcast_to(x, (*shape[:2], *x.shape[2:])) for x in lists))
-    else:
-        states = jnp.asarray(_static_states(band, seq_lengths, block_size))
-        if q_lengths is not None:
-            states = _cut_by_queries(states, band, seq_lengths, block_size, q_lengths)
-        if mask is not None:
-            states = jnp.minimum(*jnp.broadcast_arrays(states, dense_states(mask, block_size)))
-        states = jnp.minimum(states, jnp.int8(PARTIAL)) if hides_more else states
-        states = jnp.broadcast_to(states, (*shape[:2], R, C))
-        lists = lists_from_states(demote_tails(states, seq_lengths, block_size))
+    static = (q_lengths is None or R == 1) and mask is None
+    hides_more = hides_more or (static and q_lengths is not None)
+    lists = _static_lists(band, seq_lengths, block_size, hides_more) if static else None
+    if static and lists is None:
+        return None
     traced, operands = trace_mask_mod(mask_mod)
+    batch_heads = tuple(size if uses_index(traced, index) else 1 for size, index in zip(shape, "bh", strict=False))
+    if lists is None:
+        states = _states_of_arrays(band, seq_lengths, block_size, q_lengths, mask, hides_more)
+        states = jnp.broadcast_to(states, (*batch_heads, R, C))
+        lists = lists_from_states(demote_tails(states, seq_lengths, block_size))
+    elif batch_heads != (1, 1):
+        lists = BlockLists(*(jnp.broadcast_to(x, (*batch_heads, *x.shape[2:])) for x in lists))
     return BlockMask(
         **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=seq_lengths, block_size=block_size,
         lists_follow_mod=True,
     )  # fmt: skip
+
+
+def _states_of_arrays(
+    band: Band,
+    seq_lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    q_lengths: Int32[Array, " B"] | None,
+    mask: Bool[Array, "b h t s"] | None,
+    hides_more: bool,
+) -> Int8[Array, "b h R C"]:
+    """The states of the blocks where query lengths or a dense mask decide."""
+    states = jnp.asarray(_static_states(band, seq_lengths, block_size))
+    if q_lengths is not None:
+        states = _cut_by_queries(states, band, seq_lengths, block_size, q_lengths)
+    if mask is not None:
+        states = jnp.minimum(*jnp.broadcast_arrays(states, dense_states(mask, block_size)))
+    return jnp.minimum(states, jnp.int8(PARTIAL)) if hides_more else states
 
 
 @jax.jit(static_argnames="block_size")

@@ -4,7 +4,8 @@
 
 It needs torch and transformers, which nothing else here does. A folder holds what `save_pretrained` writes, and
 `expected.npz`: tokens [2, 24], their logits in float32, and 32 tokens that greedy decoding goes on with. The margin of
-the best logit over the next is checked, so that rounding decides no token.
+the best logit over the next is checked, so that rounding decides no token. Where the rotary embedding depends on the
+length of the sequence, there are also logits of shorter prompts, and tokens that follow them beyond that length.
 """
 
 import json
@@ -48,6 +49,9 @@ _LONGROPE = {
     "long_factor": [1.0, 1.9, 3.7],
 }
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
+
+# The length of the shorter prompts.
+SHORT_PROMPTS = {"phi3": 13}
 
 # Name: class of the model, its dtype in the file, what its configuration sets.
 CASES = {
@@ -100,10 +104,17 @@ def make(name: str, folder: pathlib.Path) -> None:
         with torch.no_grad():
             logits = model(tokens).logits
             greedy, margin = continue_greedily(model, tokens)
+    expected = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy(), "greedy": greedy.astype(np.int32)}
+    if name in SHORT_PROMPTS:
+        prompts = tokens[:, : SHORT_PROMPTS[name]]
+        with torch.no_grad():
+            short_logits = model(prompts).logits
+            short_greedy, short_margin = continue_greedily(model, prompts)
+        assert short_margin >= MARGIN, f"{name}: choose another length; the margin is {short_margin}"
+        expected |= {"short_logits": short_logits.numpy(), "short_greedy": short_greedy.astype(np.int32)}
     # Two files for one of them: an index names which tensor is where.
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size="100KB" if name == "llama3" else "1GB")
-    expected = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy(), "greedy": greedy.astype(np.int32)}
     np.savez_compressed(folder / "expected.npz", **expected)
     kinds = len(np.unique(greedy))
     print(f"{name}: seed {seed}, margin {margin:.4f}, logits up to {logits.abs().max():.2f}, {kinds} different tokens")

@@ -1,0 +1,173 @@
+"""The methods of the attention layers of nnx and linen. Each layer adds its constructor and its parameters."""
+
+from __future__ import annotations
+
+from flax.typing import Dtype
+from jaxtyping import Array, Float, Int, Int32
+
+import jflex
+from flax_layers import attention_core
+from flax_layers.dense_cache import DenseCache
+
+
+class AttentionMethods(attention_core.Layer):
+    """The calls of a `FlexAttention`: whole sequences, and sequences in a dense or a paged cache."""
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        *,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None,
+    ) -> Float[Array, "*batch T features"]:
+        """Attends within each sequence.
+
+        Args:
+            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
+                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces the constructor's mask, of either form.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
+
+        Returns:
+            One vector for each position, in the dtype of the computation.
+
+        Raises:
+            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
+        """
+        mods = self._mods(score_mod, mask_mod, block_mask)
+        return attention_core.attend(self, inputs, mods, positions)
+
+    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
+        """A dense cache of empty sequences for `decode`. It needs no parameters.
+
+        Args:
+            batch_size: B, the number of sequences: the product of the leading axes of the inputs to `decode`.
+            max_length: Capacity of each sequence in tokens, prompt included.
+            dtype: Of keys and values, and of the attention over them. Default: the dtype of the layer's computation,
+                or of its parameters where the layer has none of its own.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is not an integer, or the dtype is not floating-point.
+            ValueError: A size is negative, or `max_length` is 0.
+        """
+        sizes = (batch_size, max_length, self.num_kv_heads, self.head_dim)
+        return DenseCache.create(*sizes, dtype=dtype or self._compute_dtype())
+
+    def init_paged_cache(
+        self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
+    ) -> jflex.paged.PagedCache:
+        """A paged cache for `decode_paged`. It needs no parameters.
+
+        Args:
+            num_pages: Number of pages, including page 0, which holds no tokens.
+            page_size: Tokens in a page, 1 to 256.
+            layers: Number of layers like this one that share the cache and its page tables. Default: the cache is this
+                layer's own, without an axis of layers.
+            dtype: As for `init_cache`.
+
+        Returns:
+            The cache.
+
+        Raises:
+            TypeError: A size is not an integer, or the dtype is not floating-point.
+            ValueError: A size is out of its range.
+        """
+        sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim)
+        return jflex.paged.PagedCache.create(*sizes, dtype=dtype or self._compute_dtype(), layers=layers)
+
+    def decode(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        cache: DenseCache,
+        *,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+    ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
+        """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
+
+        Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
+        embedding, count from the beginning of each sequence. Pass the mods of `__call__`, without an offset. If the
+        constructor got a BlockMask, its mask_mod is used. No mask is implied: a decoder needs a causal one. Arrays that
+        mods capture must cover all positions in use, not only those of this call; for ready mods this is checked as far
+        as lengths are known.
+
+        The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place.
+
+        Args:
+            inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
+            cache: From `init_cache` or from the last call.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
+                the cache. Blocks that it does not list are not read, as in a layer with a window. Make it with
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it.
+
+        Returns:
+            One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
+            sequence. If traced lengths leave no room for a token, it is dropped, and its output is meaningless.
+
+        Raises:
+            TypeError: `cache` is not a DenseCache.
+            ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
+                the constructor's BlockMask masks more than its mask_mod.
+        """
+        attention_core.check_one_mask(mask_mod, block_mask)
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
+
+    def decode_paged(
+        self,
+        inputs: Float[Array, "N features"],
+        cache: jflex.paged.PagedCache,
+        batch: jflex.paged.PagedBatch,
+        *,
+        layer: int | Int32[Array, ""] | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+    ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
+        """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
+
+        Prompts, chunks of prompts and single tokens go in one call, without padding. Mods, positions, masks and
+        donation are as in `decode`; `b` is the number of the request in `batch`.
+
+        Args:
+            inputs: The tokens of all requests, packed in the order of `batch`.
+            cache: From `init_paged_cache` or from the last call.
+            batch: The tokens and the pages of each request. Its `kv_lengths` include the tokens of this call. Every
+                page that is written must belong to one request alone.
+            layer: Index of the layer in a cache for several, a Python int or traced.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+
+        Returns:
+            One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
+            and the cache that holds their keys and values.
+
+        Raises:
+            TypeError: `cache` or `batch` has a wrong type.
+            ValueError: `inputs` do not have two axes; cache, batch and layer do not fit together, as far as values are
+                known; the constructor's BlockMask masks more than its mask_mod.
+        """
+        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
+
+    def _mods(
+        self,
+        score_mod: jflex.ScoreMod | None,
+        mask_mod: jflex.MaskMod | None,
+        block_mask: jflex.BlockMask | None = None,
+    ) -> attention_core.Mods:
+        """The mods of a call: its own, or else those of the constructor."""
+        own = attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask)
+        return own.replaced_by(score_mod, mask_mod, block_mask)
+
+    def _compute_dtype(self) -> Dtype:
+        """The dtype of the computation, or of the parameters where the layer has none of its own."""
+        raise NotImplementedError
