@@ -18,7 +18,7 @@ from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
 from flax_layers.serving import step as step_module
 from flax_layers.serving.penalties import Penalties
-from tests.golden_models import ROOT, expected, logits_of
+from tests.golden_models import ROOT, expected, load, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
@@ -359,6 +359,13 @@ def test_a_fault_of_the_scheduler_ends_every_request(model, monkeypatch):
     assert not engine.is_running
     with pytest.raises(Closed):
         Client(engine, (1,))
+
+
+def test_longrope_rotates_all_keys_alike():
+    config = load("phi3").config
+    assert len(config.context_limits) == 2
+    assert len(EngineOptions(page_size=4).pages(config)) == 1
+    assert len(EngineOptions(page_size=4).pages(SMALL)) == 2
 
 
 @pytest.mark.parametrize(

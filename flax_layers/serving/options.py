@@ -98,9 +98,13 @@ class EngineOptions:
         return context
 
     def pages(self, config: ModelConfig) -> tuple[int, ...]:
-        """Buckets of the pages of a request: a quarter of the context, and all of it."""
+        """Buckets of the pages of a request: a quarter of the context, and all of it.
+
+        The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
+        so such a model has one bucket, and `context` decides.
+        """
         most = min(-(-self.context_of(config) // self.page_size), self.num_pages - 1)
-        return tuple(sorted({-(-most // 4), most}))
+        return (most,) if len(config.context_limits) > 1 else tuple(sorted({-(-most // 4), most}))
 
     def shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
         """All shapes that a step can have: `shape_for` returns no other."""
