@@ -1,4 +1,4 @@
-"""Packages of the extra `models`."""
+"""Imports of the packages in the extra `models`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needs(package: str) -> Iterator[None]:
-    """Says what to install where a package is missing.
+    """Says how to install a package if it is missing.
 
     Args:
-        package: That is imported inside.
+        package: The package that is imported in the context.
 
     Raises:
-        ModuleNotFoundError: It is not installed; the message says how to install it.
+        ModuleNotFoundError: It is not installed.
 
     Example:
         >>> with needs("no_such_package"):
