@@ -60,7 +60,7 @@ def test_named_templates_of_the_configuration(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.chat([]), tokenizer.chat([], template="rag", documents=1)) == ("A", "B1")
     assert tokenizer.special_tokens["eos_token"] == "</s>"
-    with pytest.raises(ValueError, match=r"`template` must name a chat template .* has default, rag"):
+    with pytest.raises(ValueError, match=r"`template` must be a chat template .* has default, rag"):
         tokenizer.chat([], template="tools")
 
 

@@ -1,4 +1,4 @@
-"""Language models of several families, all of them one decoder, and their Hugging Face checkpoints."""
+"""One decoder for several families of language models, and their Hugging Face checkpoints."""
 
 from flax_layers.models.checkpoint import from_pretrained, save_pretrained
 from flax_layers.models.config import LayerConfig, ModelConfig

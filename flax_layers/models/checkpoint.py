@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoints to a `Decoder`, one tensor at a time, and writes them."""
+"""Loads and saves Hugging Face checkpoints, one tensor at a time."""
 
 import json
 import pathlib
@@ -20,7 +20,7 @@ from flax_layers.models.tensor_files import TensorFiles, write_files
 Folder = str | pathlib.Path
 
 _IGNORED = (".rotary_emb.inv_freq",)
-"""Ends of names of tensors that hold no parameters: old files of Llama have them."""
+"""Suffixes of tensors in old Llama files that are not parameters."""
 
 
 def from_pretrained(
@@ -33,19 +33,18 @@ def from_pretrained(
     implementation: str | tuple[str, ...] | None = None,
     max_positions: int | None = None,
 ) -> Decoder:
-    """Reads a model from a folder that `transformers` or `save_pretrained` wrote.
+    """Loads a model from a folder that `transformers` or `save_pretrained` wrote.
 
-    Files are memory-mapped. Parameters are read one after the other, each shard straight to its device: the host never
-    holds more than one parameter on top of those on devices. All names and shapes are compared before
-    the first is read.
+    Files are memory-mapped. Parameters are loaded one after the other, each shard directly to its device, so the host
+    holds at most one parameter at a time. All names and shapes are checked before the first is loaded.
 
     Args:
-        folder: It holds `config.json`, and one or more `*.safetensors`.
-        dtype: Of the computation. Default: `param_dtype`.
-        param_dtype: Of the parameters, float32 for training. Default: `dtype`, or else what the files have.
-        mesh: Devices to shard the parameters over. Default: all on JAX's default device.
+        folder: A folder with `config.json` and one or more `*.safetensors`.
+        dtype: Dtype of the computation. Default: `param_dtype`.
+        param_dtype: Dtype of the parameters, float32 for training. Default: `dtype`, or else the dtype in the files.
+        mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
-        implementation: The backend of jflex.
+        implementation: The jflex backend.
         max_positions: The longest context that will be used. Default: what the file says. Up to the original context
             of a LongRoPE, the model always has its short factors.
 
@@ -53,10 +52,10 @@ def from_pretrained(
         The model.
 
     Raises:
-        FileNotFoundError: The folder, or a file that belongs to it, does not exist.
-        CheckpointError: The architecture is not known; or names and shapes of tensors are not those of the model. The
-            message lists all of them.
-        ValueError: The mesh does not divide the model.
+        FileNotFoundError: The folder, or a required file in it, does not exist.
+        CheckpointError: The architecture is not supported; or names, shapes or dtypes of tensors differ from those of
+            the model. The message lists all differences.
+        ValueError: The mesh does not divide the parameters.
     """
     folder = pathlib.Path(folder)
     config = read_folder_config(folder, max_positions)
@@ -87,18 +86,18 @@ def from_pretrained(
 
 
 def read_folder_config(folder: Folder, max_positions: int | None = None) -> ModelConfig:
-    """The model that the `config.json` of a folder describes.
+    """Reads `config.json` of a checkpoint.
 
     Args:
-        folder: Of a checkpoint.
+        folder: The folder of the checkpoint.
         max_positions: As for `from_pretrained`.
 
     Returns:
-        The model.
+        The configuration of the model.
 
     Raises:
-        FileNotFoundError: There is none.
-        CheckpointError: It cannot be read, or describes what the decoder cannot do.
+        FileNotFoundError: There is no `config.json`.
+        CheckpointError: It cannot be read, or the decoder does not support the model.
     """
     recover(folder)
     path = pathlib.Path(folder) / "config.json"
@@ -107,27 +106,27 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
     try:
         return read_config(json.loads(path.read_text(encoding="utf-8")), max_positions)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not the configuration of a model that can be read: {error}") from error
+        raise CheckpointError(f"{path} is not the configuration of a supported model: {error}") from error
 
 
 def save_pretrained(
     model: Decoder, folder: Folder, *, source: Folder | None = None, max_file_bytes: int = 4 << 30
 ) -> None:
-    """Writes a model as `transformers` reads it.
+    """Saves a model in the format of `transformers`.
 
-    All files are written to a new folder, which replaces the old one at the end: if that fails, as on a full disk, an
-    earlier checkpoint is unchanged. If the process is killed during the replacement, the next call that reads or writes
-    `folder` restores the earlier checkpoint.
+    All files are written to a new folder, which then replaces the old one. If writing fails, for example on a full
+    disk, an earlier checkpoint is unchanged. If the process is killed during the replacement, the next call that reads
+    or writes `folder` restores the earlier checkpoint.
 
     Args:
-        model: The model; tensors have the dtype of its parameters.
-        folder: An earlier checkpoint in it is replaced.
-        source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has some.
-        max_file_bytes: Tensors that go into one file; the host holds those of one file at a time.
+        model: The model. Tensors are saved in the dtype of its parameters.
+        folder: Where to save it. An earlier checkpoint there is replaced.
+        source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has any.
+        max_file_bytes: Maximum size of a file. The host holds the tensors of one file at a time.
 
     Raises:
         CheckpointError: `folder` holds files that do not belong to a checkpoint.
-        ValueError: The files of the family cannot describe the model.
+        ValueError: The format of the family cannot describe the model.
         OSError: Writing fails.
     """
     folder = pathlib.Path(folder)
@@ -136,7 +135,7 @@ def save_pretrained(
     learned = [path for path in values if ".score_mod." in path]
     if learned:
         raise ValueError(
-            f"`model` has score_mods with parameters, which the files of `transformers` have no names for: "
+            f"`model` must not have score_mods with parameters, which the format of `transformers` does not know. Got "
             f"{', '.join(learned)}. Save the model with orbax."
         )
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
@@ -151,12 +150,12 @@ def save_pretrained(
 def _check_tensors(
     folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, families.Tensor], files: TensorFiles
 ) -> None:
-    """Raises one error that lists all differences between the model and the files."""
+    """Raises one error that lists all differences between the tensors of the model and of the files."""
     known = set(tensors)
     if config.tied_embeddings:
-        known.add("lm_head.weight")  # some files hold it a second time
+        known.add("lm_head.weight")  # some files hold a copy of the embeddings
     missing = [name for name in tensors if name not in files.shapes]
-    superfluous = [name for name in files.shapes if name not in known and not name.endswith(_IGNORED)]
+    unexpected = [name for name in files.shapes if name not in known and not name.endswith(_IGNORED)]
     wrong = [
         f"{name}: {list(files.shapes[name])}, not {list(tensor.shape)}"
         for name, tensor in tensors.items()
@@ -165,13 +164,13 @@ def _check_tensors(
     other = [f"{name}: {dtype}" for name, dtype in files.dtypes.items() if name in tensors and dtype not in files.READ]
     problems: dict[str, list[Any]] = {
         "missing": missing,
-        "superfluous": superfluous,
-        "of a wrong shape": wrong,
-        f"of a dtype other than {', '.join(files.READ)}": other,
+        "unexpected": unexpected,
+        "with another shape": wrong,
+        f"with a dtype other than {', '.join(files.READ)}": other,
     }
     lists = [f"{len(names)} {what}:\n  " + "\n  ".join(names) for what, names in problems.items() if names]
     if lists:
         raise CheckpointError(
-            f"The tensors in {folder} are not those of the model that its `config.json` describes, "
-            f"{config.family} with {len(config.layers)} layers. Nothing was loaded.\n" + "\n".join(lists)
+            f"The tensors in {folder} do not match its `config.json`, which describes {config.family} with "
+            f"{len(config.layers)} layers. Nothing was loaded.\n" + "\n".join(lists)
         )

@@ -7,13 +7,13 @@ from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """How one layer attends.
+    """The attention of one layer.
 
     Attributes:
-        window: How many keys a query attends to, its own included; None: all before it.
-        rotary_base: Base of the rotary embedding; None: no rotary embedding.
-        rotary_scaling: Changes its frequencies, for long contexts.
-        rotary_dim: How many features of a head rotate; None: all.
+        window: Number of keys that a query attends to, including its own position. None: all keys up to it.
+        rotary_base: Base of the rotary embedding. None: no rotary embedding.
+        rotary_scaling: Scaling of its frequencies for long contexts.
+        rotary_dim: Number of features of a head that rotate. None: all.
     """
 
     window: int | None = None
@@ -27,32 +27,32 @@ class ModelConfig:
     """A decoder.
 
     Attributes:
-        family: Name in `flax_layers.models.families`, which says how its checkpoints are written.
+        family: A name in `flax_layers.models.families`: the format of its checkpoints.
         vocabulary: Number of tokens.
         width: Size of the residual stream.
         mlp_width: Size of the hidden layer of the MLP.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Size of a head.
-        layers: How each layer attends; as many as there are layers.
-        max_positions: The longest context that the model was made for.
-        activation: Of the gate of the MLP: a name in `flax_layers.models.decoder.ACTIVATIONS`.
-        norm_epsilon: Of all RMS norms.
-        norm_offset: Added to their scales: 1 in Gemma.
-        post_norms: Whether what attention and MLP return is normalised before it is added to the stream.
+        layers: The attention of each layer.
+        max_positions: The longest context.
+        activation: Activation of the gate of the MLP: a name in `flax_layers.models.decoder.ACTIVATIONS`.
+        norm_epsilon: Epsilon of all RMS norms.
+        norm_offset: Added to the scales of all RMS norms: 1 in Gemma.
+        post_norms: Whether the outputs of attention and MLP are normalised before they are added to the stream.
         qk_norm: Whether query and key heads are normalised.
         qkv_bias: Whether the projections to queries, keys and values have biases.
-        out_bias: Whether the projection after attention has one.
+        out_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the projections of the MLP have biases.
-        attention_scale: Factor of the scores; None: `head_dim ** -0.5`.
-        attention_softcap: Bound of the scores; None: none.
-        logits_softcap: Bound of the logits; None: none.
+        attention_scale: Factor of the scores. None: `head_dim ** -0.5`.
+        attention_softcap: Soft cap of the scores. None: no cap.
+        logits_softcap: Soft cap of the logits. None: no cap.
         embedding_scale: Factor of the embeddings.
-        tied_embeddings: Whether the embeddings are also the last projection.
+        tied_embeddings: Whether the embeddings are also the output projection.
         initializer_range: Standard deviation of new embeddings and projections.
-        bos_token_id: Begins a sequence, for generation.
-        eos_token_ids: End one.
-        pad_token_id: Fills rows.
+        bos_token_id: The token that begins a sequence.
+        eos_token_ids: The tokens that end a sequence.
+        pad_token_id: The token for padding.
 
     Example:
         >>> config = ModelConfig(
@@ -99,5 +99,5 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of the layers, in the order of the layers."""
+        """The distinct windows, in the order of the layers."""
         return tuple(dict.fromkeys(layer.window for layer in self.layers))

@@ -1,7 +1,7 @@
-"""`config.json` of Hugging Face checkpoints: read to a `ModelConfig`, and written from one.
+"""Converts `config.json` of Hugging Face checkpoints to a `ModelConfig` and back.
 
-Both forms of rotary parameters are read: `rope_theta` and `rope_scaling` of Transformers 4, `rope_parameters` of 5.
-The first is written, which both read.
+Rotary parameters are read in both forms: `rope_theta` and `rope_scaling` of Transformers 4, `rope_parameters` of 5.
+They are written in the first, which both versions read.
 """
 
 import math
@@ -13,7 +13,7 @@ from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling
 
 Raw = Mapping[str, Any]
-"""What `config.json` holds."""
+"""The contents of `config.json`."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -35,17 +35,17 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
-    """The model that a `config.json` describes.
+    """Converts the contents of a `config.json`.
 
     Args:
-        raw: What it holds.
-        max_positions: The longest context that will be used. Default: what the file says.
+        raw: The contents.
+        max_positions: The longest context that will be used. Default: that of the file.
 
     Returns:
-        The model.
+        The configuration.
 
     Raises:
-        ValueError: The architecture is not known, a size is missing, or the decoder does not support the model.
+        ValueError: A size is missing, or the decoder does not support the model.
 
     Example:
         >>> config = read_config({
@@ -96,25 +96,25 @@ def _check_keys(raw: Raw) -> None:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
     for key in ("quantization_config", "use_bidirectional_attention"):
         if raw.get(key):
-            raise ValueError(f"`config.json` sets `{key}`, which this decoder does not support. Got {raw[key]!r}.")
+            raise ValueError(f"`config.json` sets `{key}`, which the decoder does not support. Got {raw[key]!r}.")
 
 
 def family_of(raw: Raw) -> Family:
-    """The family of a checkpoint, by `architectures` of its `config.json`.
+    """Looks up the family of a checkpoint by `architectures`.
 
     Args:
-        raw: What `config.json` holds.
+        raw: The contents of `config.json`.
 
     Returns:
         The family.
 
     Raises:
-        ValueError: It is not known, or is refused.
+        ValueError: No architecture is supported.
 
     Example:
         >>> family_of({"architectures": ["GptOssForCausalLM"]})
         Traceback (most recent call last):
-        ValueError: GptOssForCausalLM is not supported: its attention sinks ...
+        ValueError: GptOssForCausalLM is not supported: it has attention sinks, ...
     """
     names = raw.get("architectures") or ()
     for name in names:
@@ -133,14 +133,14 @@ def layer_kinds(family: Family, raw: Raw) -> list[str]:
     """Whether each layer attends to all keys or to a window.
 
     Args:
-        family: Of the model.
-        raw: What `config.json` holds, with the family's defaults.
+        family: The family of the model.
+        raw: The contents of `config.json`, with the defaults of the family.
 
     Returns:
         `full_attention` or `sliding_attention` for each layer.
 
     Raises:
-        ValueError: A layer is of another kind, or the kinds are not one for each layer.
+        ValueError: A layer is of another kind, or the number of kinds is not the number of layers.
     """
     layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
     if family.name == "llama":
@@ -162,7 +162,7 @@ def layer_kinds(family: Family, raw: Raw) -> list[str]:
 
 
 def _layer(raw: Raw, kind: str, head_dim: int, max_positions: int) -> LayerConfig:
-    """How a layer of a kind attends."""
+    """The configuration of a layer of a kind."""
     rope = _rope(raw, kind)
     fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     return LayerConfig(
@@ -184,7 +184,7 @@ def _rope(raw: Raw, kind: str) -> Raw:
 
 
 def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
-    """The scaling of the rotary embedding."""
+    """The rotary scaling of a layer."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     rope = {**rope, _ORIGINAL: rope.get(_ORIGINAL) or raw.get(_ORIGINAL)}
     missing = [key for key in _SCALING_KEYS.get(kind, ()) if rope.get(key) is None]
@@ -205,22 +205,22 @@ def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
         short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
         return LongRopeScaling(short, long, original, max_positions, magnitude)
     raise ValueError(
-        f"The rotary scaling of `config.json` must be default, linear, llama3 or longrope. Got {kind!r}; without "
-        "it, the model serves its original context."
+        f"The rotary scaling of `config.json` must be default, linear, llama3 or longrope. Got {kind!r}. Remove it to "
+        "use the model within its original context."
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """What `config.json` of a model holds.
+    """Converts a configuration to the contents of a `config.json`.
 
     Args:
-        config: The model.
+        config: The configuration.
 
     Returns:
-        The keys that `transformers`, and `read_config`, read.
+        The contents, as `transformers` and `read_config` read them.
 
     Raises:
-        ValueError: `config.json` of the family cannot describe the model.
+        ValueError: The format of the family cannot describe the model.
 
     Example:
         >>> config = ModelConfig(
@@ -268,8 +268,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     if read_config(raw) != config:
         differ = [key for key, value in vars(read_config(raw)).items() if value != getattr(config, key)]
         raise ValueError(
-            f"`config.json` of the family {family.name} cannot describe this model: {', '.join(differ)} would be "
-            "read otherwise. Choose another `family`, or the family's own values."
+            f"`config.json` of the family {family.name} cannot describe this model: {', '.join(differ)} would change. "
+            "Choose another `family`, or values that this family supports."
         )
     return raw
 

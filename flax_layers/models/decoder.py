@@ -21,21 +21,21 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": jax.nn.gelu,
 }
-"""By the names of Hugging Face."""
+"""Activations, by their names in Transformers."""
 
 Caches = tuple[DenseCache, ...]
-"""One for each layer."""
+"""The caches of all layers."""
 
 MakeScoreMod = Callable[..., nnx.Module]
-"""Takes `rngs` and returns a callable module, as `functools.partial(flax_layers.nnx.AlibiBias, num_heads)` does."""
+"""Takes `rngs` and returns a callable module, such as `functools.partial(flax_layers.nnx.AlibiBias, num_heads)`."""
 
 
 class MLP(nnx.Module):
-    """A gated hidden layer.
+    """A gated MLP.
 
     Args:
-        config: The model.
-        linear: Makes a projection from its two sizes.
+        config: The configuration of the model.
+        linear: Makes a projection with given input and output sizes.
     """
 
     def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear]):
@@ -45,19 +45,19 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """Returns what the MLP adds to the stream."""
+        """Returns the output, which is added to the residual stream."""
         return self.down(ACTIVATIONS[self.activation](self.gate(inputs)) * self.up(inputs))
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to the residual stream.
+    """A transformer block: attention and an MLP, each added to the residual stream.
 
     Args:
-        config: The model.
-        layer: How this layer attends.
-        score_mod: Makes a module that is the layer's own score_mod.
-        implementation: The backend of jflex.
-        options: `dtype`, `param_dtype` and `rngs`, as of `Decoder`.
+        config: The configuration of the model.
+        layer: The configuration of this layer.
+        score_mod: Makes a module that is the score_mod of this layer.
+        implementation: The jflex backend.
+        options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Block(nnx.Module):
         block_mask: jflex.BlockMask | None = None,
         positions: Int[Array, "*#B T"] | None = None,
     ) -> Float[Array, "B T width"]:
-        """Returns the stream after this block.
+        """Returns the residual stream after this block.
 
         Args:
             stream: The residual stream.
-            block_mask: Default: causal, within the layer's window, with no blocks skipped.
-            positions: For the rotary embedding. Default: 0, 1, 2, ...
+            block_mask: The mask. Default: causal within the layer's window, without skipping blocks.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
         """
         mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
         attended = self.attention(
@@ -124,7 +124,7 @@ class Block(nnx.Module):
     def decode(
         self, stream: Float[Array, "B T width"], cache: DenseCache, block_mask: jflex.BlockMask | None = None
     ) -> tuple[Float[Array, "B T width"], DenseCache]:
-        """Returns the stream of the next tokens of each sequence, and the cache with them."""
+        """Appends tokens to each sequence. Returns their residual stream after this block, and the cache."""
         attended, cache = self.attention.decode(
             self.attention_norm(stream),
             cache,
@@ -137,7 +137,7 @@ class Block(nnx.Module):
     def decode_paged(
         self, stream: Float[Array, "N width"], cache: PagedCache, batch: PagedBatch, layer: int | Int[Array, ""]
     ) -> tuple[Float[Array, "N width"], PagedCache]:
-        """Returns the stream of packed tokens, and the cache with them as this layer."""
+        """Appends packed tokens to layer `layer` of the cache. Returns their residual stream after this block."""
         attended, cache = self.attention.decode_paged(
             self.attention_norm(stream),
             cache,
@@ -151,7 +151,7 @@ class Block(nnx.Module):
     def _add_both(
         self, stream: Float[Array, "*batch width"], attended: Float[Array, "*batch width"]
     ) -> Float[Array, "*batch width"]:
-        """The stream after what attention, and then the MLP, add to it."""
+        """Adds the outputs of attention and of the MLP to the residual stream."""
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
         stream = stream + attended
@@ -162,22 +162,21 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model: training form, dense cache and paged cache from the same parameters.
+    """A causal language model that processes whole sequences, or decodes with a dense or a paged cache.
 
-    Rotary positions count along a row, across its documents: scores depend only on differences of positions, so it does
+    Rotary positions count along a row, across its documents. Scores depend only on differences of positions, so it does
     not matter where a document begins.
 
     Args:
-        config: The model.
-        dtype: Of the computation; parameters are cast to it. Default: `param_dtype`.
-        param_dtype: Of the parameters.
-        score_mod: Makes a module for each layer that is its score_mod and holds parameters, which are trained with the
-            others; takes `rngs`. Default: none.
-        implementation: The backend of jflex, or a sequence of them. Default: jflex chooses.
+        config: The configuration of the model.
+        dtype: Dtype of the computation; parameters are cast to it. Default: `param_dtype`.
+        param_dtype: Dtype of the parameters.
+        score_mod: Takes `rngs` and makes a module with parameters, the score_mod of a layer. Default: no score_mod.
+        implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
         rngs: Source of the keys of the initializers.
 
     Raises:
-        ValueError: The head counts do not fit, or the activation is unknown.
+        ValueError: The numbers of heads do not fit, or the activation is not supported.
 
     Example:
         >>> from flax_layers.models.config import LayerConfig
@@ -231,15 +230,16 @@ class Decoder(nnx.Module):
         remat: bool | Callable[..., bool] = False,
         constrain: Callable[[Array], Array] = lambda stream: stream,
     ) -> Float[Array, "B T width"]:
-        """The last hidden states, normalised: what `logits` takes.
+        """The last hidden states, after the final norm. `logits` takes them.
 
         Args:
             tokens: Rows of tokens.
             documents: Document id of each token; tokens attend only within their document. Default: one per row.
-            positions: For the rotary embedding. Default: 0, 1, 2, ... in each row.
-            remat: Whether the backward pass recomputes blocks. True keeps the residuals of attention
-                (`flax_layers.models.mods.remat_policy`); a policy of `jax.checkpoint_policies` decides otherwise.
-            constrain: Applied to the residual stream before each block and after the last, as to set its sharding.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... in each row.
+            remat: Whether the backward pass recomputes blocks. True saves the residuals of attention
+                (`flax_layers.models.mods.remat_policy`). You can also pass a policy of `jax.checkpoint_policies`.
+            constrain: Applied to the residual stream before each block and after the last, to set its sharding, for
+                example.
 
         Returns:
             One vector for each token, in the dtype of the computation.
@@ -259,13 +259,13 @@ class Decoder(nnx.Module):
         return self.norm(stream)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocabulary"]:
-        """Logits of hidden states, float32: of all of them, or of the chunk that a loss takes at a time.
+        """The logits of hidden states: of all tokens, or of one chunk at a time.
 
         Args:
-            hidden: Of `hidden`, `decode_hidden` or `decode_paged_hidden`.
+            hidden: The output of `hidden`, `decode_hidden` or `decode_paged_hidden`.
 
         Returns:
-            The logits; the product is accumulated in float32.
+            Logits, float32, accumulated in float32.
         """
         kernel = self.head_kernel().astype(hidden.dtype)
         contraction = (((hidden.ndim - 1,), (0,)), ((), ()))
@@ -274,7 +274,7 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def head_kernel(self) -> Float[Array, "width vocabulary"]:
-        """From hidden states to logits, before their soft cap; the embeddings, where they are tied."""
+        """The output projection: the transposed embeddings, if they are tied."""
         return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def init_caches(self, batch: int, max_length: int, *, dtype: Dtype | None = None) -> Caches:
@@ -282,8 +282,8 @@ class Decoder(nnx.Module):
 
         Args:
             batch: Number of sequences.
-            max_length: Capacity of each, in tokens. It decides between the two sets of factors of LongRoPE.
-            dtype: Of keys and values. Default: that of the computation.
+            max_length: Capacity of each, in tokens. It selects the factors of LongRoPE.
+            dtype: Dtype of keys and values. Default: that of the computation.
 
         Returns:
             The caches.
@@ -298,17 +298,17 @@ class Decoder(nnx.Module):
         """Appends T tokens to each sequence.
 
         Args:
-            tokens: The next tokens of each: a prompt, one token, or a few speculated ones.
-            caches: Of `init_caches`, or what the last call returned. Donate them to `jit`.
+            tokens: The next tokens of each sequence: a prompt, one token, or a few speculated ones.
+            caches: From `init_caches` or from the last call. Donate them to `jit` to update them in place.
 
         Returns:
-            The logits of the token after each of them, and the caches with them.
+            For each token the logits of the token after it, and the caches with the tokens.
         """
         hidden, caches = self.decode_hidden(tokens, caches)
         return self.logits(hidden), caches
 
     def decode_hidden(self, tokens: Int[Array, "B T"], caches: Caches) -> tuple[Float[Array, "B T width"], Caches]:
-        """As `decode`, up to the logits: after a long prompt, pass those of the last token alone to `logits`."""
+        """See `decode`; returns hidden states. After a prompt, pass only that of the last token to `logits`."""
         masks = mods.cache_masks(self.config, caches[0], tokens.shape[1])
         stream, written = self._embed(tokens), []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -320,9 +320,9 @@ class Decoder(nnx.Module):
         """A paged cache that all layers share, for `decode_paged`.
 
         Args:
-            num_pages: Pages in all, page 0 included, which holds no tokens.
+            num_pages: Number of pages, including page 0, which holds no tokens.
             page_size: Tokens in a page.
-            dtype: Of keys and values. Default: that of the computation.
+            dtype: Dtype of keys and values. Default: that of the computation.
 
         Returns:
             The cache.
@@ -337,11 +337,12 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: The next tokens of all requests, packed.
-            cache: Of `init_paged_cache`, or what the last call returned. Donate it to `jit`.
-            batch: The tokens and the pages of each request.
+            cache: From `init_paged_cache` or from the last call. Donate it to `jit` to update it in place.
+            batch: The tokens and the pages of each request. The capacity of the page table selects the factors of
+                LongRoPE.
 
         Returns:
-            The logits of the token after each of them, and the cache with them.
+            For each token the logits of the token after it, and the cache with the tokens.
         """
         hidden, cache = self.decode_paged_hidden(tokens, cache, batch)
         return self.logits(hidden), cache
@@ -349,7 +350,7 @@ class Decoder(nnx.Module):
     def decode_paged_hidden(
         self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
     ) -> tuple[Float[Array, "N width"], PagedCache]:
-        """As `decode_paged`, up to the logits."""
+        """See `decode_paged`; returns hidden states."""
         stream = self._embed(tokens)
         for layer, block in enumerate(self.blocks):
             stream, cache = block.decode_paged(stream, cache, batch, layer)
@@ -358,12 +359,12 @@ class Decoder(nnx.Module):
     def _check_length(self, name: str, length: int) -> None:
         if length > self.config.max_positions:
             raise ValueError(
-                f"`{name}` must not be longer than the {self.config.max_positions} positions that the model was made "
-                f"for. Got {length}. Cut rows, or set `max_positions`, with a `rotary_scaling` that stretches to it."
+                f"`{name}` must not be longer than the {self.config.max_positions} positions of the model. Got "
+                f"{length}. Truncate rows, or set `max_positions` and a `rotary_scaling` for longer contexts."
             )
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        # Take, then cast: gradients of a token that occurs many times are summed in the dtype of the parameters.
+        # Take, then cast: the gradients of repeated tokens are summed in the dtype of the parameters.
         stream = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.embed.dtype)
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
 

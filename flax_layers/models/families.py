@@ -1,6 +1,6 @@
 """Families of Hugging Face checkpoints: names of tensors, and defaults of `config.json`.
 
-A family is a row of data. `flax_layers.models.config_json` reads and writes its configuration by it.
+A family is data; `flax_layers.models.config_json` reads and writes `config.json` with it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LLAMA_MODULES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
-"""Names in files of the modules of a `Block`; modules of one name form one tensor, in this order."""
+"""Names of the modules of a `Block` in files. Modules with the same name form one tensor, in this order."""
 
 GEMMA_MODULES = {
     **LLAMA_MODULES,
@@ -46,14 +46,14 @@ LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family.
+    """A family of checkpoints.
 
     Attributes:
         name: `model_type` in `config.json`.
         architecture: The class in `architectures`.
-        modules: Names in files of the modules of a block.
-        defaults: Values of keys that `config.json` leaves out, where they differ from Llama.
-        traits: Fields of `ModelConfig` that all models of the family share.
+        modules: Names of the modules of a block in files.
+        defaults: Values of keys that are missing in `config.json`, where they differ from Llama.
+        traits: Fields of `ModelConfig` that are the same for all models of the family.
     """
 
     name: str
@@ -129,30 +129,30 @@ FAMILIES = {
         ),
     )
 }
-"""By their architecture."""
+"""The supported families, by architecture."""
 
 REFUSED = {
-    "GptOssForCausalLM": "its attention sinks add a learned term to the sum of each softmax, and its MLP is a mixture "
-    "of experts; this decoder has neither",
-    "Gemma3ForConditionalGeneration": "it holds a vision tower; this decoder reads text models, Gemma3ForCausalLM",
-    "MixtralForCausalLM": "its MLP is a mixture of experts, which this decoder does not have",
-    "Qwen2MoeForCausalLM": "its MLP is a mixture of experts, which this decoder does not have",
-    "Qwen3MoeForCausalLM": "its MLP is a mixture of experts, which this decoder does not have",
+    "GptOssForCausalLM": "it has attention sinks, a learned term in the denominator of each softmax, and a mixture of "
+    "experts",
+    "Gemma3ForConditionalGeneration": "it has a vision tower. Use a text model, Gemma3ForCausalLM",
+    "MixtralForCausalLM": "it has a mixture of experts",
+    "Qwen2MoeForCausalLM": "it has a mixture of experts",
+    "Qwen3MoeForCausalLM": "it has a mixture of experts",
 }
-"""Architectures that are close to a family, and why they are not read."""
+"""Architectures similar to a supported one, and why they are not supported."""
 
 
 def family_named(name: str) -> Family:
-    """The family of a `ModelConfig`.
+    """Looks up the family of a `ModelConfig`.
 
     Args:
-        name: Its `family`.
+        name: The `family` of the configuration.
 
     Returns:
         The family.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: There is no such family.
 
     Example:
         >>> family_named("llama").architecture
@@ -167,13 +167,13 @@ def family_named(name: str) -> Family:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file, made of one parameter, or of several along its first axis.
+    """A tensor in a file: one parameter, or several that are concatenated along the first axis.
 
     Attributes:
         parts: Paths of the parameters.
-        sizes: How long each is along the tensor's first axis.
-        shape: Of the whole tensor.
-        transposed: Whether parameters are `[in, out]` where the tensor is `[out, in]`.
+        sizes: Size of each along the first axis of the tensor.
+        shape: Shape of the tensor.
+        transposed: Whether the tensor is `[out, in]` and the parameters are `[in, out]`.
     """
 
     parts: tuple[str, ...]
@@ -183,14 +183,14 @@ class Tensor:
 
 
 def tensors_of(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors that hold all parameters of a model.
+    """The tensors in the files of a model.
 
     Args:
-        family: Of the model.
-        shapes: Shape of each parameter, by its path, as `blocks.0.attention.query.kernel`.
+        family: The family of the model.
+        shapes: Shape of each parameter, by path, such as `blocks.0.attention.query.kernel`.
 
     Returns:
-        Tensors by the names that files give them.
+        The tensors, by their names in files.
 
     Example:
         >>> phi3 = family_named("phi3")
@@ -213,7 +213,7 @@ def tensors_of(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Tensor]
 
 
 def _module(path: str) -> str:
-    """`attention.query` of `blocks.0.attention.query.kernel`."""
+    """The module of a parameter: `attention.query` for `blocks.0.attention.query.kernel`."""
     names = path.split(".")[:-1]
     return ".".join(names[2:] if names[0] == "blocks" else names)
 

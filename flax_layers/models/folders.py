@@ -22,27 +22,27 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that are copied from checkpoint to checkpoint."""
+"""Files that are copied from one checkpoint to the next."""
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""A folder of chat templates, one in each file, which is copied, too."""
+"""A folder of chat templates, one in each file, which is copied as well."""
 
 _BELONGS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?")
 
 
 class CheckpointError(ValueError):
-    """A folder is no checkpoint that can be read, or replaced."""
+    """A checkpoint cannot be read, or a folder cannot be replaced by one."""
 
 
 @contextlib.contextmanager
 def replaced_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder beside `folder`, which takes its place when the context ends without an error.
+    """Makes an empty folder that replaces `folder` when the context ends without an error.
 
-    Until then nothing in `folder` is touched. The old folder is renamed to `.NAME.old`, and removed when the new one is
+    Until then `folder` does not change. The old folder is renamed to `.NAME.old`, and removed when the new one is
     in its place. If the process is killed in between, `recover` restores it.
 
     Args:
-        folder: It need not exist. If it does, it holds a checkpoint, or nothing.
+        folder: The folder to replace. It does not exist, is empty, or holds a checkpoint.
 
     Yields:
         The empty folder.
@@ -100,10 +100,10 @@ def _old(folder: pathlib.Path) -> pathlib.Path:
 
 
 def check_replaceable(folder: pathlib.Path) -> None:
-    """Refuses to replace what is not a checkpoint.
+    """Checks that a folder can be replaced by a checkpoint.
 
     Args:
-        folder: It need not exist.
+        folder: The folder. It need not exist.
 
     Raises:
         CheckpointError: It holds files that do not belong to a checkpoint.
@@ -111,17 +111,17 @@ def check_replaceable(folder: pathlib.Path) -> None:
     strange = [] if not folder.exists() else sorted(p.name for p in folder.iterdir() if not _belongs(p))
     if strange:
         raise CheckpointError(
-            f"`folder` must be new, empty or a checkpoint, for a checkpoint replaces all of it. {folder} holds "
-            f"{', '.join(strange)}."
+            f"`folder` must be new, empty or a checkpoint, since all of it is replaced. {folder} holds "
+            f"{', '.join(strange)}. Choose another folder, or move these files."
         )
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the files that say how text becomes tokens.
+    """Copies the files of the tokenizer and the generation settings, if there are any.
 
     Args:
-        source: A checkpoint; what it lacks is not copied.
-        target: A folder.
+        source: The folder of a checkpoint.
+        target: The folder to copy them to.
     """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -131,16 +131,16 @@ def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
-    """What a JSON file of a checkpoint holds.
+    """Reads a JSON file of a checkpoint that may be missing.
 
     Args:
-        path: It need not exist.
+        path: The file.
 
     Returns:
         Its object; an empty one if there is no such file.
 
     Raises:
-        CheckpointError: It is not a JSON object.
+        CheckpointError: The file does not hold a JSON object.
     """
     if not path.exists():
         return {}
@@ -160,6 +160,6 @@ def _belongs(path: pathlib.Path) -> bool:
 
 
 def _flush(path: pathlib.Path) -> None:
-    """Waits until a file is on disk; a full disk may raise only here."""
+    """Waits until a file is on disk. The error of a full disk may come only here."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The attention of all families, as mods and masks."""
+"""The attention of all families as mods and masks."""
 
 from collections.abc import Callable
 
@@ -13,21 +13,21 @@ from jflex.masks import causal, document, sliding_window
 from jflex.scores import softcap
 
 Masks = dict[int | None, jflex.BlockMask | None]
-"""The mask of each kind of layer, by its window."""
+"""The masks of the layers, by window."""
 
 FEW_TOKENS = 16
-"""Up to here one row of blocks holds all queries of a sequence, and decoding kernels serve the call."""
+"""Up to this many tokens, one row of blocks holds all queries of a sequence, and decoding kernels run."""
 
 
 def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.ScoreMod | None:
-    """The score_mod of a layer: its learned bias, then the soft cap; either may be absent.
+    """The score_mod of a layer: a learned bias, then the soft cap. Either may be absent.
 
     Args:
-        config: The model.
-        bias: A score_mod, as the layer's own module.
+        config: The configuration of the model.
+        bias: A score_mod with parameters: a module of the layer.
 
     Returns:
-        The score_mod.
+        The score_mod, or None.
     """
     cap = None if config.attention_softcap is None else softcap(config.attention_softcap)
     if bias is None or cap is None:
@@ -36,11 +36,11 @@ def score_mod(config: ModelConfig, bias: jflex.ScoreMod | None = None) -> jflex.
 
 
 def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> jflex.MaskMod:
-    """Causal, within the window, within the document.
+    """A causal mask within a window and within documents.
 
     Args:
-        window: How many keys a query attends to, its own included; None: all before it.
-        documents: Document id of each token; None: one document per row.
+        window: Number of keys that a query attends to, including its own position. None: all keys up to it.
+        documents: Document id of each token. None: one document per row.
 
     Returns:
         The mask_mod.
@@ -54,13 +54,13 @@ def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> 
 
 
 def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[Array, "B T"] | None) -> Masks:
-    """One BlockMask for each kind of layer; layers of a kind share it.
+    """One BlockMask for each window; layers with the same window share it.
 
     Args:
-        config: The model.
+        config: The configuration of the model.
         rows: B.
         length: T.
-        documents: Document id of each token; it may be a tracer.
+        documents: Document id of each token; may be traced.
 
     Returns:
         The masks.
@@ -75,19 +75,19 @@ def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[A
 
 
 def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
-    """Masks of the next tokens against a dense cache: layers read only the blocks that these list.
+    """Masks of the next tokens and a dense cache: layers read only the listed blocks.
 
-    A few tokens of a layer without a window need none: they attend to the whole cache. With a window the block size of
+    A few tokens without a window attend to the whole cache and need no BlockMask. With a window, the block size of
     queries is the number of tokens, since the mask is evaluated on whole blocks in every step. (On a CPU, two
-    sequences with a window of 1024 in a cache of 65536 take 2 ms a call, and 28 ms with blocks of 128 queries.)
+    sequences with a window of 1024 in a cache of 65536 take 2 ms per call, and 28 ms with blocks of 128 queries.)
 
     Args:
-        config: The model.
-        cache: Of any layer, before the tokens are appended.
-        tokens: How many are appended to each sequence.
+        config: The configuration of the model.
+        cache: The cache of any layer, before the tokens are appended.
+        tokens: Number of tokens that are appended to each sequence.
 
     Returns:
-        The masks; None where the mask_mod suffices.
+        The masks; None where the mask_mod is sufficient.
     """
     made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
     for window in config.windows:
@@ -99,12 +99,12 @@ def cache_masks(config: ModelConfig, cache: DenseCache, tokens: int) -> Masks:
 
 
 def _within(window: int | None, length: int) -> int | None:
-    """None for a window that covers the whole length."""
+    """The window, or None if it covers the whole length."""
     return None if window is None or window >= length else window
 
 
 def remat_policy() -> Callable[..., bool]:
-    """Keeps the residuals of attention, so that remat never recomputes it.
+    """Saves the residuals of attention, so that remat does not recompute it.
 
     Returns:
         A policy for `jax.checkpoint`.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Rules = Sequence[tuple[str, PartitionSpec]]
-"""Patterns of paths, as `mlp.up.kernel`, and the sharding of parameters that match. The first match counts."""
+"""Patterns of parameter paths, such as `mlp.up.kernel`, and shardings. The first match counts."""
 
 RULES: Rules = (
     (r"embed\.embedding$", PartitionSpec("model", "fsdp")),
@@ -16,7 +16,7 @@ RULES: Rules = (
     (r"(attention\.(query|key|value)|mlp\.(gate|up))\.bias$", PartitionSpec("model")),
     (r"(attention\.out|mlp\.down)\.kernel$", PartitionSpec("model", "fsdp")),
 )
-"""Tensor parallel over `model`, by heads and hidden features; fully sharded over `fsdp`; the rest replicated."""
+"""Tensor parallel over `model`, by heads and hidden features; fully sharded over `fsdp`; all others replicated."""
 
 _HEADS = r"attention\.(query|key|value)\.kernel$"
 
@@ -27,17 +27,17 @@ def parameter_shardings(
     """The sharding of each parameter.
 
     Args:
-        shapes: Shape of each parameter, by its path.
-        mesh: The devices. Axes that a rule names and the mesh lacks count as absent. Shardings are of its automatic
-            form, whatever its axis types: XLA places what the model computes.
-        rules: Shardings by path; parameters that match none are replicated.
-        num_kv_heads: If set, checks that each device holds whole heads.
+        shapes: Shape of each parameter, by path.
+        mesh: The devices. Axes in `rules` that the mesh does not have are ignored. Whatever the axis types of the
+            mesh, those of the shardings are automatic: XLA decides how activations are sharded.
+        rules: Shardings by path. Parameters that match none are replicated.
+        num_kv_heads: If set, each device must hold whole heads.
 
     Returns:
         Shardings by path.
 
     Raises:
-        ValueError: The mesh does not divide heads, or the axis of a parameter; the message lists all of them.
+        ValueError: The mesh does not divide the heads, or an axis of a parameter. The message lists all parameters.
 
     Example:
         >>> import jax
@@ -55,19 +55,19 @@ def parameter_shardings(
             if num_kv_heads is not None and axis == 1 and re.search(_HEADS, path):
                 units = math.gcd(units, num_kv_heads) if "query" in path else num_kv_heads
             if units % parts:
-                what = "the heads" if units != shape[axis] else f"axis {axis}"
-                wrong.append(f"{path} {list(shape)}: {what}, {units}, by {parts}")
+                what = f"{units} heads" if units != shape[axis] else f"axis {axis} of size {units}"
+                wrong.append(f"{path} {list(shape)}: {what}, over {parts} devices")
         shardings[path] = NamedSharding(mesh, spec)
     if wrong:
         raise ValueError(
             f"`mesh` {dict(mesh.shape)} does not divide {len(wrong)} parameters:\n  " + "\n  ".join(wrong)
-            + "\nMake the axis smaller, or pass `rules` that leave them whole."
+            + "\nMake an axis of the mesh smaller, or pass `rules` that replicate these parameters."
         )  # fmt: skip
     return shardings
 
 
 def _present(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Without axes that the mesh lacks."""
+    """The spec without axes that the mesh does not have."""
     kept = []
     for names in spec:
         names = tuple(name for name in _names(names) if name in mesh.shape)

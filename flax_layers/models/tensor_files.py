@@ -1,4 +1,4 @@
-"""Tensors in `*.safetensors` files: one file or many, mapped into memory, read and written one after the other."""
+"""Memory-mapped tensors in one or more `*.safetensors` files, read and written one after the other."""
 
 import contextlib
 import json
@@ -19,22 +19,22 @@ from flax_layers.models.optional import needs
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 16 << 20
-"""Bytes that are converted at a time."""
+"""Bytes that are converted to another dtype at a time."""
 
 
 class TensorFiles(contextlib.ExitStack):
-    """The tensors of a folder. Files stay open, mapped into memory, until the context ends.
+    """The tensors in a folder. Files stay open and memory-mapped until the context ends.
 
     Args:
-        folder: It holds `*.safetensors`, and an index of them or none.
+        folder: A folder with `*.safetensors`, and perhaps an index.
 
     Raises:
-        FileNotFoundError: There are none, or one of the index is missing.
-        CheckpointError: A file cannot be read, or does not hold what the index says.
+        FileNotFoundError: There are no files, or a file in the index is missing.
+        CheckpointError: A file cannot be read, or does not match the index.
     """
 
     READ = ("F32", "F16", "BF16", "F64")
-    """Dtypes that hold parameters, in the words of the files."""
+    """Supported dtypes, by their names in files."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__()
@@ -46,7 +46,9 @@ class TensorFiles(contextlib.ExitStack):
             held = set(file.keys())
             absent = [] if names is None else sorted(set(names) - held)
             if absent:
-                raise CheckpointError(f"{path} lacks tensors that {INDEX} puts there: {', '.join(absent)}.")
+                raise CheckpointError(
+                    f"{path} does not hold tensors that {INDEX} lists: {', '.join(absent)}. Download both again."
+                )
             for name in file.keys() if names is None else names:
                 piece = file.get_slice(name)
                 self._slices[name] = piece
@@ -54,27 +56,27 @@ class TensorFiles(contextlib.ExitStack):
                 self.dtypes[name] = piece.get_dtype()
 
     def common_dtype(self) -> Dtype:
-        """The dtype that most tensors have."""
+        """The dtype of most tensors."""
         names = [name for name in self.dtypes.values() if name in _DTYPES]
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
     def read(self, name: str, rows: slice, dtype: Dtype, *, transposed: bool, sharding: Sharding | None) -> Array:
-        """Reads rows of a tensor to their devices.
+        """Reads rows of a tensor to devices.
 
         Args:
-            name: Of the tensor.
-            rows: Of its first axis.
-            dtype: Of the result.
-            transposed: Whether the result is `[in, out]` of a tensor `[out, in]`.
-            sharding: Where it goes; each device gets its own part and no more. Default: JAX's default device.
+            name: Name of the tensor.
+            rows: Rows along its first axis.
+            dtype: Dtype of the result.
+            transposed: Whether the tensor is `[out, in]` and the result `[in, out]`.
+            sharding: Sharding of the result. Each device gets only its own shard. Default: JAX's default device.
 
         Returns:
-            The array, on its devices; the host copy has been freed.
+            The array, when it is on its devices and the host copy is no longer needed.
         """
         piece, shape = self._slices[name], (rows.stop - rows.start, *self.shapes[name][1:])
         if sharding is None:
             return jax.block_until_ready(jax.device_put(_part(piece, rows.start, shape, dtype, transposed)))
-        parts: dict[str, np.ndarray] = {}  # devices with equal shards share one
+        parts: dict[str, np.ndarray] = {}  # devices with equal shards share a copy
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             if str(index) not in parts:
@@ -96,7 +98,7 @@ def _part(
     transposed: bool,
     index: tuple[slice, ...] | None = None,
 ) -> np.ndarray:
-    """Part `index` of the result: read, cast and transposed a few rows at a time."""
+    """One shard of the result, read, cast and transposed a few rows at a time."""
     index = (slice(None),) * len(shape) if index is None else index
     index = index[::-1] if transposed else index
     ranges = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
@@ -114,24 +116,28 @@ def _part(
 
 
 def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
-    """Files, and what the index says that they hold."""
+    """Files, with the tensors that the index lists for each; None without an index."""
     index = folder / INDEX
     if index.exists():
         try:
             file_of: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{index} is not an index of tensors: {error!r}.") from error
+            raise CheckpointError(f"{index} is not an index of tensors: {error!r}. Download it again.") from error
         listed: dict[pathlib.Path, list[str] | None] = {}
         for name, file in file_of.items():
             listed.setdefault(folder / file, []).append(name)  # pyright: ignore[reportOptionalMemberAccess]
         missing = [str(path) for path in listed if not path.exists()]
         if missing:
-            raise FileNotFoundError(f"{INDEX} names files that do not exist: {', '.join(missing)}.")
+            raise FileNotFoundError(
+                f"{INDEX} lists files that do not exist: {', '.join(missing)}. Download them, or correct the index."
+            )
         return listed
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise FileNotFoundError(f"`folder` must hold *.safetensors. {folder} holds {others}.")
+        raise FileNotFoundError(
+            f"`folder` must hold *.safetensors. {folder} holds {others}. Download them; other formats are not read."
+        )
     return dict.fromkeys(files)
 
 
@@ -141,19 +147,19 @@ def _opened(path: pathlib.Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}. Download it again.") from error
 
 
 def write_files(
     folder: pathlib.Path, tensors: Mapping[str, Tensor], values: Mapping[str, Array], max_file_bytes: int
 ) -> None:
-    """Writes tensors to one file, or to several with an index.
+    """Writes tensors to one file, or to several files with an index.
 
     Args:
-        folder: It exists.
-        tensors: By name.
-        values: The parameters that they are made of, by path.
-        max_file_bytes: Of one file; a larger tensor has a file of its own.
+        folder: An existing folder.
+        tensors: The tensors, by name.
+        values: The parameters, by path.
+        max_file_bytes: Maximum size of a file. A larger tensor gets a file of its own.
 
     Raises:
         OSError: Writing fails.
@@ -186,7 +192,7 @@ def write_files(
 
 
 def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
-    """A tensor on the host."""
+    """The tensor of one or more parameters, on the host."""
     parts = [np.asarray(values[path]) for path in tensor.parts]
     parts = [part.T if tensor.transposed else part for part in parts]
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

@@ -1,19 +1,19 @@
-"""Text of tokens as they come, in whole characters."""
+"""Decodes a stream of tokens to text, in whole characters."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What bytes become that are not, or not yet, a character."""
+"""How tokenizers decode bytes that are not a complete character."""
 
 
 class TextStream:
-    """Turns tokens into text, piece by piece: the pieces together are the text of all tokens.
+    """Decodes tokens as they arrive. The pieces, joined, are the text of all tokens.
 
-    A piece ends where a character ends, though a character may have several tokens. What a token becomes may depend on
-    the tokens before it, as whether it begins with a space; so it is decoded together with those of the piece before.
+    A piece never ends inside a character, though a character may have several tokens. The text of a token may depend on
+    the tokens before it, such as whether it begins with a space. So tokens are decoded together with the last piece.
 
     Args:
-        decode: The text of tokens, special ones left out or shown.
+        decode: Decodes tokens to text, with or without special tokens.
 
     Example:
         >>> stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
@@ -29,13 +29,13 @@ class TextStream:
         self._pending: list[int] = []
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Takes the next tokens.
+        """Appends tokens.
 
         Args:
-            tokens: One or more.
+            tokens: The next tokens.
 
         Returns:
-            The text that they complete, which may be empty.
+            The new text up to the last complete character; may be empty.
         """
         pieces = []
         for token in tokens:
@@ -47,10 +47,10 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Ends the text.
+        """Ends the stream.
 
         Returns:
-            What has been held back: bytes that were the beginning of a character.
+            The text that was held back: the bytes of an incomplete character.
         """
         piece, self._pending = self._new_text(), []
         return piece

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by `tokenizer.json` and the chat template of a checkpoint."""
+"""The tokenizer and the chat templates of a checkpoint."""
 
 import functools
 import pathlib
@@ -13,19 +13,19 @@ from flax_layers.models.optional import needs
 from flax_layers.models.text_stream import TextStream
 
 Message = Mapping[str, Any]
-"""Of a chat: `{"role": "user", "content": "..."}`."""
+"""A message of a chat: `{"role": "user", "content": "..."}`."""
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
     Args:
-        folder: It holds `tokenizer.json`. Special tokens come from `tokenizer_config.json`, and chat templates from
-            there, from `chat_template.jinja` or from `additional_chat_templates/`.
+        folder: A folder with `tokenizer.json`. Special tokens are read from `tokenizer_config.json`, and chat
+            templates from there, from `chat_template.jinja` and from `additional_chat_templates/`.
 
     Attributes:
-        special_tokens: By their role, as `bos_token`.
-        chat_templates: By name; `default` is the usual one.
+        special_tokens: Special tokens by role, such as `bos_token`.
+        chat_templates: Chat templates by name. Most checkpoints have only `default`.
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
@@ -44,7 +44,7 @@ class Tokenizer:
         with needs("tokenizers"):
             import tokenizers
         self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        self._tokenizer.no_truncation()  # settings of training; `transformers` ignores them, too
+        self._tokenizer.no_truncation()  # settings of training, which `transformers` ignores as well
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
         config = read_optional_json(config_path)
@@ -57,31 +57,31 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens, special ones included."""
+        """Number of tokens, including special tokens."""
         return self._tokenizer.get_vocab_size()
 
     def token_id(self, token: str) -> int | None:
-        """The number of a token, None if there is no such token."""
+        """The id of a token, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
-        """The tokens of a text.
+        """Encodes text.
 
         Args:
-            text: Names of special tokens in it become these tokens.
-            special_tokens: Whether those are added that the tokenizer begins or ends a text with.
+            text: The text. Special tokens in it are encoded as such.
+            special_tokens: Whether to add the special tokens that begin and end a text, such as BOS.
 
         Returns:
-            Their numbers.
+            Token ids.
         """
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
 
     def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
-        """The text of tokens.
+        """Decodes tokens.
 
         Args:
-            tokens: Their numbers.
-            special_tokens: Whether special ones are shown.
+            tokens: Token ids.
+            special_tokens: Whether the text shows special tokens.
 
         Returns:
             The text.
@@ -89,11 +89,11 @@ class Tokenizer:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not special_tokens)
 
     def decode_stream(self, tokens: Iterable[int], *, special_tokens: bool = False) -> Iterator[str]:
-        """The text of tokens as they come: whole characters only, though a character may have several tokens.
+        """Decodes tokens as they arrive, in whole characters.
 
         Args:
-            tokens: Their numbers, one after the other.
-            special_tokens: Whether special ones are shown.
+            tokens: Token ids.
+            special_tokens: Whether the text shows special tokens.
 
         Yields:
             Pieces of the text.
@@ -106,13 +106,13 @@ class Tokenizer:
             yield piece
 
     def text_stream(self, *, special_tokens: bool = False) -> TextStream:
-        """A stream that takes tokens as they come and returns their text.
+        """A stream that decodes tokens as they arrive.
 
         Args:
-            special_tokens: Whether special ones are shown.
+            special_tokens: Whether the text shows special tokens.
 
         Returns:
-            The stream of one text.
+            A stream for one text.
         """
         return TextStream(functools.partial(self.decode, special_tokens=special_tokens))
 
@@ -124,26 +124,26 @@ class Tokenizer:
         template: str = "default",
         **values: Any,
     ) -> str:
-        """The text of a chat, by the checkpoint's template. Encode it with `special_tokens=False`.
+        """Renders a chat with a chat template. Encode the text with `special_tokens=False`.
 
         The template runs in the sandbox of jinja2.
 
         Args:
-            messages: Who said what, in order.
-            add_generation_prompt: Whether the beginning of the answer follows.
-            template: Which one, where there are several.
-            values: What else the template reads, as `tools`.
+            messages: The messages, in order.
+            add_generation_prompt: Whether to append the beginning of the answer.
+            template: Name of the chat template.
+            values: Other variables of the template, such as `tools`.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: There is no such template, or it refuses the messages.
+            ValueError: There is no such template, it is not valid jinja2, or it refuses the messages.
         """
         if template not in self.chat_templates:
             known = ", ".join(self.chat_templates) or "none"
             raise ValueError(
-                f"`template` must name a chat template of the checkpoint; it has {known}. Got {template!r}."
+                f"`template` must be a chat template of the checkpoint, which has {known}. Got {template!r}."
             )
         with needs("jinja2"):
             from flax_layers.models import chat_template
@@ -156,14 +156,14 @@ class Tokenizer:
 
 
 def _content(token: Any) -> str:
-    """Of a token, which files write as a text or as an object."""
+    """The text of a token, which is a string or an object in files."""
     return token["content"] if isinstance(token, dict) else token
 
 
 def _chat_templates(
     folder: pathlib.Path, config: Mapping[str, Any], config_path: pathlib.Path
 ) -> tuple[dict[str, str], dict[str, pathlib.Path]]:
-    """Templates and their files, by name. Files of their own replace those of the configuration."""
+    """Templates and their files, by name. Templates in `*.jinja` files replace those of the configuration."""
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}
