@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from flax_layers.demo import data, pictures
-from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, save_model
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     write_samples(trainer.model(), options)
     options.output.mkdir(parents=True, exist_ok=True)
+    save_model(options.output / "model.npz", trainer.model(), sizes)
     levels = {"held-out files": held_out_loss, "unigram model, held-out files": unigram_loss}
     title = "Byte-level decoder on the Python standard library"
     draw_losses(options.output / "loss.png", losses, levels=levels, title=title, unit="nats per byte")
