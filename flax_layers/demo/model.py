@@ -82,7 +82,7 @@ def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
     leaves = jax.tree.leaves_with_path(nnx.state(model))
     arrays = {jax.tree_util.keystr(place): np.asarray(array) for place, array in leaves}
     partial = path.with_name(f"partial-{path.name}")  # renamed when it is whole
-    np.savez(partial, sizes=np.array(sizes), **arrays)
+    np.savez(partial, sizes=np.array(sizes), **arrays)  # pyright: ignore[reportArgumentType]
     partial.replace(path)
 
 

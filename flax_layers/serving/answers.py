@@ -144,7 +144,7 @@ class ChatAnswer(Answer):
 
 
 def server_sent(value: dict[str, Any] | str) -> bytes:
-    """A server-sent event.
+    r"""A server-sent event.
 
     Args:
         value: For JSON; a text is sent as it is.
@@ -154,7 +154,7 @@ def server_sent(value: dict[str, Any] | str) -> bytes:
 
     Example:
         >>> server_sent({"a": 1}), server_sent("[DONE]")
-        (b'data: {"a":1}\\n\\n', b'data: [DONE]\\n\\n')
+        (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
     """
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import socket
@@ -242,10 +243,9 @@ def serve(
     launch = Launch(engine, None if options.no_warm_up else _progress_bar(), ready)
     limits = Limits(body_bytes=int(options.max_body * (1 << 20)))
     served = Served(model.name, model.stop_tokens, keys, limits, launch.is_starting)
-    try:
-        Server(create_app(engine, model.tokenizer, served), launch, options.grace).run(sockets=[bound])
-    except KeyboardInterrupt:  # uvicorn raises it again, after it has shut down
-        pass
+    app = create_app(engine, model.tokenizer, served)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again, after it has shut down
+        Server(app, launch, options.grace).run(sockets=[bound])
     if launch.failure is not None:
         raise launch.failure
 

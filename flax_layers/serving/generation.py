@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
@@ -120,10 +121,8 @@ class Generation:
     def _deliver(self, index: int) -> Deliver:
         def deliver(event: Event) -> None:  # in the engine's thread
             self._events.append((index, event, time.perf_counter()))
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._arrived.set)
-            except RuntimeError:  # the loop has been closed: nobody waits any more
-                pass
 
         return deliver
 

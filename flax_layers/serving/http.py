@@ -31,7 +31,9 @@ with needs("starlette", "flax_layers.serving", "serve"):
 _LOG = logging.getLogger(__name__)
 _TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What the template of a checkpoint raises for messages that it was not written for."""
-_PAGE_RULES = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_RULES = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -196,7 +198,8 @@ class _Api:
         most = max(1, self._engine.options.max_waiting)
         if len(requests) > most:
             raise ApiError(
-                400, f"`prompt` and `n` together must make at most {most} texts. Got {len(requests)}. Send less at once."
+                400,
+                f"`prompt` and `n` together must make at most {most} texts. Got {len(requests)}. Send less at once.",
             )
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
         generation = Generation(self._engine, requests, body.choices, text, self._metrics)

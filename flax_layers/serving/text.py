@@ -95,7 +95,7 @@ class Piece:
 
 
 class ChoiceText:
-    """The text of one choice, from its events.
+    r"""The text of one choice, from its events.
 
     Args:
         stream: Turns tokens into text.
@@ -106,8 +106,8 @@ class ChoiceText:
         num_tokens: Tokens that were taken until then.
 
     Example:
-        >>> text = ChoiceText(TextStream(lambda tokens: bytes(tokens).decode()), ["\\n"])
-        >>> text.push(Event(tuple(b"ab"))).text, text.push(Event(tuple(b"c\\nd")))
+        >>> text = ChoiceText(TextStream(lambda tokens: bytes(tokens).decode()), ["\n"])
+        >>> text.push(Event(tuple(b"ab"))).text, text.push(Event(tuple(b"c\nd")))
         ('ab', Piece(text='c', tokens=(), finish_reason='stop'))
     """
 

@@ -1,0 +1,627 @@
+"""The server's endpoints, in process: a tiny model, its text in bytes, and clients that err, stall and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from flax import nnx
+
+from flax_layers.models import Decoder, LayerConfig, ModelConfig
+from flax_layers.serving import Engine, EngineOptions, Request
+from flax_layers.serving import step as step_module
+from flax_layers.serving.demo_model import ByteTokenizer
+from flax_layers.serving.http import Limits, Served, create_app
+from tests import evaluation
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+CONFIG = ModelConfig(
+    vocabulary=256, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
+    max_positions=1024, initializer_range=0.5,
+)  # fmt: skip
+SIZES = EngineOptions(max_requests=4, max_step_tokens=32, num_pages=513, page_size=8)
+SERVED = Served("tiny")
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+PROMPT = "The prefix of a prompt, longer than two pages."
+GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20}
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(CONFIG, implementation="xla", rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Iterator[Engine]:
+    with evaluation.compiled_in_haste(True):
+        engine = Engine(model, SIZES)
+        engine.start()
+        yield engine
+        engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_page_is_lost(engine) -> Iterator[None]:
+    yield
+    idle(engine)
+
+
+def idle(engine: Engine) -> None:
+    """Waits until nothing runs; then every page is free or cached."""
+    ends = time.monotonic() + 20
+    while (stats := engine.stats()).running or stats.waiting:
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+    engine.check()
+    assert stats.used_pages == 0
+    assert stats.free_pages + stats.cached_pages == engine.options.num_pages - 1
+
+
+def app_of(engine: Engine, served: Served = SERVED):
+    return create_app(engine, ByteTokenizer(), served)
+
+
+def client(app, **options) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60, **options)
+
+
+def ask(app, path: str, body: Any = None, method: str | None = None, **options) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client(app) as session:
+            content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            verb = method or ("GET" if body is None else "POST")
+            return await session.request(verb, path, content=content, **options)
+
+    return asyncio.run(run())
+
+
+def events_of(answer: httpx.Response) -> list[dict]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, last, rest = answer.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def texts_of(events: list[dict]) -> list[str]:
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + new
+    return [texts[index] for index in sorted(texts)]
+
+
+def completion(engine: Engine, **body) -> dict:
+    answer = ask(app_of(engine), COMPLETIONS, {**GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_text_is_that_of_the_engine(engine):
+    tokens, ended = [], []
+
+    def deliver(event):
+        tokens.extend(event.tokens)
+        if event.finish_reason:
+            ended.append(event.finish_reason)
+
+    engine.submit(Request(tuple(PROMPT.encode()), max_tokens=20), deliver)
+    idle(engine)
+    found = completion(engine, model="tiny")
+    [choice] = found["choices"]
+    assert choice["text"] == bytes(tokens).decode(errors="replace")
+    assert choice["finish_reason"] == ended[0] == "length"
+    assert (found["object"], found["model"]) == ("text_completion", "tiny")
+    cached = found["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert found["usage"] == {"prompt_tokens": 46, "completion_tokens": 20, "total_tokens": 66}
+    assert cached == 40
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"n": 3, "seed": 5}, {"logprobs": 1}], ids=str)
+def test_deltas_are_the_whole_text(path, options, engine):
+    is_chat = path == CHATS
+    body = {"max_tokens": 30, "seed": 1} | (HELLO if is_chat else {"prompt": PROMPT}) | options
+    if is_chat and "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": 2}
+    whole = ask(app_of(engine), path, body).json()
+    answer = ask(app_of(engine), path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    *events, usage = events_of(answer)
+    of_whole = [x["message"]["content"] if is_chat else x["text"] for x in whole["choices"]]
+    assert texts_of(events) == of_whole
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 30 * body.get("n", 1)
+    assert all(event["usage"] is None for event in events)
+    assert {event["object"] for event in events} == {"chat.completion.chunk" if is_chat else "text_completion"}
+    for index in range(body.get("n", 1)):
+        chunks = [x for event in events for x in event["choices"] if x["index"] == index]
+        assert [x["finish_reason"] for x in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert not is_chat or chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    if "logprobs" in options:
+        kind = "content" if is_chat else "token_logprobs"
+        pieces = [x["choices"][0]["logprobs"] for x in events if x["choices"][0]["logprobs"]]
+        assert [one for piece in pieces for one in piece[kind]] == whole["choices"][0]["logprobs"][kind]
+        assert sum(len(piece[kind]) for piece in pieces) == 30
+
+
+def test_log_probabilities(engine):
+    found = completion(engine, logprobs=2, max_tokens=5)["choices"][0]["logprobs"]
+    assert {len(x) for x in found.values()} == {5}
+    assert all(
+        max(top.values()) == own for own, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True)
+    )
+    body = {**HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3, "temperature": 0}
+    content = ask(app_of(engine), CHATS, body).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content] == [True] * 3
+    assert all(entry["bytes"] in (None, list(entry["token"].encode())) for entry in content)
+
+
+def test_seeds(engine):
+    drawn = lambda **options: [x["text"] for x in completion(engine, temperature=1, **options)["choices"]]
+    three = drawn(seed=7, n=3)
+    assert three == [drawn(seed=seed)[0] for seed in (7, 8, 9)]
+    assert len(set(three)) == 3
+    assert drawn(seed=-1) == drawn(seed=(1 << 32) - 1)
+    assert len({*drawn(n=2), *drawn(n=2)}) == 4  # without a seed: others each time
+
+
+def test_several_prompts(engine):
+    prompts = [PROMPT, "x"]
+    found = completion(engine, prompt=prompts, n=2, temperature=1, seed=3)
+    alone = [
+        x["text"]
+        for prompt in prompts
+        for x in completion(engine, prompt=prompt, n=2, temperature=1, seed=3)["choices"]
+    ]
+    assert [x["text"] for x in found["choices"]] == alone
+    assert [x["index"] for x in found["choices"]] == [0, 1, 2, 3]
+    assert found["usage"]["prompt_tokens"] == len("".join(prompts))
+    tokens = [list(prompt.encode()) for prompt in prompts]
+    assert [x["text"] for x in completion(engine, prompt=tokens, n=2, temperature=1, seed=3)["choices"]] == alone
+    assert completion(engine, prompt=tokens[0])["choices"] == completion(engine)["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_across_tokens(stream, engine):
+    text = completion(engine, max_tokens=200)["choices"][0]["text"]
+    stop = text[10:14]  # each character is a token, or more
+    answer = ask(app_of(engine), COMPLETIONS, {**GREEDY, "max_tokens": 900, "stop": [stop, "never"], "stream": stream})
+    choices = [x["choices"][0] for x in events_of(answer)] if stream else answer.json()["choices"]
+    assert "".join(x["text"] for x in choices) == text[: text.find(stop)]
+    assert choices[-1]["finish_reason"] == "stop"
+    before = engine.stats().generated_tokens
+    idle(engine)
+    assert engine.stats().generated_tokens - before < 400  # it was cancelled
+
+
+def test_stop_tokens_and_ignore_eos(engine):
+    app = app_of(engine, dataclasses.replace(SERVED, stop_tokens=tuple(range(256))))
+    [choice] = ask(app, COMPLETIONS, GREEDY).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    [choice] = ask(app, COMPLETIONS, {**GREEDY, "ignore_eos": True}).json()["choices"]
+    assert choice == completion(engine)["choices"][0]
+
+
+def test_default_lengths(engine):
+    assert completion(engine, max_tokens=None)["usage"]["completion_tokens"] == 16
+    long = {"messages": [{"role": "user", "content": "x" * 1000}]}
+    assert ask(app_of(engine), CHATS, long).json()["usage"]["completion_tokens"] == 24
+    assert ask(app_of(engine), CHATS, {**long, "max_completion_tokens": 3}).json()["usage"]["completion_tokens"] == 3
+
+
+def test_salts_share_no_prefix(engine):
+    prompt = "Salted, and long enough for some pages."
+    hits = []
+    for salt in ("a", "a", "b", None):
+        usage = completion(engine, prompt=prompt, cache_salt=salt)["usage"]
+        hits.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert hits == [0, 32, 0, 0]
+
+
+NEUTRAL = {
+    "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
+    "suffix": None, "best_of": 1, "echo": False, "min_p": 0, "user": "me", "n": None, "stop": None, "unheard_of": {"a": 1},
+}  # fmt: skip
+
+
+def test_neutral_values_and_unknown_fields(engine):
+    assert completion(engine, **NEUTRAL)["choices"] == completion(engine)["choices"]
+
+
+REFUSED = {
+    "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "min_p": 0.1,
+    "response_format": {"type": "json_object"}, "tools": [{"type": "function"}], "suffix": "x", "echo": True,
+    "best_of": 2, "prompt_logprobs": 1, "stop_token_ids": [1], "min_tokens": 2, "reasoning_effort": "low",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_engine_lacks_is_refused_by_name(name, engine):
+    answer = ask(app_of(engine), COMPLETIONS, {**GREEDY, name: REFUSED[name]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == name
+    assert re.search(rf"`{name}` (is not supported|must equal)", error["message"])
+
+
+BAD: dict[str, tuple[str, Any, int, str]] = {
+    "no JSON": (COMPLETIONS, b"{", 400, "must be JSON in UTF-8"),
+    "empty": (COMPLETIONS, b"", 400, "must be JSON in UTF-8"),
+    "a list": (COMPLETIONS, b"[]", 400, r"must be a JSON object. Got \[\]"),
+    "bad UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}', 400, "must be JSON in UTF-8"),
+    "half a surrogate": (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "must be JSON in UTF-8"),
+    "deep": (COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, 400, "must be JSON in UTF-8"),
+    "no prompt": (COMPLETIONS, {}, 400, "`prompt` is required"),
+    "no tokens": (COMPLETIONS, {"prompt": ""}, 400, "`prompt` must hold at least one token"),
+    "no prompts": (COMPLETIONS, {"prompt": []}, 400, "`prompt` must be a text, a list of texts"),
+    "mixed prompts": (COMPLETIONS, {"prompt": ["a", 1]}, 400, "`prompt` must be a text, a list of texts"),
+    "truths": (COMPLETIONS, {"prompt": [True]}, 400, "`prompt` must be a text, a list of texts"),
+    "foreign token": (COMPLETIONS, {"prompt": [256]}, 400, "`prompt` must hold tokens from 0 to 255.*256"),
+    "vast token": (COMPLETIONS, {"prompt": [10**30]}, 400, "`prompt` must hold tokens from 0 to 255"),
+    "long prompt": (COMPLETIONS, {"prompt": "x" * 1024}, 400, "shorter than 1024 tokens.* Got 1024"),
+    "long answer": (COMPLETIONS, {"prompt": "xxx", "max_tokens": 1022}, 400, "at most 1024 tokens.* Got 3 and 1022"),
+    "temperature": (COMPLETIONS, GREEDY | {"temperature": -1}, 400, "`temperature` must be .* Got -1"),
+    "no number": (COMPLETIONS, GREEDY | {"temperature": "1"}, 400, "`temperature` must be a valid number. Got '1'"),
+    "infinite": (COMPLETIONS, b'{"prompt": "a", "temperature": 1e999}', 400, "`temperature` must be a finite number"),
+    "top_p": (COMPLETIONS, GREEDY | {"top_p": 0}, 400, "`top_p` must be greater than 0"),
+    "top_k": (COMPLETIONS, GREEDY | {"top_k": -2}, 400, "`top_k` must be at least 0"),
+    "n": (COMPLETIONS, GREEDY | {"n": 0}, 400, "`n` must be from 1 to 128. Got 0"),
+    "max_tokens": (COMPLETIONS, GREEDY | {"max_tokens": 0}, 400, "`max_tokens` must be at least 1. Got 0"),
+    "stop": (COMPLETIONS, GREEDY | {"stop": [""]}, 400, "`stop` must be a text of 1 to 256 characters"),
+    "stops": (COMPLETIONS, GREEDY | {"stop": ["a"] * 17}, 400, "`stop` must hold at most 16 texts. Got 17"),
+    "logprobs": (COMPLETIONS, GREEDY | {"logprobs": 21}, 400, "`logprobs` must be from 0 to 20. Got 21"),
+    "usage": (COMPLETIONS, GREEDY | {"stream_options": {}}, 400, "`stream_options` may be given only with `stream`"),
+    "model": (COMPLETIONS, GREEDY | {"model": "gpt"}, 404, "`model` must be 'tiny'.* Got 'gpt'"),
+    "too many": (COMPLETIONS, {"prompt": ["a"] * 20, "n": 128}, 400, "together must make at most 1024 texts. Got 2560"),
+    "no messages": (CHATS, {"messages": []}, 400, "`messages` must .*at least 1 item"),
+    "no role": (CHATS, {"messages": [{"content": "a"}]}, 400, r"`messages\[0\].role` is required"),
+    "a picture": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text alone"),
+    "chat model": (CHATS, HELLO | {"model": "gpt"}, 404, "`model` must be 'tiny'"),
+    "top_logprobs": (CHATS, HELLO | {"top_logprobs": 2}, 400, "`top_logprobs` may be given only with `logprobs`"),
+    "top count": (CHATS, HELLO | {"logprobs": True, "top_logprobs": 21}, 400, "`top_logprobs` must be from 0 to 20"),
+    "tokenize": ("/tokenize", {}, 400, "`prompt` is required"),
+    "path": ("/v1/nothing", {}, 404, "There is no `/v1/nothing`"),
+    "other model": ("/v1/models/other", None, 404, "`model` must be 'tiny'"),
+    "method": (COMPLETIONS, None, 405, "`/v1/completions` takes POST. Got GET"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_requests(name, engine):
+    path, body, status, message = BAD[name]
+    answer = ask(app_of(engine), path, body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert re.search(message, error["message"], re.DOTALL), error
+    assert len(error["message"]) < 400
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_the_code_of_long_prompts(engine):
+    codes = [ask(app_of(engine), *BAD[name][:2]).json()["error"]["code"] for name in ("long prompt", "foreign token")]
+    assert codes == ["context_length_exceeded", None]
+
+
+def test_parts_of_a_message(engine):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    said = lambda content: ask(
+        app_of(engine), CHATS, {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
+    ).json()["choices"]
+    assert said(parts) == said("Hello")
+
+
+def test_templates_that_fail(engine):
+    class Refusing(ByteTokenizer):
+        def chat(self, messages):
+            raise self.error
+
+    tokenizer = Refusing()
+    for error in (ValueError("no system role"), TypeError("no"), ZeroDivisionError("no")):
+        tokenizer.error = error
+        answer = ask(create_app(engine, tokenizer, SERVED), CHATS, HELLO)
+        assert answer.status_code == 400
+        assert f"do not fit the chat template of the model. {error}" in answer.json()["error"]["message"]
+    tokenizer.chat_templates = {}
+    answer = ask(create_app(engine, tokenizer, SERVED), CHATS, HELLO)
+    assert (answer.status_code, "has none" in answer.text) == (400, True)
+
+
+def test_large_bodies(engine):
+    app = app_of(engine, dataclasses.replace(SERVED, limits=Limits(body_bytes=100)))
+
+    async def chunks():
+        for _ in range(100):
+            yield b" " * 10
+
+    async def chunked() -> httpx.Response:
+        async with client(app) as session:
+            return await session.post(COMPLETIONS, content=chunks())
+
+    for answer in (ask(app, COMPLETIONS, b" " * 101), asyncio.run(chunked())):
+        assert answer.status_code == 413
+        assert "at most 100 bytes" in answer.json()["error"]["message"]
+    assert ask(app, COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_slow_bodies(engine):
+    app = app_of(engine, dataclasses.replace(SERVED, limits=Limits(body_seconds=0.1)))
+
+    async def chunks():
+        yield b"{"
+        await asyncio.sleep(30)
+
+    async def slow() -> httpx.Response:
+        async with client(app) as session:
+            return await session.post(COMPLETIONS, content=chunks())
+
+    answer = asyncio.run(slow())
+    assert answer.status_code == 408
+    assert "within 0.1 s" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [("Bearer one", 200), ("bearer zwö", 200), ("Bearer on", 401), ("Basic one", 401), ("Bearer ", 401), (None, 401)],
+)
+def test_keys(header, status, engine):
+    app = app_of(engine, dataclasses.replace(SERVED, keys=("one", "zwö")))
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for path, body in ((COMPLETIONS, GREEDY), ("/v1/models", None), ("/metrics", None), ("/stats", None)):
+        answer = ask(app, path, body, headers=headers)
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["code"] == "invalid_api_key"
+    assert ask(app, "/health").status_code == ask(app, "/").status_code == 200
+    assert "one" not in repr(Served("m", keys=("one",)))
+
+
+def test_a_full_queue_and_a_closed_engine(model):
+    engine = Engine(model, dataclasses.replace(SIZES, max_waiting=1))
+    app = app_of(engine)
+    engine.submit(Request((1,)), lambda event: None)
+    answer = ask(app, COMPLETIONS, GREEDY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    engine.stop()
+    for answer in (
+        ask(app, COMPLETIONS, GREEDY),
+        ask(app, COMPLETIONS, GREEDY | {"stream": True}),
+        ask(app, "/health"),
+    ):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "shutting down" in answer.json()["error"]["message"]
+
+
+def test_a_request_that_is_refused_in_part_does_not_run(model):
+    engine = Engine(model, dataclasses.replace(SIZES, max_waiting=3))
+    engine.submit(Request((1,), max_tokens=1), lambda event: None)
+    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 3}).status_code == 429
+    engine.start()
+    engine.stop(grace=60)
+    assert engine.stats().generated_tokens <= 1
+
+
+def test_health(engine):
+    assert ask(app_of(engine), "/health").json() == {"status": "running"}
+    compiling = dataclasses.replace(SERVED, is_starting=lambda: True)
+    answer = ask(app_of(engine, compiling), "/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "compiling"})
+
+
+def test_a_failed_step(engine, monkeypatch):
+    sound = step_module.run_step
+    for stream in (False, True):
+        calls = []
+
+        def failing(*args, **options):
+            calls.append(0)
+            if len(calls) == 3:  # noqa: B023
+                raise RuntimeError("injected")
+            return sound(*args, **options)
+
+        monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+        answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        error = (events_of(answer)[-1] if stream else answer.json())["error"]
+        assert (error["type"], error["code"]) == ("server_error", "server_error")
+        assert "RuntimeError: injected" in error["message"]
+        monkeypatch.undo()
+        assert completion(engine)["usage"]["completion_tokens"] == 20
+
+
+def test_a_fault_of_the_server(engine, monkeypatch):
+    app = app_of(engine)
+    monkeypatch.setattr("flax_layers.serving.http.Generation", lambda *_: 1 / 0)
+    answer = ask(app, COMPLETIONS, GREEDY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].startswith("The server failed")
+
+
+class Connection:
+    """A client at the level of ASGI: it sends a body, sees what comes, and may leave or stop to read."""
+
+    def __init__(self, app, path: str, body: dict):
+        self._app, self._body, self._path = app, json.dumps(body).encode(), path
+        self.leave, self.read, self.seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.read.set()
+        self.messages: list[dict] = []
+        self._sent = False
+
+    async def run(self) -> None:
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "path": self._path, "raw_path": self._path.encode(), "query_string": b"", "headers": [], "scheme": "http",
+        }  # fmt: skip
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message) -> None:
+        await self.read.wait()
+        self.messages.append(message)
+        if message["type"] == "http.response.body" and message["body"]:
+            self.seen.set()
+
+
+LONG = GREEDY | {"max_tokens": 900}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_a_client_that_leaves_is_cancelled(path, stream, engine):
+    app = app_of(engine)
+
+    async def run() -> None:
+        connection = Connection(app, path, LONG | HELLO | {"stream": stream, "n": 2})
+        task = asyncio.create_task(connection.run())
+        before = engine.stats().steps
+        while engine.stats().steps < before + 5:
+            await asyncio.sleep(0.001)
+        connection.leave.set()
+        await asyncio.wait_for(task, 20)
+
+    before = engine.stats().generated_tokens
+    asyncio.run(run())
+    idle(engine)
+    assert engine.stats().generated_tokens - before < 1000
+    assert 'jflex_requests_total{finish_reason="cancelled"} 2.0' in ask(app, "/metrics").text
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(engine):
+    app = app_of(engine)
+
+    async def run() -> None:
+        stalled = Connection(app, COMPLETIONS, LONG | {"max_tokens": 200, "stream": True})
+        stalled.read.clear()
+        task = asyncio.create_task(stalled.run())
+        async with client(app) as session:
+            answer = await session.post(COMPLETIONS, json=GREEDY)
+            assert answer.status_code == 200
+        while engine.stats().running or engine.stats().waiting:
+            await asyncio.sleep(0.005)
+        stalled.read.set()
+        await asyncio.wait_for(task, 20)
+        assert len(stalled.messages) < 10  # what came meanwhile is one event
+        assert b'"finish_reason":"length"' in b"".join(x.get("body", b"") for x in stalled.messages)
+
+    asyncio.run(run())
+
+
+def test_random_cancellations_lose_no_page(engine):
+    app, chance = app_of(engine), random.Random(0)
+
+    async def one() -> None:
+        body = {
+            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40), "n": chance.choice([1, 1, 2]),
+            "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]), "stop": chance.choice([None, "B", " "]),
+        }  # fmt: skip
+        connection = Connection(app, COMPLETIONS, body)
+        task = asyncio.create_task(connection.run())
+        await asyncio.sleep(chance.random() * 1.5)
+        if chance.random() < 0.5:
+            connection.leave.set()
+        await asyncio.wait_for(task, 60)
+
+    async def run() -> None:
+        await asyncio.gather(*(one() for _ in range(200)))
+
+    asyncio.run(run())
+    idle(engine)
+    counts = re.findall(r"^jflex_requests_total\{.*\} (\S+)$", ask(app, "/metrics").text, re.MULTILINE)
+    assert sum(map(float, counts)) >= 200
+
+
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_shutdown_under_load_ends_each_request(grace, model):
+    engine = Engine(model, SIZES)
+    engine.start()
+    app = app_of(engine)
+
+    async def run() -> tuple[list[httpx.Response], list[httpx.Response]]:
+        async with client(app) as session:
+            post = lambda stream: session.post(COMPLETIONS, json=GREEDY | {"max_tokens": 100, "stream": stream})
+            early = [asyncio.create_task(post(number % 2 == 1)) for number in range(12)]
+            while engine.stats().running < 4:
+                await asyncio.sleep(0.001)
+            ending = asyncio.create_task(asyncio.to_thread(engine.stop, grace))
+            await asyncio.sleep(0.05)
+            late = [await post(False), await post(True), await session.get("/health")]
+            await ending
+            return await asyncio.gather(*early), late
+
+    early, late = asyncio.run(run())
+    assert [answer.status_code for answer in late] == [503] * 3
+    whole, streamed = early[::2], [events_of(answer) for answer in early[1::2]]
+    if grace:
+        assert [answer.status_code for answer in whole] == [200] * 6
+        assert [events[-1]["choices"][0]["finish_reason"] for events in streamed] == ["length"] * 6
+    else:
+        assert {answer.status_code for answer in whole} <= {200, 503}
+        assert 503 in {answer.status_code for answer in whole}
+        assert all("error" in x[-1] or x[-1]["choices"][0]["finish_reason"] == "length" for x in streamed)
+    idle(engine)
+
+
+def test_models_tokens_and_the_page(engine):
+    app = app_of(engine)
+    [entry] = ask(app, "/v1/models").json()["data"]
+    assert entry == ask(app, "/v1/models/tiny").json()
+    assert (entry["id"], entry["object"], entry["max_model_len"]) == ("tiny", "model", 1024)
+    tokens = ask(app, "/tokenize", {"prompt": "né", "model": "tiny"}).json()
+    assert tokens == {"tokens": [110, 195, 169], "count": 3, "max_model_len": 1024}
+    page = ask(app, "/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "innerHTML" not in page.text
+    assert not re.search(r"https?://|src=", page.text)
+    stats = ask(app, "/stats").json()
+    assert {"model", "status", "chat", "free_pages", "cached_pages", "hit_tokens"} <= set(stats)
+
+
+def test_metrics(engine):
+    app = app_of(engine)
+    for _ in range(2):
+        assert ask(app, COMPLETIONS, GREEDY).status_code == 200
+    lines = ask(app, "/metrics").text.splitlines()
+    read = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    stats = engine.stats()
+    assert float(read['jflex_requests_total{finish_reason="length"}']) == 2
+    assert float(read["jflex_time_to_first_token_seconds_count"]) == 2
+    assert float(read["jflex_inter_token_latency_seconds_count"]) == 38
+    assert float(read["jflex_generated_tokens_total"]) == stats.generated_tokens
+    assert float(read["jflex_hit_tokens_total"]) == stats.hit_tokens
+    assert sum(float(read[f'jflex_pages{{state="{x}"}}']) for x in ("free", "cached", "used")) == SIZES.num_pages - 1
+    app_of(engine)  # a second one: no name is registered twice
+
+
+def test_a_loop_that_is_gone_does_not_break_the_engine(engine):
+    """The event loop of a request may be closed before the engine knows that it is cancelled."""
+
+    async def abandon() -> None:
+        connection = Connection(app_of(engine), COMPLETIONS, LONG | {"stream": True})
+        task = asyncio.create_task(connection.run())
+        await connection.seen.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(abandon())
+    idle(engine)
+    assert engine.is_running
