@@ -232,7 +232,8 @@ def test_salts_share_no_prefix(engine):
 
 NEUTRAL = {
     "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}, "tools": [],
-    "suffix": None, "best_of": 1, "echo": False, "min_p": 0, "user": "me", "n": None, "stop": None, "unheard_of": {"a": 1},
+    "suffix": None, "best_of": 1, "echo": False, "min_p": 0, "user": "me", "n": None, "stop": None,
+    "unheard_of": {"a": 1},
 }  # fmt: skip
 
 
@@ -326,6 +327,8 @@ def test_parts_of_a_message(engine):
 
 def test_templates_that_fail(engine):
     class Refusing(ByteTokenizer):
+        error: Exception
+
         def chat(self, messages):
             raise self.error
 
@@ -421,25 +424,23 @@ def test_health(engine):
     assert (answer.status_code, answer.json()) == (200, {"status": "compiling"})
 
 
-def test_a_failed_step(engine, monkeypatch):
-    sound = step_module.run_step
-    for stream in (False, True):
-        calls = []
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step(stream, engine, monkeypatch):
+    sound, calls = step_module.run_step, []
 
-        def failing(*args, **options):
-            calls.append(0)
-            if len(calls) == 3:  # noqa: B023
-                raise RuntimeError("injected")
-            return sound(*args, **options)
+    def failing(*args, **options):
+        calls.append(0)
+        if len(calls) == 3:
+            raise RuntimeError("injected")
+        return sound(*args, **options)
 
-        monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
-        answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
-        assert answer.status_code == (200 if stream else 500)
-        error = (events_of(answer)[-1] if stream else answer.json())["error"]
-        assert (error["type"], error["code"]) == ("server_error", "server_error")
-        assert "RuntimeError: injected" in error["message"]
-        monkeypatch.undo()
-        assert completion(engine)["usage"]["completion_tokens"] == 20
+    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+    answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
+    assert answer.status_code == (200 if stream else 500)
+    error = (events_of(answer)[-1] if stream else answer.json())["error"]
+    assert (error["type"], error["code"]) == ("server_error", "server_error")
+    assert "RuntimeError: injected" in error["message"]
+    assert completion(engine)["usage"]["completion_tokens"] == 20
 
 
 def test_a_fault_of_the_server(engine, monkeypatch):
@@ -530,8 +531,9 @@ def test_random_cancellations_lose_no_page(engine):
 
     async def one() -> None:
         body = {
-            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40), "n": chance.choice([1, 1, 2]),
-            "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]), "stop": chance.choice([None, "B", " "]),
+            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40),
+            "n": chance.choice([1, 1, 2]), "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]),
+            "stop": chance.choice([None, "B", " "]),
         }  # fmt: skip
         connection = Connection(app, COMPLETIONS, body)
         task = asyncio.create_task(connection.run())

@@ -86,16 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     reader = parser()
     options = reader.parse_args(arguments)
-    try:
-        for package in PACKAGES:
-            with needs(package, "flax_layers.serve", "serve"):
-                __import__(package)
-        keys, bound = begin(options)
-        model = load_served(options)
-        engine = Engine(model.decoder, engine_options(options, model.decoder))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        reader.error(str(error))
-    serve(options, model, engine, keys, bound)
+    with contextlib.ExitStack() as opened:
+        try:
+            for package in PACKAGES:
+                with needs(package, "flax_layers.serve", "serve"):
+                    __import__(package)
+            keys, bound = begin(options)
+            opened.enter_context(bound)
+            model = load_served(options)
+            engine = Engine(model.decoder, engine_options(options, model.decoder))
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            reader.error(str(error))
+        serve(options, model, engine, keys, bound)
 
 
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
