@@ -197,6 +197,7 @@ def test_the_official_client(running):
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             texts[choice.index] += choice.delta.content or ""
         assert texts == [choice.message.content for choice in said.choices]
+        assert said.usage is not None
         assert chunks[-1].usage.completion_tokens == said.usage.completion_tokens
 
         with pytest.raises(openai.BadRequestError, match="`temperature` must be") as wrong:
@@ -264,9 +265,11 @@ def start(folder: pathlib.Path, tmp_path: pathlib.Path, *arguments: str) -> subp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, ()), (signal.SIGINT, ("--no-warm-up",))])
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGTERM, ("--compilation-cache", "{}/cache")), (signal.SIGINT, ("--no-warm-up",))]
+)
 def test_a_signal_ends_the_command(number, options, folder, tmp_path):
-    with start(folder, tmp_path, *options) as process:
+    with start(folder, tmp_path, *(option.format(tmp_path) for option in options)) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"Serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
@@ -279,7 +282,9 @@ def test_a_signal_ends_the_command(number, options, folder, tmp_path):
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     errors = (tmp_path / "errors").read_text()
-    assert ("compiling" in errors) == (not options)
+    warm = "--no-warm-up" not in options
+    assert ("compiling" in errors) == warm
+    assert bool(list(tmp_path.glob("cache/*"))) == warm
     assert "Traceback" not in errors
 
 

@@ -315,6 +315,8 @@ def test_wrong_requests(name, engine):
 def test_the_code_of_long_prompts(engine):
     codes = [ask(app_of(engine), *BAD[name][:2]).json()["error"]["code"] for name in ("long prompt", "foreign token")]
     assert codes == ["context_length_exceeded", None]
+    error = ask(app_of(engine), CHATS, HELLO | {"max_tokens": 1024}).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
 def test_parts_of_a_message(engine):

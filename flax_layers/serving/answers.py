@@ -46,6 +46,7 @@ class Answer:
     """
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    source = "prompt"  # the parameter that the tokens come from
 
     def __init__(self, model: str, tokenizer: ServedTokenizer, *, include_usage: bool):
         self._tokenizer, self._include_usage, self._model = tokenizer, include_usage, model
@@ -113,6 +114,7 @@ class ChatAnswer(Answer):
     """The answer to one request of `/v1/chat/completions`."""
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    source = "messages"
 
     def opening(self, index: int) -> dict[str, Any]:
         """The first chunk of a choice: the role."""

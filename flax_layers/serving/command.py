@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
+    add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
     return made
 
 
@@ -124,6 +125,9 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"`--port` must be from 0 to 65535. Got {options.port}.")
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
+    if options.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(options.compilation_cache.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     keys = () if options.api_key_file is None else read_keys(options.api_key_file)
     return keys, bind(options.host, options.port)
 

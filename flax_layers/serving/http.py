@@ -202,7 +202,11 @@ class _Api:
                 f"`prompt` and `n` together must make at most {most} texts. Got {len(requests)}. Send less at once.",
             )
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
-        generation = Generation(self._engine, requests, body.choices, text, self._metrics)
+        try:
+            generation = Generation(self._engine, requests, body.choices, text, self._metrics)
+        except ApiError as error:
+            error.param = answer.source if error.param == "prompt" else error.param
+            raise
         if body.stream:
             return EventStream(_events(generation, answer, len(requests)), generation.cancel)
         try:
