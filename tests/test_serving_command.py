@@ -198,6 +198,7 @@ def test_the_official_client(running):
             texts[choice.index] += choice.delta.content or ""
         assert texts == [choice.message.content for choice in said.choices]
         assert said.usage is not None
+        assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == said.usage.completion_tokens
 
         with pytest.raises(openai.BadRequestError, match="`temperature` must be") as wrong:

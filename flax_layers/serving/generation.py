@@ -25,48 +25,57 @@ class Usage(NamedTuple):
 
 
 class Generation:
-    """Submits the choices of a request and gathers their texts. Belongs to the event loop that it is made in.
+    """The choices of a request, and their texts. Belongs to the event loop that it is made in.
 
     The engine's thread only appends to a queue and wakes the loop, so a slow client does not hold it up. The queue of a
     client that does not read is bounded by the tokens that it asked for.
 
     Args:
-        engine: Takes the requests.
         requests: One for each choice; those of one prompt follow each other.
         choices: How many each prompt has.
         text: Makes the text of a choice.
         metrics: Gets latencies and reasons.
-
-    Raises:
-        ApiError: The engine refuses a request; then none of them runs.
     """
 
     def __init__(
         self,
-        engine: Engine,
         requests: Sequence[Request],
         choices: int,
         text: Callable[[], ChoiceText],
         metrics: Metrics,
     ):
-        self._metrics, self._choices = metrics, choices
+        self._requests, self._choices, self._metrics = requests, choices, metrics
         self._loop, self._arrived = asyncio.get_running_loop(), asyncio.Event()
         self._events: collections.deque[tuple[int, Event, float]] = collections.deque()
         self._texts = [text() for _ in requests]
         self._last = [time.perf_counter()] * len(requests)
         self._tickets: list[Ticket] = []
+        self._is_cancelled = False
+
+    def submit(self, engine: Engine) -> None:
+        """Submits the requests. Takes a while for many long prompts, so it runs beside the event loop.
+
+        Args:
+            engine: Takes them.
+
+        Raises:
+            ApiError: The engine refuses one of them. `cancel` ends the others.
+        """
         try:
-            for index, request in enumerate(requests):
+            for index, request in enumerate(self._requests):
                 self._tickets.append(engine.submit(request, self._deliver(index)))
+                if self._is_cancelled:  # meanwhile
+                    self._tickets[-1].cancel()
+                    return
         except (ValueError, QueueFull, Closed) as error:
-            self.cancel()
             status = {QueueFull: 429, Closed: 503}.get(type(error), 400)
-            is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in requests)
+            is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in self._requests)
             code = "context_length_exceeded" if status == 400 and is_long else None
             raise ApiError(status, str(error), code=code) from error
 
     def cancel(self) -> None:
         """Ends what still runs, before the next step; does nothing at the end."""
+        self._is_cancelled = True
         for ticket, text in zip(self._tickets, self._texts, strict=False):
             if not text.is_done:
                 text.is_done = True

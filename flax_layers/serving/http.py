@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import logging
@@ -195,30 +196,30 @@ class _Api:
     async def _generate(
         self, request: Request, body: GenerationBody, requests: Sequence[EngineRequest], answer: Answer
     ) -> Response:
-        most = max(1, self._engine.options.max_waiting)
-        if len(requests) > most:
-            raise ApiError(
-                400,
-                f"`prompt` and `n` together must make at most {most} texts. Got {len(requests)}. Send less at once.",
-            )
         text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
-        try:
-            generation = Generation(self._engine, requests, body.choices, text, self._metrics)
-        except ApiError as error:
-            error.param = answer.source if error.param == "prompt" else error.param
-            raise
-        if body.stream:
-            return EventStream(_events(generation, answer, len(requests)), generation.cancel)
-        try:
+        generation = Generation(requests, body.choices, text, self._metrics)
+        with contextlib.ExitStack() as unfinished:
+            unfinished.callback(generation.cancel)
+            try:
+                await asyncio.to_thread(generation.submit, self._engine)
+            except ApiError as error:
+                error.param = answer.source if error.param == "prompt" else error.param
+                raise
+            if body.stream:
+                unfinished.pop_all()  # the stream cancels it
+                return EventStream(_events(generation, answer, len(requests)), generation.cancel)
             pieces = await unless_disconnected(request.receive, generation.texts())
-        finally:
-            generation.cancel()
         return JSONResponse(answer.whole(pieces, generation.usage))
 
     def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[EngineRequest]]:
         """Takes as long as tokenisation, so it runs beside the event loop."""
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
+        texts, most = len(body.prompt) * body.choices, max(1, self._engine.options.max_waiting)
+        if texts > most:
+            raise ApiError(
+                400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."
+            )
         prompts = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         return body, [request for tokens in prompts for request in self._requests(body, tokens)]
 
