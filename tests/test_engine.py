@@ -160,10 +160,10 @@ def test_a_seed_draws_the_same_tokens_beside_others(sampling, model):
 
 
 PENALTIES = [
-    {"presence": 2.0, "frequency": 1.5},
-    {"repetition": 5.0},
-    {"biases": ((36, -100.0), (61, -100.0), (7, 2.0))},
-    {"frequency": 0.7, "repetition": 1.3, "biases": ((2, 1.0),)},
+    {"presence_penalty": 2.0, "frequency_penalty": 1.5},
+    {"repetition_penalty": 5.0},
+    {"logit_bias": ((36, -100.0), (61, -100.0), (7, 2.0))},
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "logit_bias": ((2, 1.0),)},
 ]
 
 
@@ -178,11 +178,12 @@ def test_penalties_are_those_of_their_formulas(penalties, model):
     for token in client.tokens:
         logits = np.asarray(logits_of(model, np.array([text + [0] * (48 - len(text))], np.int32)))[0, len(text) - 1]
         generated = np.bincount(text[len(PROMPTS[1]) :], minlength=64)
-        factor = penalties.get("repetition", 1)
+        factor = penalties.get("repetition_penalty", 1)
         repeated = np.where(logits > 0, logits / factor, logits * factor)
         logits = np.where(np.isin(np.arange(64), text), repeated, logits)
-        logits = logits - penalties.get("frequency", 0) * generated - penalties.get("presence", 0) * (generated > 0)
-        for biased, bias in penalties.get("biases", ()):
+        logits = logits - penalties.get("frequency_penalty", 0) * generated
+        logits = logits - penalties.get("presence_penalty", 0) * (generated > 0)
+        for biased, bias in penalties.get("logit_bias", ()):
             logits[biased] += bias
         assert token == np.argmax(logits)
         text.append(token)
@@ -192,7 +193,7 @@ def test_penalties_are_those_of_their_formulas(penalties, model):
 
 def test_a_slot_forgets_the_penalties_of_the_request_before(model, recomputed):
     engine = engine_of(model, max_requests=1)
-    Client(engine, PROMPTS[2], penalties=Penalties(biases=((36, 100.0),)))
+    Client(engine, PROMPTS[2], penalties=Penalties(logit_bias=((36, 100.0),)))
     after = Client(engine, PROMPTS[2], logprobs=0)
     run(engine)
     assert after.tokens == recomputed(PROMPTS[2])
@@ -295,7 +296,7 @@ def test_tensor_parallel():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     model = from_pretrained(ROOT / "gemma3", dtype=jnp.float32, implementation="xla", mesh=mesh)
     engine = Engine(model, EngineOptions(**SIZES | {"max_step_tokens": 40, "context": None}))
-    for options in ({}, {"penalties": Penalties(biases=((1, 0.0),))}):  # the second time from cached pages
+    for options in ({}, {"penalties": Penalties(logit_bias=((1, 0.0),))}):  # the second time from cached pages
         clients = [Client(engine, prompt, max_tokens=32, **options) for prompt in known["tokens"].tolist()]
         run(engine)
         assert [client.tokens for client in clients] == known["greedy"].tolist()
@@ -320,7 +321,7 @@ def test_nothing_is_compiled_after_warm_up(model):
         for _ in range(40):
             prompt = rng.integers(0, 64, rng.integers(1, 30)).tolist()
             sampling = Sampling(float(rng.integers(0, 2)), seed=int(rng.integers(9)))
-            penalties = Penalties(presence=float(rng.integers(0, 2)))
+            penalties = Penalties(presence_penalty=float(rng.integers(0, 2)))
             Client(engine, prompt, sampling=sampling, penalties=penalties, max_tokens=int(rng.integers(1, 9)))
             engine.step()
         run(engine)
@@ -376,7 +377,7 @@ def test_longrope_rotates_all_keys_alike():
         ((1, 64), {}, r"`prompt` must hold tokens from 0 to 63, .* It holds 1 to 64"),
         ((), {}, r"`prompt` must hold at least one token"),
         ((1,), {"max_tokens": 0}, r"`max_tokens` must be at least 1. Got 0"),
-        ((1,), {"penalties": Penalties(biases=((64, 1.0),))}, r"`biases` must be of tokens from 0 to 63. Got 64"),
+        ((1,), {"penalties": Penalties(logit_bias=((64, 1.0),))}, r"`logit_bias` must be of tokens .* 63\. Got 64"),
         ((1,), {"logprobs": 21}, r"`logprobs` must be from 0 to 20. Got 21"),
     ],
 )
@@ -408,11 +409,11 @@ def test_a_full_queue(model):
 @pytest.mark.parametrize(
     ("penalties", "message"),
     [
-        ({"presence": 2.5}, "`presence` must be from -2 to 2. Got 2.5"),
-        ({"frequency": float("nan")}, "`frequency` must be from -2 to 2. Got nan"),
-        ({"repetition": 0.0}, "`repetition` must be finite and greater than 0. Got 0.0"),
-        ({"biases": ((3, 101.0),)}, "`biases` must be from -100 to 100. Got 101.0 for token 3"),
-        ({"biases": ((3, 1.0),) * 301}, "`biases` must be of at most 300 tokens. Got 301"),
+        ({"presence_penalty": 2.5}, "`presence_penalty` must be from -2 to 2. Got 2.5"),
+        ({"frequency_penalty": float("nan")}, "`frequency_penalty` must be from -2 to 2. Got nan"),
+        ({"repetition_penalty": 0.0}, "`repetition_penalty` must be finite and greater than 0. Got 0.0"),
+        ({"logit_bias": ((3, 101.0),)}, "`logit_bias` must be from -100 to 100. Got 101.0 for token 3"),
+        ({"logit_bias": ((3, 1.0),) * 301}, "`logit_bias` must be of at most 300 tokens. Got 301"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -242,10 +242,22 @@ def test_neutral_values_and_unknown_fields(engine):
 
 
 REFUSED = {
-    "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "min_p": 0.1,
     "response_format": {"type": "json_object"}, "tools": [{"type": "function"}], "suffix": "x", "echo": True,
-    "best_of": 2, "prompt_logprobs": 1, "stop_token_ids": [1], "min_tokens": 2, "reasoning_effort": "low",
+    "best_of": 2, "prompt_logprobs": 1, "min_tokens": 2, "reasoning_effort": "low",
 }  # fmt: skip
+
+
+def test_penalties_biases_and_stop_tokens(engine):
+    plain = completion(engine)["choices"][0]["text"]
+    first = plain.encode()[0]
+    biased = completion(engine, logit_bias={str(first): -100})["choices"][0]["text"]
+    assert biased.encode()[0] != first
+    stopped = completion(engine, stop_token_ids=[first])["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
+    repeated = {"logit_bias": {"97": 90, "98": 88.5}, "max_tokens": 4}
+    assert completion(engine, **repeated)["choices"][0]["text"] == "aaaa"
+    assert completion(engine, **repeated, frequency_penalty=2)["choices"][0]["text"] == "abab"
+    assert completion(engine, temperature=2.0, min_p=1.0, seed=3)["choices"][0]["text"] == plain
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -266,6 +278,11 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "deep": (COMPLETIONS, b'{"prompt": ' + b"[" * 100_000, 400, "must be JSON in UTF-8"),
     "no prompt": (COMPLETIONS, {}, 400, "`prompt` is required"),
     "no tokens": (COMPLETIONS, {"prompt": ""}, 400, "`prompt` must hold at least one token"),
+    "presence": (COMPLETIONS, {**GREEDY, "presence_penalty": 2.5}, 400, "`presence_penalty` must be from -2 to 2"),
+    "repetition": (COMPLETIONS, {**GREEDY, "repetition_penalty": 0}, 400, "`repetition_penalty` must be finite"),
+    "bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"a": 1}}, 400, "`logit_bias` must be an object of tokens"),
+    "bias of no token": (COMPLETIONS, {**GREEDY, "logit_bias": {"256": 1}}, 400, "`logit_bias` must be of tokens from"),
+    "min_p": (COMPLETIONS, {**GREEDY, "min_p": 2}, 400, "`min_p` must be at least 0 and at most 1. Got 2"),
     "no prompts": (COMPLETIONS, {"prompt": []}, 400, "`prompt` must be a text, a list of texts"),
     "mixed prompts": (COMPLETIONS, {"prompt": ["a", 1]}, 400, "`prompt` must be a text, a list of texts"),
     "truths": (COMPLETIONS, {"prompt": [True]}, 400, "`prompt` must be a text, a list of texts"),

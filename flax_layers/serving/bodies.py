@@ -10,9 +10,10 @@ from typing import Annotated, Any, Self, TypeVar
 from flax_layers.models.optional import needs
 from flax_layers.sampling import Sampling
 from flax_layers.serving.errors import ApiError
+from flax_layers.serving.penalties import Penalties
 from flax_layers.serving.requests import MAX_LOGPROBS, Request
 
-with needs("pydantic", "flax_layers.serving", "serve"):
+with needs("pydantic", "serve"):
     from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 16, 256
@@ -25,7 +26,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -33,18 +33,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -66,6 +61,16 @@ def _stops(value: Any) -> list[str]:
     if len(stops) > MAX_STOPS:
         raise ValueError(f"`stop` must hold at most {MAX_STOPS} texts. Got {len(stops)}. Leave some out.")
     return stops
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Of tokens, which are keys of an object and so texts."""
+    try:
+        return tuple((int(token), float(bias)) for token, bias in (value or {}).items())
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
+        ) from None
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -128,9 +133,15 @@ class GenerationBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     n: int | None = None
     best_of: int | None = None
     stop: Annotated[list[str], PlainValidator(_stops)] = []
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_biases)] = ()
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -189,12 +200,19 @@ class GenerationBody(Body):
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else self.top_p
         namespace: Hashable = self.cache_salt
+        penalties = Penalties(
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.logit_bias,
+        )
         return [
             Request(
                 tuple(prompt),
                 max_tokens=self.token_limit,
-                sampling=Sampling(temperature, top_k, top_p, (first + choice) % (1 << 32)),
-                stop_tokens=() if self.ignore_eos else tuple(stop_tokens),
+                sampling=Sampling(temperature, top_k, top_p, (first + choice) % (1 << 32), self.min_p or 0.0),
+                penalties=penalties,
+                stop_tokens=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_tokens)),
                 logprobs=self.top,
                 namespace=namespace,
             )

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as opened:
         try:
             for package in PACKAGES:
-                with needs(package, "flax_layers.serve", "serve"):
+                with needs(package, "serve"):
                     __import__(package)
             keys, bound = begin(options)
             opened.enter_context(bound)

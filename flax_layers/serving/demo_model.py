@@ -93,7 +93,7 @@ def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[st
     if file.exists():
         say(f"Without --model: the byte-level model of the demo, from {file}.")
         return load_model(file, implementation)
-    with needs("optax", "flax_layers.serve", "serve"):
+    with needs("optax", "serve"):
         import optax  # noqa: F401
     from flax_layers.demo import data
     from flax_layers.demo.__main__ import create_trainer, fit

@@ -22,7 +22,7 @@ from flax_layers.serving.requests import Request as EngineRequest
 from flax_layers.serving.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
 from flax_layers.serving.text import ChoiceText
 
-with needs("starlette", "flax_layers.serving", "serve"):
+with needs("starlette", "serve"):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request

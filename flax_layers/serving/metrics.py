@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from flax_layers.models.optional import needs
 from flax_layers.serving.engine import Stats
 
-with needs("prometheus_client", "flax_layers.serving", "serve"):
+with needs("prometheus_client", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector

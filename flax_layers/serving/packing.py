@@ -16,8 +16,10 @@ from flax_layers.serving.penalties import PenaltyBatch
 from flax_layers.serving.scheduler import Chunk
 from jflex.paged import PagedBatch
 
-_SAMPLING = (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32))
-_PENALTIES = (("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32))
+_SAMPLING = (
+    ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
+)  # fmt: skip
+_PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
 _COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
 
 

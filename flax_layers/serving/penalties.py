@@ -20,39 +20,42 @@ class Penalties:
     """How one request changes logits; by default not at all.
 
     Attributes:
-        presence: Subtracted from the logits of tokens that were generated, -2 to 2.
-        frequency: Subtracted for each time that a token was generated, -2 to 2.
-        repetition: Positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied
-            (Keskar et al., 2019, arXiv:1909.05858, section 4.1). Greater than 0; 1 changes nothing.
-        biases: Tokens, each with what is added to its logit, -100 to 100.
+        presence_penalty: Subtracted from the logits of tokens that were generated, -2 to 2.
+        frequency_penalty: Subtracted for each time that a token was generated, -2 to 2.
+        repetition_penalty: Positive logits of tokens in the prompt or the output are divided by it, negative ones
+            multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). Greater than 0; 1 changes nothing.
+        logit_bias: Tokens, each with what is added to its logit, -100 to 100.
 
     Raises:
         ValueError: A value is out of range.
 
     Example:
-        >>> Penalties(frequency=0.5, biases=((7, -100.0),)).biases
+        >>> Penalties(frequency_penalty=0.5, logit_bias=((7, -100.0),)).logit_bias
         ((7, -100.0),)
-        >>> Penalties(presence=3)
+        >>> Penalties(presence_penalty=3)
         Traceback (most recent call last):
-        ValueError: `presence` must be from -2 to 2. Got 3.
+        ValueError: `presence_penalty` must be from -2 to 2. Got 3.
     """
 
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
-    biases: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("presence", "frequency"):
+        for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"`{name}` must be from -2 to 2. Got {getattr(self, name)}.")
-        if not (self.repetition > 0 and math.isfinite(self.repetition)):
-            raise ValueError(f"`repetition` must be finite and greater than 0. Got {self.repetition}. Use 1 for none.")
-        if len(self.biases) > MAX_BIASES:
-            raise ValueError(f"`biases` must be of at most {MAX_BIASES} tokens. Got {len(self.biases)}.")
-        for token, bias in self.biases:
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(
+                f"`repetition_penalty` must be finite and greater than 0. Got {self.repetition_penalty}. Use 1 for "
+                "none."
+            )
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"`logit_bias` must be of at most {MAX_BIASES} tokens. Got {len(self.logit_bias)}.")
+        for token, bias in self.logit_bias:
             if not -100 <= bias <= 100:
-                raise ValueError(f"`biases` must be from -100 to 100. Got {bias} for token {token}.")
+                raise ValueError(f"`logit_bias` must be from -100 to 100. Got {bias} for token {token}.")
 
     def __bool__(self) -> bool:
         return self != Penalties()
@@ -120,15 +123,15 @@ class PenaltyBatch(NamedTuple):
     """The penalties of R rows; biases are in `Edits`.
 
     Attributes:
-        presence: As of `Penalties`.
-        frequency: As of `Penalties`.
-        repetition: As of `Penalties`.
+        presence_penalty: As of `Penalties`.
+        frequency_penalty: As of `Penalties`.
+        repetition_penalty: As of `Penalties`.
         is_edited: Whether the row has any penalty or bias; its slot holds those of an earlier request if not.
     """
 
-    presence: Float32[Array, " R"]
-    frequency: Float32[Array, " R"]
-    repetition: Float32[Array, " R"]
+    presence_penalty: Float32[Array, " R"]
+    frequency_penalty: Float32[Array, " R"]
+    repetition_penalty: Float32[Array, " R"]
     is_edited: Int32[Array, " R"]
 
 
@@ -155,10 +158,10 @@ def apply_penalties(
     """
     column = lambda x: x[:, None]
     in_prompt, counts, biases = (x.at[slots].get(mode="clip") for x in (edits.in_prompt, edits.counts, edits.biases))
-    repeated = jnp.where(logits > 0, logits / column(rows.repetition), logits * column(rows.repetition))
+    repeated = jnp.where(logits > 0, logits / column(rows.repetition_penalty), logits * column(rows.repetition_penalty))
     changed = jnp.where(in_prompt | (counts > 0), repeated, logits) + biases
-    changed -= column(rows.frequency) * counts.astype(jnp.float32)
-    changed -= column(rows.presence) * (counts > 0).astype(jnp.float32)
+    changed -= column(rows.frequency_penalty) * counts.astype(jnp.float32)
+    changed -= column(rows.presence_penalty) * (counts > 0).astype(jnp.float32)
     return jnp.where(column(rows.is_edited) > 0, changed, logits)
 
 

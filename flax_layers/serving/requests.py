@@ -129,9 +129,9 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
             f"{most}. Use the model's own tokenizer."
         )
-    for token, _ in request.penalties.biases:
+    for token, _ in request.penalties.logit_bias:
         if not 0 <= token < vocabulary:
-            raise ValueError(f"`biases` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
+            raise ValueError(f"`logit_bias` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
     limit = "the context length" if context <= cache_tokens else "what the pages of the cache hold"
     if prompt >= room:
         raise ValueError(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from flax_layers.models.optional import needs
 from flax_layers.serving.engine import Engine
 
-with needs("starlette", "flax_layers.serving", "serve"):
+with needs("starlette", "serve"):
     from starlette.types import ASGIApp
-with needs("uvicorn", "flax_layers.serving", "serve"):
+with needs("uvicorn", "serve"):
     import uvicorn
 
 _LAST_SECONDS = 5

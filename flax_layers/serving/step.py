@@ -181,7 +181,7 @@ def begin_penalties(
     Returns:
         The state.
     """
-    biases = sequence.request.penalties.biases
+    biases = sequence.request.penalties.logit_bias
     tokens = padded(sequence.tokens, context, -1, np.int32)
     biased = padded([token for token, _ in biases], MAX_BIASES, -1, np.int32)
     values = padded([bias for _, bias in biases], MAX_BIASES, 0, np.float32)

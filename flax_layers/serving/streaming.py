@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from flax_layers.models.optional import needs
 from flax_layers.serving.errors import ApiError
 
-with needs("starlette", "flax_layers.serving", "serve"):
+with needs("starlette", "serve"):
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
