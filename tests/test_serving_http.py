@@ -583,7 +583,8 @@ def test_shutdown_under_load_ends_each_request(grace, model):
             while engine.stats().running < 4:
                 await asyncio.sleep(0.001)
             ending = asyncio.create_task(asyncio.to_thread(engine.stop, grace))
-            await asyncio.sleep(0.05)
+            while engine.is_running:  # until it takes no more
+                await asyncio.sleep(0.001)
             late = [await post(False), await post(True), await session.get("/health")]
             await ending
             return await asyncio.gather(*early), late
