@@ -1,112 +1,50 @@
-"""The server's endpoints, in process: a tiny model, its text in bytes, and clients that err, stall and leave."""
+"""The server's endpoints, in process: texts, streams, parameters, and what is refused."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
-import random
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from flax import nnx
 
-from flax_layers.models import Decoder, LayerConfig, ModelConfig
-from flax_layers.serving import Engine, EngineOptions, Request
-from flax_layers.serving import step as step_module
+from flax_layers.serving import Engine, Request
 from flax_layers.serving.demo_model import ByteTokenizer
 from flax_layers.serving.http import Limits, Served, create_app
-from tests import evaluation
+from tests.served import (
+    CHATS,
+    COMPLETIONS,
+    GREEDY,
+    HELLO,
+    PROMPT,
+    SERVED,
+    SIZES,
+    app_of,
+    ask,
+    client,
+    completion,
+    events_of,
+    idle,
+    running,
+    texts_of,
+)
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
-CONFIG = ModelConfig(
-    vocabulary=256, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
-    max_positions=1024, initializer_range=0.5,
-)  # fmt: skip
-SIZES = EngineOptions(max_requests=4, max_step_tokens=32, num_pages=513, page_size=8)
-SERVED = Served("tiny")
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-PROMPT = "The prefix of a prompt, longer than two pages."
-GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20}
-HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
-
 
 @pytest.fixture(scope="module")
-def model() -> Decoder:
-    return Decoder(CONFIG, implementation="xla", rngs=nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def engine(model) -> Iterator[Engine]:
-    with evaluation.compiled_in_haste(True):
-        engine = Engine(model, SIZES)
-        engine.start()
+def engine() -> Iterator[Engine]:
+    with running() as engine:
         yield engine
-        engine.stop()
 
 
 @pytest.fixture(autouse=True)
 def _no_page_is_lost(engine) -> Iterator[None]:
     yield
     idle(engine)
-
-
-def idle(engine: Engine) -> None:
-    """Waits until nothing runs; then every page is free or cached."""
-    ends = time.monotonic() + 20
-    while (stats := engine.stats()).running or stats.waiting:
-        assert time.monotonic() < ends
-        time.sleep(0.005)
-    engine.check()
-    assert stats.used_pages == 0
-    assert stats.free_pages + stats.cached_pages == engine.options.num_pages - 1
-
-
-def app_of(engine: Engine, served: Served = SERVED):
-    return create_app(engine, ByteTokenizer(), served)
-
-
-def client(app, **options) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60, **options)
-
-
-def ask(app, path: str, body: Any = None, method: str | None = None, **options) -> httpx.Response:
-    async def run() -> httpx.Response:
-        async with client(app) as session:
-            content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            verb = method or ("GET" if body is None else "POST")
-            return await session.request(verb, path, content=content, **options)
-
-    return asyncio.run(run())
-
-
-def events_of(answer: httpx.Response) -> list[dict]:
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, last, rest = answer.text.split("\n\n")
-    assert (last, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-def texts_of(events: list[dict]) -> list[str]:
-    texts: dict[int, str] = {}
-    for event in events:
-        for choice in event["choices"]:
-            new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            texts[choice["index"]] = texts.get(choice["index"], "") + new
-    return [texts[index] for index in sorted(texts)]
-
-
-def completion(engine: Engine, **body) -> dict:
-    answer = ask(app_of(engine), COMPLETIONS, {**GREEDY, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def test_the_text_is_that_of_the_engine(engine):
@@ -410,198 +348,6 @@ def test_keys(header, status, engine):
     assert "one" not in repr(Served("m", keys=("one",)))
 
 
-def test_a_full_queue_and_a_closed_engine(model):
-    engine = Engine(model, dataclasses.replace(SIZES, max_waiting=1))
-    app = app_of(engine)
-    engine.submit(Request((1,)), lambda event: None)
-    answer = ask(app, COMPLETIONS, GREEDY)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    assert answer.json()["error"]["type"] == "rate_limit_error"
-    engine.stop()
-    for answer in (
-        ask(app, COMPLETIONS, GREEDY),
-        ask(app, COMPLETIONS, GREEDY | {"stream": True}),
-        ask(app, "/health"),
-    ):
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "shutting down" in answer.json()["error"]["message"]
-
-
-def test_a_request_that_is_refused_in_part_does_not_run(model):
-    engine = Engine(model, dataclasses.replace(SIZES, max_waiting=3))
-    engine.submit(Request((1,), max_tokens=1), lambda event: None)
-    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 3}).status_code == 429
-    engine.start()
-    engine.stop(grace=60)
-    assert engine.stats().generated_tokens <= 1
-
-
-def test_health(engine):
-    assert ask(app_of(engine), "/health").json() == {"status": "running"}
-    compiling = dataclasses.replace(SERVED, is_starting=lambda: True)
-    answer = ask(app_of(engine, compiling), "/health")
-    assert (answer.status_code, answer.json()) == (200, {"status": "compiling"})
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_step(stream, engine, monkeypatch):
-    sound, calls = step_module.run_step, []
-
-    def failing(*args, **options):
-        calls.append(0)
-        if len(calls) == 3:
-            raise RuntimeError("injected")
-        return sound(*args, **options)
-
-    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
-    answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
-    assert answer.status_code == (200 if stream else 500)
-    error = (events_of(answer)[-1] if stream else answer.json())["error"]
-    assert (error["type"], error["code"]) == ("server_error", "server_error")
-    assert "RuntimeError: injected" in error["message"]
-    assert completion(engine)["usage"]["completion_tokens"] == 20
-
-
-def test_a_fault_of_the_server(engine, monkeypatch):
-    app = app_of(engine)
-    monkeypatch.setattr("flax_layers.serving.http.Generation", lambda *_: 1 / 0)
-    answer = ask(app, COMPLETIONS, GREEDY)
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"].startswith("The server failed")
-
-
-class Connection:
-    """A client at the level of ASGI: it sends a body, sees what comes, and may leave or stop to read."""
-
-    def __init__(self, app, path: str, body: dict):
-        self._app, self._body, self._path = app, json.dumps(body).encode(), path
-        self.leave, self.read, self.seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.read.set()
-        self.messages: list[dict] = []
-        self._sent = False
-
-    async def run(self) -> None:
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-            "path": self._path, "raw_path": self._path.encode(), "query_string": b"", "headers": [], "scheme": "http",
-        }  # fmt: skip
-        await self._app(scope, self._receive, self._send)
-
-    async def _receive(self) -> dict:
-        if not self._sent:
-            self._sent = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.leave.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message) -> None:
-        await self.read.wait()
-        self.messages.append(message)
-        if message["type"] == "http.response.body" and message["body"]:
-            self.seen.set()
-
-
-LONG = GREEDY | {"max_tokens": 900}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_a_client_that_leaves_is_cancelled(path, stream, engine):
-    app = app_of(engine)
-
-    async def run() -> None:
-        connection = Connection(app, path, LONG | HELLO | {"stream": stream, "n": 2})
-        task = asyncio.create_task(connection.run())
-        before = engine.stats().steps
-        while engine.stats().steps < before + 5:
-            await asyncio.sleep(0.001)
-        connection.leave.set()
-        await asyncio.wait_for(task, 20)
-
-    before = engine.stats().generated_tokens
-    asyncio.run(run())
-    idle(engine)
-    assert engine.stats().generated_tokens - before < 1000
-    assert 'jflex_requests_total{finish_reason="cancelled"} 2.0' in ask(app, "/metrics").text
-
-
-def test_a_client_that_does_not_read_holds_nobody_up(engine):
-    app = app_of(engine)
-
-    async def run() -> None:
-        stalled = Connection(app, COMPLETIONS, LONG | {"max_tokens": 200, "stream": True})
-        stalled.read.clear()
-        task = asyncio.create_task(stalled.run())
-        async with client(app) as session:
-            answer = await session.post(COMPLETIONS, json=GREEDY)
-            assert answer.status_code == 200
-        while engine.stats().running or engine.stats().waiting:
-            await asyncio.sleep(0.005)
-        stalled.read.set()
-        await asyncio.wait_for(task, 20)
-        assert len(stalled.messages) < 10  # what came meanwhile is one event
-        assert b'"finish_reason":"length"' in b"".join(x.get("body", b"") for x in stalled.messages)
-
-    asyncio.run(run())
-
-
-def test_random_cancellations_lose_no_page(engine):
-    app, chance = app_of(engine), random.Random(0)
-
-    async def one() -> None:
-        body = {
-            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40),
-            "n": chance.choice([1, 1, 2]), "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]),
-            "stop": chance.choice([None, "B", " "]),
-        }  # fmt: skip
-        connection = Connection(app, COMPLETIONS, body)
-        task = asyncio.create_task(connection.run())
-        await asyncio.sleep(chance.random() * 1.5)
-        if chance.random() < 0.5:
-            connection.leave.set()
-        await asyncio.wait_for(task, 60)
-
-    async def run() -> None:
-        await asyncio.gather(*(one() for _ in range(200)))
-
-    asyncio.run(run())
-    idle(engine)
-    counts = re.findall(r"^jflex_requests_total\{.*\} (\S+)$", ask(app, "/metrics").text, re.MULTILINE)
-    assert sum(map(float, counts)) >= 200
-
-
-@pytest.mark.parametrize("grace", [0.0, 60.0])
-def test_shutdown_under_load_ends_each_request(grace, model):
-    engine = Engine(model, SIZES)
-    engine.start()
-    app = app_of(engine)
-
-    async def run() -> tuple[list[httpx.Response], list[httpx.Response]]:
-        async with client(app) as session:
-            post = lambda stream: session.post(COMPLETIONS, json=GREEDY | {"max_tokens": 100, "stream": stream})
-            early = [asyncio.create_task(post(number % 2 == 1)) for number in range(12)]
-            while engine.stats().running < 4:
-                await asyncio.sleep(0.001)
-            ending = asyncio.create_task(asyncio.to_thread(engine.stop, grace))
-            while engine.is_running:  # until it takes no more
-                await asyncio.sleep(0.001)
-            late = [await post(False), await post(True), await session.get("/health")]
-            await ending
-            return await asyncio.gather(*early), late
-
-    early, late = asyncio.run(run())
-    assert [answer.status_code for answer in late] == [503] * 3
-    whole, streamed = early[::2], [events_of(answer) for answer in early[1::2]]
-    if grace:
-        assert [answer.status_code for answer in whole] == [200] * 6
-        assert [events[-1]["choices"][0]["finish_reason"] for events in streamed] == ["length"] * 6
-    else:
-        assert {answer.status_code for answer in whole} <= {200, 503}
-        assert 503 in {answer.status_code for answer in whole}
-        assert all("error" in x[-1] or x[-1]["choices"][0]["finish_reason"] == "length" for x in streamed)
-    idle(engine)
-
-
 def test_models_tokens_and_the_page(engine):
     app = app_of(engine)
     [entry] = ask(app, "/v1/models").json()["data"]
@@ -631,19 +377,3 @@ def test_metrics(engine):
     assert float(read["jflex_hit_tokens_total"]) == stats.hit_tokens
     assert sum(float(read[f'jflex_pages{{state="{x}"}}']) for x in ("free", "cached", "used")) == SIZES.num_pages - 1
     app_of(engine)  # a second one: no name is registered twice
-
-
-def test_a_loop_that_is_gone_does_not_break_the_engine(engine):
-    """The event loop of a request may be closed before the engine knows that it is cancelled."""
-
-    async def abandon() -> None:
-        connection = Connection(app_of(engine), COMPLETIONS, LONG | {"stream": True})
-        task = asyncio.create_task(connection.run())
-        await connection.seen.wait()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(abandon())
-    idle(engine)
-    assert engine.is_running
