@@ -59,5 +59,5 @@ def test_without_the_packages_of_the_server_the_engine_is_imported():
 def test_without_starlette_the_endpoints_say_what_to_install():
     process = fresh_python("import sys; sys.modules['starlette'] = None\nimport flax_layers.serving.http")
     assert process.returncode != 0
-    message = "`flax_layers.serving` needs starlette for this: pip install 'jflex[serve]'"
+    message = "`flax_layers.serve` needs starlette for this: pip install 'jflex[serve]'"
     assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"

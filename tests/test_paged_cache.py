@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
+import jflex
 from jflex.paged import (
     PagedBatch,
     PagedCache,
@@ -173,6 +174,17 @@ def test_a_donated_cache_is_updated_in_place(layers, step):
     assert [x.unsafe_buffer_pointer() for x in (after.k, after.v)] == before
     assert cache.k.is_deleted()
     assert cache.v.is_deleted()
+
+
+@pytest.mark.parametrize("layers", [None, 2, 512])
+def test_reading_copies_no_cache(layers):
+    """`xla` once took 24 ms for four requests of 20 keys in a stacked cache of 67 MB, all but 0.2 ms to copy it."""
+    cache = jax.eval_shape(lambda: PagedCache.create(512, 64, 1, 32, dtype=F32, layers=layers))
+    batch = PagedBatch(INT([0, 1, 2]), INT([5, 20]), INT([[1, 2], [3, 4]]))
+    attend = functools.partial(jflex.paged_attention, layer=layers and 1, implementation="xla")
+    memory = jax.jit(attend).lower(jnp.ones((2, 4, 32)), cache, batch).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 512 * 64 * 32 * 4 / 4  # of the keys of a layer
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, F32])
