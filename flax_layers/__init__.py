@@ -1,8 +1,8 @@
 """Attention layers and language models for Flax, built on jflex.
 
 `flax_layers.nnx` and `flax_layers.linen` hold the layers, `flax_layers.models` language models made of them.
-`python -m flax_layers.train` trains these, `python -m flax_layers.generate` writes text with them, and
-`python -m flax_layers.demo` trains a small one.
+`python -m flax_layers.train` trains these, `python -m flax_layers.generate` writes text with them,
+`python -m flax_layers.serve` serves them, and `python -m flax_layers.demo` trains a small one.
 """
 
 try:

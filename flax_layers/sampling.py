@@ -23,13 +23,15 @@ _LEAST_TEMPERATURE = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of one request. Temperature is applied first, then top-k, then top-p.
+    """Sampling parameters of one request. Temperature is applied first, then top-k, top-p and min-p.
 
     Attributes:
         temperature: Divides the logits. 0: greedy; the other fields are ignored.
         top_k: Keeps this many of the most probable tokens, and ties with the last one. 0: all tokens.
         top_p: Keeps the most probable tokens until their probabilities sum to this or more, and ties. 1: all tokens.
         seed: The random key of a token is derived from it and from the position of the token.
+        min_p: Keeps tokens whose probability is at least this fraction of that of the most probable one (Nguyen et al.,
+            2024, arXiv:2407.01082). 0: all tokens.
 
     Raises:
         TypeError: `top_k` or `seed` is not an integer.
@@ -37,7 +39,7 @@ class Sampling:
 
     Example:
         >>> Sampling(temperature=0.8, top_p=0.95, seed=1)
-        Sampling(temperature=0.8, top_k=0, top_p=0.95, seed=1)
+        Sampling(temperature=0.8, top_k=0, top_p=0.95, seed=1, min_p=0.0)
         >>> Sampling(top_p=0)
         Traceback (most recent call last):
         ValueError: `top_p` must be greater than 0 and at most 1. Got 0. Use 1 to keep all tokens.
@@ -47,6 +49,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -58,6 +61,8 @@ class Sampling:
             raise ValueError(
                 f"`top_p` must be greater than 0 and at most 1. Got {self.top_p}. Use 1 to keep all tokens."
             )
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"`min_p` must be at least 0 and at most 1. Got {self.min_p}. Use 0 to keep all tokens.")
         if _integer("top_k", self.top_k) < 0:
             raise ValueError(f"`top_k` must be at least 0. Got {self.top_k}. Use 0 to keep all tokens.")
         if not 0 <= _integer("seed", self.seed) < 1 << 32:
@@ -74,12 +79,14 @@ class SamplingBatch:
         top_k: See `Sampling`. None: all tokens for all.
         top_p: See `Sampling`. None: all tokens for all.
         seed: See `Sampling`. None if `temperature` is.
+        min_p: See `Sampling`. None: all tokens for all.
     """
 
     temperature: Float[Array, " B"] | None = None
     top_k: Int32[Array, " B"] | None = None
     top_p: Float[Array, " B"] | None = None
     seed: UInt32[Array, " B"] | None = None
+    min_p: Float[Array, " B"] | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Sampling]) -> SamplingBatch:
@@ -104,6 +111,7 @@ class SamplingBatch:
             column("top_k", np.int32) if any(request.top_k for request in requests) else None,
             column("top_p", np.float32) if any(request.top_p < 1 for request in requests) else None,
             column("seed", np.uint32),
+            column("min_p", np.float32) if any(request.min_p for request in requests) else None,
         )
 
 
@@ -132,7 +140,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 
 
 def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> Float[Array, "B V"]:
-    """Divides logits by the temperature, and sets those that top-k and top-p exclude to `-inf`.
+    """Divides logits by the temperature, and sets those that top-k, top-p and min-p exclude to `-inf`.
 
     Args:
         logits: Logits, float32.
@@ -144,7 +152,11 @@ def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> 
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     if sampling.temperature is not None:
         logits = logits / jnp.maximum(sampling.temperature, _LEAST_TEMPERATURE)[:, None]
-    return truncate(logits, sampling.top_k, sampling.top_p)
+    logits = truncate(logits, sampling.top_k, sampling.top_p)
+    if sampling.min_p is None:
+        return logits
+    # The most probable token has logit 0 now, and `log(0)` keeps all.
+    return jnp.where(logits >= jnp.log(sampling.min_p)[:, None], logits, -jnp.inf)
 
 
 def truncate(

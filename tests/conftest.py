@@ -1,6 +1,7 @@
 """Settings of every test: the platform, eight simulated devices on the CPU, strict dtypes and ranks."""
 
 import os
+import pathlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -37,6 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # know), and on one thread, where pytest-xdist runs as many workers as there are cores.
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Drops compiled programs between modules once they fill memory: a worker of the full run held 8 GB of them."""
+    yield
+    statm = pathlib.Path("/proc/self/statm")  # of Linux; the second number counts resident pages
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > 3 << 30:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -48,3 +48,16 @@ def test_without_flax_the_layers_say_what_to_install():
     assert process.returncode != 0
     message = "flax_layers needs Flax, which is not installed: pip install 'jflex[flax]'"
     assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"
+
+
+def test_without_the_packages_of_the_server_the_engine_is_imported():
+    names = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+    loaded = loaded_by(f"import sys; sys.modules.update(dict.fromkeys({names}))\nimport flax_layers.serving")
+    assert "flax_layers.serving.engine" in loaded
+
+
+def test_without_starlette_the_endpoints_say_what_to_install():
+    process = fresh_python("import sys; sys.modules['starlette'] = None\nimport flax_layers.serving.http")
+    assert process.returncode != 0
+    message = "`flax_layers.serving` needs starlette for this: pip install 'jflex[serve]'"
+    assert process.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"

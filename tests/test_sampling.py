@@ -15,7 +15,7 @@ def logits_of(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Of the tokens of one row, by temperature, then top-k, then top-p; equal ones stay or go together."""
+    """Of the tokens of one row, by temperature, then top-k, then top-p, then min-p; equal ones stay or go together."""
     logits = logits.astype(np.float64) / sampling.temperature
     p = np.exp(logits - logits.max())
     if sampling.top_k:
@@ -25,6 +25,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         descending = np.sort(p)[::-1]
         needed = 1 + np.searchsorted(np.cumsum(descending), sampling.top_p)
         p[p < descending[min(needed, p.size) - 1]] = 0
+    p[p < sampling.min_p * p.max()] = 0
     return p / p.sum()
 
 
@@ -34,6 +35,8 @@ REQUESTS = {
     "top_k": Sampling(1.0, top_k=5),
     "top_p": Sampling(1.0, top_p=0.7),
     "hot_both": Sampling(2.0, top_k=12, top_p=0.9),
+    "min_p": Sampling(1.0, min_p=0.2),
+    "hot_all": Sampling(1.5, top_k=12, top_p=0.9, min_p=0.1),
     "one": Sampling(1.5, top_p=1e-6),
     "more_than_there_are": Sampling(1.0, top_k=1000, top_p=0.999),
 }
@@ -52,7 +55,7 @@ def test_rows_of_a_batch_have_their_own_parameters():
     np.testing.assert_allclose(found, list(map(probabilities, logits, requests)), rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p", "hot_both"])
+@pytest.mark.parametrize("name", ["top_k", "top_p", "hot_all"])
 def test_frequencies_are_the_probabilities(name):
     """Each within five standard deviations."""
     request, count = REQUESTS[name], 20000
@@ -124,6 +127,7 @@ def test_parameters_that_no_row_uses_cost_nothing():
         ({"temperature": float("inf")}, ValueError, "`temperature` must be .* Got inf"),
         ({"top_k": -1}, ValueError, "`top_k` must be at least 0. Got -1. Use 0 to keep all tokens"),
         ({"top_k": 1.5}, TypeError, "`top_k` must be an integer. Got float"),
+        ({"min_p": -0.1}, ValueError, "`min_p` must be at least 0 and at most 1. Got -0.1. Use 0"),
         ({"top_p": 0.0}, ValueError, "`top_p` must be greater than 0 and at most 1. Got 0.0. Use 1"),
         ({"top_p": 1.1}, ValueError, "`top_p` must be .* Got 1.1"),
         ({"seed": -1}, ValueError, r"`seed` must be at least 0 and less than 2\*\*32. Got -1"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def test_learned_biases_train():
     trainer = train_cases.trainer()
     slopes = "blocks.1.score_mod.slopes"
     before = np.asarray(trainer.state.parameters[slopes])
-    trainer.step(batch(0)), trainer.step(batch(1))  # the learning rate of the first is 0
+    trainer.step(batch(0))  # with a learning rate of 0
+    trainer.step(batch(1))
     assert np.abs(np.asarray(trainer.state.parameters[slopes]) - before).min() > 0
 
 
@@ -92,7 +94,7 @@ def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
     assert {leaf.dtype for leaf in trainer.state.parameters.values()} == {jnp.dtype("float32")}
 
 
-def compiled_step(trainer, rows: Rows):
+def compiled_step(trainer, rows: Rows) -> Any:
     split = Rows(*(array[None] for array in rows))
     return trainer._step.lower(trainer.state, trainer._on_devices(split, None, ("data", "fsdp"))).compile()
 
@@ -155,7 +157,15 @@ def test_a_mesh_that_does_not_divide_a_parameter():
         train_cases.trainer("model=2,fsdp=4", config=config)
 
 
-def test_parts_of_a_computation_that_are_none():
-    for wrong in ({"accumulate": 0}, {"loss_chunk": 0}, {"remat": "some"}):
-        with pytest.raises(InputError, match=next(iter(wrong))):
-            Computation(**wrong)
+def test_rows_that_a_step_does_not_divide():
+    trainer = train_cases.trainer("data=2", Computation(accumulate=2))
+    with pytest.raises(InputError, match=r"`rows` must be a multiple of .*, 2, times .*, 2\. Got 6\. Change the batch"):
+        trainer.step(batch(rows=6))
+    with pytest.raises(InputError, match=r"micro-batches, 1, times data \* fsdp, 2\. Got 3\."):
+        trainer.mean_loss([batch(rows=3)])
+
+
+@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"loss_chunk": 0}, {"remat": "some"}])
+def test_parts_of_a_computation_that_are_none(wrong: dict[str, Any]):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Computation(**wrong)

@@ -1,13 +1,14 @@
 """What is trained on: rows of packed documents, their order, and what is wrong with them."""
 
 import collections
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flax_layers.train import Batches, InputError, read_corpus
+from flax_layers.train import Batches, Corpus, InputError, read_corpus, scan
 from flax_layers.train.order import permuted
-from flax_layers.train.tokens import ByteEncoder
+from flax_layers.train.tokens import ByteEncoder, Encoder
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
@@ -22,6 +23,10 @@ def test_the_order_mixes():
     assert abs(np.corrcoef(order, np.arange(1024))[0, 1]) < 0.1
 
 
+def read(paths, encoder: Encoder | None = ByteEncoder(), **options) -> Corpus:  # noqa: B008  it has no state
+    return read_corpus(paths, encoder, vocabulary=256, **options)
+
+
 @pytest.fixture
 def texts(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abcdefgh")
@@ -31,7 +36,7 @@ def texts(tmp_path):
 
 
 def test_files_are_documents(texts):
-    corpus = read_corpus([texts], ByteEncoder())
+    corpus = read([texts])
     tokens, documents = corpus.row(5, 7)
     assert bytes(tokens.tolist()) == b"fghABCD"
     assert documents.tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -39,7 +44,7 @@ def test_files_are_documents(texts):
 
 
 def test_a_row_that_begins_with_a_file_begins_at_document_0(texts):
-    corpus = read_corpus([texts / "c.txt", texts / "a.txt"], ByteEncoder())
+    corpus = read([texts / "c.txt", texts / "a.txt"])
     assert corpus.row(13, 4)[1].tolist() == [0, 0, 0, 0]
 
 
@@ -47,23 +52,21 @@ def test_a_row_that_begins_with_a_file_begins_at_document_0(texts):
 def test_token_files_are_mapped_and_end_tokens_end_documents(tmp_path, name: str):
     tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9], np.uint16)
     np.save(tmp_path / name, tokens) if name.endswith("npy") else tokens.tofile(tmp_path / name)
-    corpus = read_corpus([tmp_path / name], None, end_tokens=(0,))
+    corpus = read([tmp_path / name], None, end_token=0)
     assert isinstance(corpus.files[0], np.memmap)
     found, documents = corpus.row(0, 8)
     assert found.tolist() == tokens.tolist()
     assert documents.tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
 
 
-def test_an_end_token_is_added_to_texts(texts):
-    corpus = read_corpus([texts / "a.txt"], ByteEncoder(), end_tokens=(3, 4))
-    assert corpus.row(0, 9)[0].tolist() == [*b"abcdefgh", 3]
+@pytest.mark.parametrize(("end", "expected"), [(3, [*b"abcdefgh", 3]), (ord("h"), [*b"abcdefgh"])])
+def test_each_text_ends_with_one_end_token(texts, end: int, expected: list[int]):
+    corpus = read([texts / "a.txt", texts / "b.txt"], end_token=end)
+    assert corpus.row(0, corpus.size)[0].tolist() == expected
 
 
-def batches(count: int, batch: int = 2, seed: int = 0, vocabulary: int = 1000) -> Batches:
-    corpus = read_corpus([], None)
-    tokens = np.arange(count * 4, dtype=np.uint16)
-    corpus = type(corpus)(("numbers",), (tokens,))
-    return Batches(corpus, batch, 4, range(count), vocabulary, seed)
+def batches(count: int, batch: int = 2, seed: int = 0) -> Batches:
+    return Batches(Corpus((np.arange(count * 4, dtype=np.uint16),)), batch, 4, range(count), seed)
 
 
 def test_every_epoch_has_each_row_once_and_its_own_order():
@@ -72,8 +75,7 @@ def test_every_epoch_has_each_row_once_and_its_own_order():
     first, second = rows[:10], rows[10:]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    again = next(source.since(7))
-    np.testing.assert_array_equal(again.tokens, source.at(7).tokens)
+    np.testing.assert_array_equal(batches(10).at(7).tokens, source.at(7).tokens)
     assert batches(10, seed=1).at(0).tokens.tolist() != source.at(0).tokens.tolist()
 
 
@@ -100,34 +102,64 @@ def test_wrong_data(tmp_path, texts):
     for paths, encoder, message in (
         ([tmp_path / "none"], None, "`--data` must name files or folders. There is no"),
         ([texts / "a.txt"], None, r"`--tokenizer` is required for text, as .*a\.txt: `bytes`, or"),
-        ([tmp_path / "square.npy"], None, r"one axis of whole numbers. Got int64 of shape \(2, 2\)"),
+        ([tmp_path / "square.npy"], None, r"with one axis of integers. Got int64 of shape \(2, 2\)"),
         ([tmp_path / "latin.txt"], Strict(), r"`--data` must hold text in UTF-8. Got .*latin\.txt"),
     ):
         with pytest.raises(InputError, match=message):
-            read_corpus(paths, encoder)
+            read(paths, encoder)
 
 
 def test_an_empty_corpus_is_refused(texts):
-    corpus = read_corpus([texts / "b.txt"], ByteEncoder())
+    corpus = read([texts / "b.txt"])
     with pytest.raises(InputError, match=r"at least one row of `--length` 8 tokens. Got 0 tokens in 0 files"):
-        Batches(corpus, 1, 8, range(corpus.size // 8), 256)
+        Batches(corpus, 1, 8, range(corpus.size // 8))
 
 
-def test_tokens_beyond_the_vocabulary_are_refused():
-    with pytest.raises(InputError, match=r"below the model's vocabulary, 14. Got 14 at token 14 of numbers. Use the"):
-        list(map(batches(4, batch=1, vocabulary=14).at, range(4)))
+@pytest.mark.parametrize(
+    ("token", "dtype"),
+    [(256, np.uint16), (256, np.int64), (2**32 + 5, np.int64), (-1, np.int64), (2**63, np.uint64)],
+)
+@pytest.mark.parametrize("option", ["--data", "--held-out"])
+def test_tokens_out_of_range_are_refused_at_once(tmp_path, monkeypatch, token: int, dtype, option: str):
+    """Wherever they are, also where int32 would wrap around to a token of the vocabulary."""
+    monkeypatch.setattr(scan, "_CHUNK", 4)
+    tokens = np.zeros(11, dtype)
+    tokens[9] = token
+    np.save(tmp_path / "a.npy", tokens[:9])
+    np.save(tmp_path / "b.npy", tokens)
+    with pytest.raises(
+        InputError,
+        match=rf"`{option}` must hold tokens from 0 to 255, the model's vocabulary\. Got {token} at token 9 of .*b\.npy"
+        r"\. Use the tokenizer of the model, or the right `--token-dtype`",
+    ):
+        read([tmp_path], None, option=option)
+
+
+def test_a_fingerprint_tells_contents_apart(monkeypatch):
+    """Those of every chunk, and where files end; not names and dtypes."""
+    monkeypatch.setattr(scan, "_CHUNK", 4)
+
+    def fingerprint(*files: list[int], dtype: Any = np.uint16) -> str:
+        return scan.scan_tokens(["name"] * len(files), [np.array(file, dtype) for file in files], 256, "--data")
+
+    tokens = [*range(11)]
+    same = {fingerprint(tokens), fingerprint(tokens, dtype=np.int64), fingerprint(tokens, dtype=">u2")}
+    others = [fingerprint([*tokens[:i], 99, *tokens[i + 1 :]]) for i in range(11)]
+    others += [fingerprint(tokens[:4], tokens[4:]), fingerprint(tokens[:10]), fingerprint(tokens[::-1])]
+    assert len(same) == 1
+    assert len(same | set(others)) == 1 + len(others)
 
 
 def test_token_files_that_are_not_whole(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "text.npy").write_text("no array")
     with pytest.raises(InputError, match=r"odd\.bin has 3 bytes, no multiple of the size of uint16. Set"):
-        read_corpus([tmp_path / "odd.bin"], None)
+        read([tmp_path / "odd.bin"], None)
     with pytest.raises(InputError, match=r"`--held-out` must hold token files that numpy can map. Got .*text\.npy"):
-        read_corpus([tmp_path / "text.npy"], None, option="--held-out")
+        read([tmp_path / "text.npy"], None, option="--held-out")
 
 
 def test_messages_name_the_option_of_the_files(texts):
-    corpus = read_corpus([texts / "b.txt"], ByteEncoder(), option="--held-out")
+    corpus = read([texts / "b.txt"], option="--held-out")
     with pytest.raises(InputError, match=r"`--held-out` must hold at least one row"):
-        Batches(corpus, 1, 8, range(corpus.size // 8), 256)
+        Batches(corpus, 1, 8, range(corpus.size // 8))

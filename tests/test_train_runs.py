@@ -1,4 +1,4 @@
-"""Whole runs: they go on exactly where they ended, and end with one clear sentence."""
+"""Whole runs: they resume exactly, and end with one clear message."""
 
 import json
 import pathlib
@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from flax_layers.train.__main__ import main
 from flax_layers.train.checkpoints import Checkpoints
 from flax_layers.train.log import Log
 from flax_layers.train.options import parse_options
-from flax_layers.train.setup import export_source
 from flax_layers.train.shapes import SHAPES
 from tests import train_cases
 from tests.train_cases import VOCABULARY
@@ -51,6 +51,7 @@ def losses_of(folder: pathlib.Path, steps: int = 6) -> dict[int, float]:
 def undisturbed(text, tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     loss = main([*SMALL, f"--data={text}", f"--output={folder}"])
+    assert loss is not None
     assert 2 < loss < 6
     return folder
 
@@ -70,14 +71,14 @@ def interrupted_at(step: int, number: int = signal.SIGTERM):
     finish = Run.finish
 
     def changed(self):
-        seen = self.seen
+        on_step = self.on_step
 
         def also_interrupt(progress):
-            seen(progress)
+            on_step(progress)
             if progress.step == step:
                 signal.raise_signal(number)
 
-        self.seen = also_interrupt
+        self.on_step = also_interrupt
         finish(self)
 
     return changed
@@ -95,7 +96,7 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(text, undisturbed, tmp_
             main(arguments)
     assert signal.getsignal(number) == before
     main(arguments)
-    assert "Goes on from step 3" in capsys.readouterr().out
+    assert "Resuming from step 3" in capsys.readouterr().out
     assert losses_of(tmp_path) == losses_of(undisturbed)  # to the last bit
 
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_of_another_run_is_refused(text, undisturbed):
         main([*arguments, wider, "--seed=1"])
 
 
-def small_run(folder: pathlib.Path, **changes) -> Run:
+def small_run(folder: pathlib.Path, **changes) -> Any:
     trainer = train_cases.trainer()
     checkpoints = Checkpoints(folder / "checkpoints", {"model": "small"})
     changes = {"batch_at": train_cases.batch, "plan": Plan(6, save_every=2), **changes}
@@ -144,7 +145,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
         if progress.step == 3:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
 
-    run = small_run(tmp_path, seen=fill)
+    run = small_run(tmp_path, on_step=fill)
     try:
         with pytest.raises(
             SaveError, match=r"(?s)step 4 could not be written.*last good checkpoint is of step 2, .*/2\. "
@@ -156,6 +157,26 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     assert [path.name for path in run.checkpoints.folder.iterdir()] == ["2"]
     with Checkpoints(run.checkpoints.folder, {"model": "small"}) as checkpoints:
         assert int(checkpoints.restore(run.trainer.state).step) == 2
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="a Linux device that is always full")
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+    def fill(progress):
+        if progress.step == 3:
+            run.log.path = pathlib.Path("/dev/full")
+
+    run = small_run(tmp_path, on_step=fill)
+    with pytest.raises(
+        SaveError, match=r"/dev/full could not be .* The last good checkpoint is of step 2, .*/2\. Make"
+    ):
+        run.finish()
+
+
+def test_an_extended_run_has_the_losses_of_one_run(text, undisturbed, tmp_path):
+    arguments = [*SMALL, f"--data={text}", f"--output={tmp_path}", "--schedule-steps=6"]
+    main([*arguments, "--steps=4"])
+    main([*arguments, "--steps=6"])
+    assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
 def test_a_loss_that_is_nan_ends_the_run(tmp_path):
@@ -192,7 +213,6 @@ def test_a_run_on_a_mesh_goes_on_on_one_device(tmp_path):
         (["--sizes=vocabulary=100"], "no more tokens than the model's vocabulary, 100. Got 256"),
         (["--model=somewhere"], "`--model` says all sizes. Leave out `--sizes` and `--bias`"),
         (["--mesh=model=2", "--sizes=vocabulary=257"], r"(?s)does not divide .*embed\.embedding \[257, "),
-        (["--steps=0"], "`--steps` must be at least 1. Got 0"),
         (["--peak-flops=many"], "`--peak-flops` must be a number, or `measure`. Got 'many'"),
     ],
 )
@@ -243,7 +263,7 @@ def test_an_empty_corpus(tmp_path):
 
 def test_tokens_beyond_the_vocabulary(tmp_path):
     np.full(32 * 20, VOCABULARY * 10, np.uint16).tofile(tmp_path / "tokens.bin")
-    with pytest.raises(InputError, match=r"below the model's vocabulary, 256. Got 640 at token \d+ of .*tokens\.bin"):
+    with pytest.raises(InputError, match=r"from 0 to 255, the model's vocabulary. Got 640 at token 0 of .*tokens\.bin"):
         main([*SMALL, f"--data={tmp_path}/tokens.bin", f"--output={tmp_path}/out"])
 
 
@@ -275,18 +295,25 @@ def test_every_named_shape_can_be_exported(name):
     assert read_config(write_config(SHAPES[name])) == SHAPES[name]
 
 
-def test_the_tokenizer_that_was_trained_with_is_exported():
-    options = parse_options(["--data=x", "--model=one", "--tokenizer=other"])
-    assert export_source(options) == pathlib.Path("other")
-    assert export_source(parse_options(["--data=x", "--model=one"])) == pathlib.Path("one")
-    assert export_source(parse_options(["--data=x", "--tokenizer=bytes"])) is None
-
-
-@pytest.mark.parametrize("option", ["batch", "accumulate", "loss-chunk", "keep"])
-def test_counts_must_be_positive(option, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        *(
+            (option, 0, "at least 1")
+            for option in ("steps", "schedule-steps", "batch", "held-out-batches", "accumulate", "loss-chunk", "keep")
+        ),
+        *((option, -1, "at least 0") for option in ("warmup", "save-every", "evaluate-every")),
+        *((option, -1.0, "at least 0") for option in ("final-share", "weight-decay")),
+        *((option, 0.0, "more than 0") for option in ("learning-rate", "clip")),
+        ("learning-rate", float("nan"), "more than 0"),
+        ("held-out-share", 1.0, "at least 0 and less than 1"),
+        ("length", 1, "at least 2, a token and the next"),
+    ],
+)
+def test_wrong_numbers(option: str, value: float, rule: str, capsys):
     with pytest.raises(SystemExit):
-        parse_options(["--data=x", f"--{option}=0"])
-    assert f"argument --{option}: must be at least 1, got 0" in capsys.readouterr().err
+        parse_options(["--data=x", f"--{option}={value}"])
+    assert f"argument --{option}: must be {rule}, got {value}" in capsys.readouterr().err
 
 
 def test_a_log_whose_last_line_is_cut_is_read(tmp_path):
@@ -317,7 +344,7 @@ def test_a_restored_state_takes_the_place_of_the_first(tmp_path):
 
 def test_an_interrupted_run_without_checkpoints_does_not_promise_to_go_on():
     run = Run(
-        train_cases.trainer(), train_cases.batch, Plan(3), seen=lambda progress: signal.raise_signal(signal.SIGINT)
+        train_cases.trainer(), train_cases.batch, Plan(3), on_step=lambda progress: signal.raise_signal(signal.SIGINT)
     )
     with pytest.raises(Interrupted, match=r"SIGINT ended the run after step \d of 3. Nothing was saved\.$"):
         run.finish()

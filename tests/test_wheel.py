@@ -65,6 +65,7 @@ def test_the_wheel_holds_the_data_of_the_packages(site: pathlib.Path):
         assert (site / package / "py.typed").exists()
         sources = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
         assert sources == {path.relative_to(site) for path in (site / package).rglob("*.py")}
+    assert (site / "flax_layers" / "serving" / "page.html").exists()
     tables = [path.name for path in (ROOT / "pallas_kernels" / "tuning" / "tables").glob("*.json")]
     assert tables
     assert all((site / "pallas_kernels" / "tuning" / "tables" / name).exists() for name in tables)

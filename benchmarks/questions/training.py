@@ -73,6 +73,14 @@ class Problem:
 
         return resized(SHAPES[self.shape], dict(self.sizes))
 
+    @functools.cache  # noqa: B019  frozen, and few
+    def multiplied(self) -> int:
+        """Parameters that each token is multiplied by."""
+        from flax_layers.train.flops import multiplied_parameters
+        from flax_layers.train.trainer import parameter_shapes
+
+        return multiplied_parameters(parameter_shapes(self.config()), self.config())
+
 
 BLOCKS = (("blocks", 1),)  # the same form for all lengths, so that memory compares
 PROBLEMS = {
@@ -90,12 +98,12 @@ def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int,
     """Runs a case in this process.
 
     Args:
-      problem: What is computed.
+      problem: The training step.
       peer: In `ATTENTION`.
       mesh: As `python -m flax_layers.train --mesh` takes it.
-      remat: What is computed again.
+      remat: What the backward pass recomputes.
       accumulate: Parts of a step.
-      steps: That are timed, after two that are not.
+      steps: Timed steps, after two warm-up steps.
 
     Returns:
       Seconds of a step, losses of the first two, tokens/s, model FLOP/s, peak bytes of a device.
@@ -121,17 +129,14 @@ def measure(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int,
 
 
 def flops_of(problem: Problem, documents: np.ndarray) -> float:
-    """FLOPs that the model needs: pairs within documents, for all peers; what is computed in vain does not count."""
+    """Model FLOPs of a step. For all peers, only pairs within documents count, even if the peer computes more."""
     from flax_layers.train.flops import step_flops
 
-    config = problem.config()
-    heads = 2 * config.width * config.head_dim * (config.num_heads + config.num_kv_heads)
-    layer = heads + 3 * config.width * config.mlp_width
-    return step_flops(config, len(config.layers) * layer + config.vocabulary * config.width, documents)
+    return step_flops(problem.config(), problem.multiplied(), documents)
 
 
 def jax_step(problem: Problem, peer: str, mesh: str, remat: str, accumulate: int) -> tuple[Any, Any]:
-    """The step of `flax_layers.train`, with the attention of a peer; and what tells the peak of the memory."""
+    """The step of `flax_layers.train`, with the attention of a peer; and a function that returns the peak memory."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

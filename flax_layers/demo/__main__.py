@@ -9,10 +9,12 @@ import jax
 from flax import nnx
 
 from flax_layers.demo import data, pictures
-from flax_layers.demo.model import ByteDecoder, Sizes, document_mask
+from flax_layers.demo.model import ByteDecoder, Sizes, document_mask, save_model
 from flax_layers.generate import Sampling, generate
 from flax_layers.generate.sequences import KINDS
 from flax_layers.models import Decoder
+from flax_layers.models.optional import check_installed
+from flax_layers.train.command import run_command
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.pictures import draw_losses
@@ -85,13 +87,13 @@ def fit(trainer: Trainer, texts: list[data.Text], options: argparse.Namespace) -
     losses = []
     with tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar:
 
-        def seen(progress: Progress) -> None:
+        def on_step(progress: Progress) -> None:
             losses.append((progress.step, progress.loss))
             speed = progress.tokens_per_second or 0
             bar.set_postfix_str(f"loss {progress.loss:.2f} nats/byte, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
 
-        Run(trainer, lambda step: next(batches), Plan(options.steps), seen=seen).finish()
+        Run(trainer, lambda step: next(batches), Plan(options.steps), on_step=on_step).finish()
     return losses
 
 
@@ -123,9 +125,14 @@ def main(arguments: list[str] | None = None) -> float:
 
     Returns:
         The loss on the held-out files, nats per byte.
+
+    Raises:
+        Interrupted: By a signal.
+        ModuleNotFoundError: A package of the extra `demo` is missing.
     """
     started = time.perf_counter()
     options = parse_options(arguments)
+    check_installed("matplotlib", "tqdm", extra="demo")
     corpus = data.read_corpus()
     held_out = list(
         itertools.islice(
@@ -148,6 +155,7 @@ def main(arguments: list[str] | None = None) -> float:
 
     write_samples(trainer.model(), options)
     options.output.mkdir(parents=True, exist_ok=True)
+    save_model(options.output / "model.npz", trainer.model(), sizes)
     levels = {"held-out files": held_out_loss, "unigram model, held-out files": unigram_loss}
     title = "Byte-level decoder on the Python standard library"
     draw_losses(options.output / "loss.png", losses, levels=levels, title=title, unit="nats per byte")
@@ -160,4 +168,4 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

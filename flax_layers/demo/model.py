@@ -1,8 +1,10 @@
 """A byte-level decoder with learnable ALiBi slopes: a small `flax_layers.models.Decoder`."""
 
 import functools
+import pathlib
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -67,3 +69,44 @@ def document_mask(documents: Packed) -> jflex.BlockMask:
     """
     rows, length = documents.shape
     return jflex.create_block_mask(mask_mod(None, jnp.asarray(documents)), rows, None, length, length)
+
+
+def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
+    """Writes a model.
+
+    Args:
+        path: A file that ends in `.npz`.
+        model: The model.
+        sizes: Of it.
+    """
+    leaves = jax.tree.leaves_with_path(nnx.state(model))
+    arrays = {jax.tree_util.keystr(place): np.asarray(array) for place, array in leaves}
+    partial = path.with_name(f"partial-{path.name}")  # renamed when it is whole
+    np.savez(partial, sizes=np.array(sizes), **arrays)  # pyright: ignore[reportArgumentType]
+    partial.replace(path)
+
+
+def load_model(path: pathlib.Path, implementation: str | None = None) -> ByteDecoder:
+    """Reads a model that `save_model` wrote.
+
+    Args:
+        path: The file.
+        implementation: The backend of jflex.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The file holds another model.
+    """
+    with np.load(path) as file:
+        arrays = dict(file)
+    try:
+        model = ByteDecoder(Sizes(*arrays["sizes"].tolist()), implementation, rngs=nnx.Rngs(0))
+        state = jax.tree.map_with_path(
+            lambda place, known: jnp.asarray(arrays[jax.tree_util.keystr(place)], known.dtype), nnx.state(model)
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no model of the demo: {error}. Remove it, and run the demo again.") from error
+    nnx.update(model, state)
+    return model

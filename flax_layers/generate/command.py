@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; default: 0, greedy")
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; default: 0, all")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the fewest with total probability P")
+    add("--min-p", type=float, default=0.0, metavar="M", help="sample from those with M times the highest probability")
     add("--seed", type=int, default=0, help="random seed; default: 0")
     add("--cache", choices=list(KINDS), default="dense", help="cache of keys and values; default: dense")
     add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -79,7 +80,7 @@ def begin(options: argparse.Namespace, stdin: TextIO) -> tuple[Loaded, Generatio
         OSError: The folder cannot be read.
         ModuleNotFoundError: A package of the extra `models` is missing.
     """
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed, options.min_p)
     check_max_tokens(options.max_tokens)  # before gigabytes are read
     texts = texts_of(options, stdin)
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)

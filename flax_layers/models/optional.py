@@ -1,18 +1,20 @@
-"""Imports of the packages in the extra `models`."""
+"""Packages of the optional extras, as `jflex[models]`."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def needs(package: str) -> Iterator[None]:
-    """Says how to install a package if it is missing.
+def needs(package: str, extra: str = "models") -> Iterator[None]:
+    """Says what to install if a package is missing.
 
     Args:
-        package: The package that is imported in the context.
+        package: That is imported inside.
+        extra: Of `pyproject.toml`, which installs it; it has the name of the part of `flax_layers`.
 
     Raises:
-        ModuleNotFoundError: It is not installed.
+        ModuleNotFoundError: It is not installed; the message says how to install it.
 
     Example:
         >>> with needs("no_such_package"):
@@ -26,5 +28,20 @@ def needs(package: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"`flax_layers.models` needs {package} for this: pip install 'jflex[models]'", name=package
+            f"`flax_layers.{extra}` needs {package} for this: pip install 'jflex[{extra}]'", name=package
         ) from None
+
+
+def check_installed(*packages: str, extra: str) -> None:
+    """Imports packages that are used late, so that a missing one is known at the start.
+
+    Args:
+        packages: Their names.
+        extra: As for `needs`.
+
+    Raises:
+        ModuleNotFoundError: One is not installed.
+    """
+    for package in packages:
+        with needs(package, extra):
+            importlib.import_module(package)

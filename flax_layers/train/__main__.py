@@ -2,17 +2,24 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 import jax
 
-from flax_layers.models import CheckpointError, save_pretrained
-from flax_layers.train import setup
-from flax_layers.train.errors import InputError, Interrupted, LossError, SaveError
+from flax_layers.models import ModelConfig, save_pretrained
+from flax_layers.models.optional import check_installed
+from flax_layers.train import data, setup
+from flax_layers.train.command import run_command
+from flax_layers.train.corpus import Batches, Rows
+from flax_layers.train.errors import InputError, saving
 from flax_layers.train.log import Log
 from flax_layers.train.loop import Plan, Progress, Run
 from flax_layers.train.options import parse_options
 from flax_layers.train.pictures import draw_losses
 from flax_layers.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from flax_layers.train.checkpoints import Checkpoints
 
 
 def main(arguments: list[str] | None = None) -> float | None:
@@ -22,38 +29,73 @@ def main(arguments: list[str] | None = None) -> float | None:
         arguments: Instead of the command line's.
 
     Returns:
-        The held-out loss in the end, nats per token; None if nothing is held out.
+        The last held-out loss, nats per token; None if nothing is held out.
 
     Raises:
         InputError: An option or its data is wrong.
         CheckpointError: The folder to begin with is no checkpoint that can be read.
         LossError: The loss is no longer a number.
-        SaveError: A checkpoint could not be written.
+        SaveError: A checkpoint, the log or a result could not be written.
         Interrupted: By a signal, after a checkpoint.
+        ModuleNotFoundError: A package of the extra `train` is missing.
     """
     from flax_layers.train.checkpoints import Checkpoints
 
     options = parse_options(arguments)
+    check_installed("matplotlib", "tqdm", extra="train")
     config, score_mod = setup.model_config(options)
-    mesh = setup.check(options, config)
-    batches, held_out = setup.make_batches(options, config)
-    trainer = setup.make_trainer(options, config, score_mod, mesh)
-    size = sum(value.size for value in trainer.state.parameters.values())
-    print(
-        f"{size / 1e6:,.1f} M parameters, {options.dtype}, on {mesh.size} of {jax.device_count()} devices "
-        f"({jax.devices()[0].device_kind}); {len(batches.rows):,} rows of {options.length} tokens to train on"
-    )
-    about = setup.description(options, config, batches)
-    with Checkpoints(options.output / "checkpoints", about, options.keep) as checkpoints:
+    mesh, recipe = setup.create_mesh(options, config), setup.make_recipe(options)
+    peak = setup.all_peak_flops(options.peak_flops, mesh)
+    config, batches, held_out = _read_data(options, config)
+    model, others = setup.description(options, recipe, config, batches)
+    with Checkpoints(
+        options.output / "checkpoints",
+        model | others,
+        options.keep,
+        changeable=others,
+        accept_changes=options.accept_changes,
+    ) as checkpoints:
+        _check_resumed(options, checkpoints)
+        trainer = setup.make_trainer(options, recipe, config, score_mod, mesh)
+        _introduce(options, trainer, batches)
         if checkpoints.latest() is not None:
             trainer.state = checkpoints.restore(trainer.release_state())
-            print(f"Goes on from step {checkpoints.latest()}, {checkpoints.folder}/{checkpoints.latest()}")
-        log = Log(options.output / "log.jsonl", int(trainer.state.step))
-        plan = Plan(
-            options.steps, options.save_every, options.evaluate_every, setup.all_peak_flops(options.peak_flops, mesh)
-        )
+        path = options.output / "log.jsonl"
+        with saving(path, checkpoints.last_good):
+            log = Log(path, int(trainer.state.step))
+        plan = Plan(options.steps, options.save_every, options.evaluate_every, peak)
         _fit(Run(trainer, batches.at, plan, held_out, checkpoints, log))
-    return _finish(options, trainer, log)
+        return _finish(options, trainer, log, checkpoints)
+
+
+def _read_data(options: argparse.Namespace, config: ModelConfig) -> tuple[ModelConfig, Batches, list[Rows]]:
+    """The model with its end token, the batches to train on, and the held-out batches."""
+    encoder = data.make_encoder(options, config)
+    end = data.document_end(options, config, encoder)
+    print(end.text)
+    return setup.with_end_token(config, end.token), *data.make_batches(options, config, encoder, end.token)
+
+
+def _check_resumed(options: argparse.Namespace, checkpoints: "Checkpoints") -> None:
+    """Raises if the newest checkpoint belongs to another run, and says where this run resumes."""
+    changes, step = checkpoints.check(), checkpoints.latest()
+    if step is None:
+        return
+    if options.steps < step:
+        raise InputError(
+            f"`--steps` must be at least the steps of the last checkpoint, {checkpoints.folder}/{step}. Got "
+            f"{options.steps}. Take more steps, or another `--output`."
+        )
+    print("\n  ".join([f"Resuming from step {step}, {checkpoints.folder}/{step}", *changes]))
+
+
+def _introduce(options: argparse.Namespace, trainer: Trainer, batches: Batches) -> None:
+    """Prints what is trained, where and on what."""
+    size = sum(value.size for value in trainer.state.parameters.values())
+    print(
+        f"{size / 1e6:,.1f} M parameters, {options.dtype}, on {trainer.mesh.size} of {jax.device_count()} devices "
+        f"({jax.devices()[0].device_kind}); {len(batches.rows):,} rows of {options.length} tokens to train on"
+    )
 
 
 def _fit(run: Run) -> None:
@@ -63,12 +105,12 @@ def _fit(run: Run) -> None:
     start = int(run.trainer.state.step)
     with tqdm(total=run.plan.steps, initial=start, unit="step", dynamic_ncols=True) as bar:
 
-        def seen(progress: Progress) -> None:
+        def on_step(progress: Progress) -> None:
             bar.set_postfix_str(_in_words(progress), refresh=False)
             bar.update()
 
-        run.seen = seen
-        run.evaluated = lambda step, loss: bar.write(f"step {step}: held-out loss {loss:.4f}", file=sys.stdout)
+        run.on_step = on_step
+        run.on_evaluation = lambda step, loss: bar.write(f"step {step}: held-out loss {loss:.4f}", file=sys.stdout)
         run.finish()
 
 
@@ -81,13 +123,15 @@ def _in_words(progress: Progress) -> str:
     return words
 
 
-def _finish(options: argparse.Namespace, trainer: Trainer, log: Log) -> float | None:
+def _finish(options: argparse.Namespace, trainer: Trainer, log: Log, checkpoints: "Checkpoints") -> float | None:
     """Draws the losses and writes the model."""
-    training, held_out = log.curve("loss"), log.curve("held_out_loss")
-    draw_losses(options.output / "loss.png", training, held_out)
-    written = f"{options.output}/checkpoints, {log.path}, {options.output}/loss.png"
+    held_out, picture = log.curve("held_out_loss"), options.output / "loss.png"
+    written = f"{options.output}/checkpoints, {log.path}, {picture}"
+    with saving(picture, checkpoints.last_good):
+        draw_losses(picture, log.curve("loss"), held_out)
     if options.export is not None:
-        save_pretrained(trainer.model(), options.export, source=setup.export_source(options))
+        with saving(options.export, checkpoints.last_good):
+            save_pretrained(trainer.model(), options.export, source=setup.export_source(options))
         written += f", {options.export}"
     loss = held_out[-1][1] if held_out else None
     print(f"Held-out loss {loss:.4f} nats per token. " if loss is not None else "", end="")
@@ -96,10 +140,4 @@ def _finish(options: argparse.Namespace, trainer: Trainer, log: Log) -> float | 
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        sys.exit(128 + interrupted.signal)
-    except (InputError, CheckpointError, FileNotFoundError, LossError, SaveError) as error:
-        sys.exit(f"error: {error}")
+    run_command(main)

@@ -3,14 +3,19 @@
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
-from orbax import checkpoint as ocp
 
+from flax_layers.models.optional import needs
 from flax_layers.train.errors import InputError, SaveError
 from flax_layers.train.trainer import State
+
+with needs("orbax", "train"):
+    from orbax import checkpoint as ocp
+
+_LONGEST = 200
 
 
 class Checkpoints:
@@ -22,11 +27,23 @@ class Checkpoints:
         folder: Made if it does not exist.
         about: What a resumed run must share, as JSON; each entry is compared.
         keep: How many are kept; older ones are removed after a newer one is complete.
+        changeable: Entries of `about` that may differ if `accept_changes`.
+        accept_changes: Whether they may.
     """
 
-    def __init__(self, folder: pathlib.Path, about: Mapping[str, Any], keep: int = 2):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        about: Mapping[str, Any],
+        keep: int = 2,
+        *,
+        changeable: Collection[str] = (),
+        accept_changes: bool = False,
+    ):
         self.folder = folder.absolute()
         self._about = json.loads(json.dumps(about))
+        self._changeable = frozenset(changeable)
+        self._accept_changes = accept_changes
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
@@ -74,8 +91,34 @@ class Checkpoints:
             reason = str(error).strip().splitlines()[0]
             raise SaveError(
                 f"The checkpoint of step {step} could not be written to {self.folder}: {reason}\n{self.last_good()}. "
-                "Make room on the disk, or lower `--keep`; then run the same command again to resume from there."
+                "Make room on the disk, or lower `--keep`; then run the same command again."
             ) from error
+
+    def check(self) -> list[str]:
+        """Compares this run with the newest checkpoint, if there is one.
+
+        Returns:
+            The differences that are accepted, one line each.
+
+        Raises:
+            InputError: There are others; the message lists all.
+        """
+        step = self.latest()
+        if step is None:
+            return []
+        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        changed = [name for name, value in self._about.items() if name not in about or about[name] != value]
+        lines = [f"{x}: {_shown(about, x)} in the checkpoint, {_shown(self._about, x)} in this run" for x in changed]
+        acceptable = self._changeable.issuperset(changed)
+        if changed and not (acceptable and self._accept_changes):
+            where = f"{self.folder}/{step}"
+            raise InputError(
+                "\n  ".join(
+                    [f"`--output` holds a checkpoint of another run, {where}, which this one cannot resume:", *lines]
+                )
+                + f"\n{_remedy(about, changed, acceptable)}"
+            )
+        return lines
 
     def restore(self, like: State) -> State:
         """The newest checkpoint.
@@ -87,20 +130,27 @@ class Checkpoints:
             The state.
 
         Raises:
-            InputError: The checkpoint is of another model or of other data; the message lists what differs.
+            InputError: As for `check`.
         """
-        step = self.latest()
-        about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        differences = [
-            f"{name}: {about.get(name)!r} in the checkpoint, {value!r} in this run"
-            for name, value in self._about.items()
-            if about.get(name) != value
-        ]
-        if differences:
-            raise InputError(
-                f"`--output` holds a checkpoint of another run, {self.folder}/{step}, which this one cannot resume:"
-                "\n  " + "\n  ".join(differences) + "\nUse the options of that run, or another `--output`."
-            )
+        self.check()
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        restored = self._manager.restore(self.latest(), args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
         return State(**restored["state"])
+
+
+def _shown(about: Mapping[str, Any], name: str) -> str:
+    text = repr(about[name]) if name in about else "not recorded"
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _remedy(about: Mapping[str, Any], changed: Collection[str], acceptable: bool) -> str:
+    """What to do about differences from `about`."""
+    remedy = "Use the options of that run, or another `--output`."
+    if acceptable:
+        remedy += " `--accept-changes` resumes with the options and data of this run."
+    steps = about.get("--schedule-steps")
+    if acceptable and steps is not None and "--schedule-steps" in changed:
+        remedy += (
+            f" `--schedule-steps {steps}` keeps the schedule of that run; later steps keep its last learning rate."
+        )
+    return remedy

@@ -11,6 +11,7 @@ from jaxtyping import Int, Int32
 
 from flax_layers.train.errors import InputError
 from flax_layers.train.order import permuted
+from flax_layers.train.scan import scan_tokens
 from flax_layers.train.tokens import Encoder
 
 TOKEN_FILES = (".npy", ".bin")
@@ -29,25 +30,25 @@ class Rows(NamedTuple):
 class Corpus:
     """Tokens of all files, one after the other, read on demand.
 
-    A document ends where its file ends, and after each end token.
+    A document ends where its file ends, and after each end token. `read_corpus` checks tokens; this class does not.
 
     Attributes:
-        names: Of the files, for messages.
-        files: Their tokens; those of token files are mapped into memory.
-        end_tokens: Each ends a document.
+        files: Their tokens; those of token files are memory-mapped.
+        end_token: Ends a document; None: only the end of a file does.
         option: Of the command line that named the files, for messages.
+        fingerprint: Of all tokens.
 
     Example:
-        >>> corpus = Corpus(("a", "b"), (np.array([5, 9, 6]), np.array([7, 8])), end_tokens=(9,))
+        >>> corpus = Corpus((np.array([5, 9, 6]), np.array([7, 8])), end_token=9)
         >>> tokens, documents = corpus.row(0, 5)
         >>> tokens.tolist(), documents.tolist()
         ([5, 9, 6, 7, 8], [0, 0, 1, 2, 2])
     """
 
-    names: tuple[str, ...]
     files: tuple[Int[np.ndarray, " tokens"], ...]
-    end_tokens: tuple[int, ...] = ()
+    end_token: int | None = None
     option: str = "--data"
+    fingerprint: str = ""
 
     @functools.cached_property
     def _starts(self) -> Int[np.ndarray, " files+1"]:
@@ -60,14 +61,14 @@ class Corpus:
         return int(self._starts[-1])
 
     def row(self, begin: int, length: int) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " T"]]:
-        """A row of tokens, and their document ids.
+        """A row of tokens.
 
         Args:
             begin: Index of the first token.
             length: T.
 
         Returns:
-            Both.
+            The tokens, and their document ids.
         """
         end = begin + length
         first, last = np.searchsorted(self._starts, [begin, end - 1], side="right") - 1
@@ -77,15 +78,11 @@ class Corpus:
         ]
         tokens = np.concatenate(parts).astype(np.int32)
         starts = np.zeros(length, bool)
-        starts[1:] = np.isin(tokens[:-1], self.end_tokens)
+        if self.end_token is not None:
+            starts[1:] = tokens[:-1] == self.end_token
         starts[self._starts[first + 1 : last + 1] - begin] = True
         starts[0] = False
         return tokens, np.cumsum(starts, dtype=np.int32)
-
-    def place(self, index: int) -> str:
-        """The file of a token, and its index there, in words."""
-        file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return f"token {index - int(self._starts[file])} of {self.names[file]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +96,6 @@ class Batches:
         batch: B, rows of a batch.
         length: T, tokens of a row.
         rows: Indices of the rows in use.
-        vocabulary: Tokens must lie below it.
         seed: Of the order.
 
     Raises:
@@ -110,14 +106,13 @@ class Batches:
     batch: int
     length: int
     rows: range
-    vocabulary: int
     seed: int = 0
 
     def __post_init__(self):
         if not self.rows:
             raise InputError(
                 f"`{self.corpus.option}` must hold at least one row of `--length` {self.length} tokens. Got "
-                f"{self.corpus.size} tokens in {len(self.corpus.files)} files. Give more text, or shorter rows."
+                f"{self.corpus.size} tokens in {len(self.corpus.files)} files. Give more text, or lower `--length`."
             )
 
     def at(self, step: int) -> Rows:
@@ -128,9 +123,6 @@ class Batches:
 
         Returns:
             The batch.
-
-        Raises:
-            InputError: A token is not in the vocabulary.
         """
         size = len(self.rows)
         chosen = []
@@ -138,12 +130,6 @@ class Batches:
             epoch, within = divmod(index, size)
             chosen.append(self.rows[permuted(within, size, _seed_of_epoch(self.seed, epoch))])
         return self._stack(chosen)
-
-    def since(self, step: int) -> Iterator[Rows]:
-        """Batches from a step on, without end."""
-        while True:
-            yield self.at(step)
-            step += 1
 
     def in_order(self, most: int) -> list[Rows]:
         """Batches of the first rows, each once; the last is padded with rows that are not scored.
@@ -165,14 +151,6 @@ class Batches:
 
     def _stack(self, chosen: Sequence[int]) -> Rows:
         rows = [self.corpus.row(row * self.length, self.length) for row in chosen]
-        for row, (tokens, _) in zip(chosen, rows, strict=True):
-            wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))
-            if wrong.size:
-                where = self.corpus.place(row * self.length + int(wrong[0]))
-                raise InputError(
-                    f"`{self.corpus.option}` must hold tokens below the model's vocabulary, {self.vocabulary}. Got "
-                    f"{tokens[wrong[0]]} at {where}. Use the tokenizer of the model, or the right `--token-dtype`."
-                )
         return Rows(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
@@ -184,17 +162,19 @@ def read_corpus(
     paths: Sequence[pathlib.Path],
     tokenizer: Encoder | None,
     *,
-    end_tokens: tuple[int, ...] = (),
+    vocabulary: int,
+    end_token: int | None = None,
     token_dtype: str = "uint16",
     option: str = "--data",
 ) -> Corpus:
-    """Reads text and token files.
+    """Reads text and token files, and checks all tokens.
 
     Args:
         paths: Files, or folders, of which all files are taken, sorted by name. `.npy` and `.bin` hold tokens and are
-            mapped into memory; all others hold text, which is tokenised now, each file one document.
+            memory-mapped; all others hold text, which is tokenised now, each file one document.
         tokenizer: For text. Only token files need none.
-        end_tokens: Each ends a document. The first is added to the end of each text.
+        vocabulary: Tokens must lie below it.
+        end_token: Ends a document. It is added to the end of each text that does not end with it.
         token_dtype: Of the tokens in `.bin` files.
         option: Of the command line that named the files, for messages.
 
@@ -202,8 +182,8 @@ def read_corpus(
         The corpus.
 
     Raises:
-        InputError: A path does not exist; a token file does not hold one axis of whole numbers; a text is not UTF-8;
-            there is text and no tokenizer.
+        InputError: A path does not exist; a token file does not hold one axis of integers; a text is not UTF-8; there
+            is text and no tokenizer; a token is not in the vocabulary.
     """
     names, files = [], []
     for path in _files_of(paths, option):
@@ -214,11 +194,11 @@ def read_corpus(
                 f"`--tokenizer` is required for text, as {path}: `bytes`, or a folder with a tokenizer.json."
             )
         else:
-            tokens = _encoded(path, tokenizer, end_tokens, option)
+            tokens = _encoded(path, tokenizer, end_token, option)
         if len(tokens):
             names.append(str(path))
             files.append(tokens)
-    return Corpus(tuple(names), tuple(files), end_tokens, option)
+    return Corpus(tuple(files), end_token, option, scan_tokens(names, files, vocabulary, option))
 
 
 def _files_of(paths: Sequence[pathlib.Path], option: str) -> Iterator[pathlib.Path]:
@@ -244,16 +224,18 @@ def _mapped(path: pathlib.Path, token_dtype: str, option: str) -> np.ndarray:
         raise InputError(f"`{option}` must hold token files that numpy can map. Got {path}: {error}.") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise InputError(
-            f"`{option}` must hold token files of one axis of whole numbers. Got {tokens.dtype} of shape "
+            f"`{option}` must hold token files with one axis of integers. Got {tokens.dtype} of shape "
             f"{tokens.shape} in {path}."
         )
     return tokens
 
 
-def _encoded(path: pathlib.Path, tokenizer: Encoder, end_tokens: tuple[int, ...], option: str) -> np.ndarray:
+def _encoded(path: pathlib.Path, tokenizer: Encoder, end_token: int | None, option: str) -> np.ndarray:
+    text = path.read_bytes()
     try:
-        tokens = tokenizer.encode(path.read_bytes())
+        tokens = tokenizer.encode(text) if text else np.zeros(0, np.uint32)
     except UnicodeDecodeError as error:
         raise InputError(f"`{option}` must hold text in UTF-8. Got {path}: {error}.") from error
-    ends = end_tokens[:1] if len(tokens) else ()
-    return np.concatenate([tokens, np.asarray(ends, np.uint32)])
+    if end_token is None or not len(tokens) or tokens[-1] == end_token:
+        return tokens
+    return np.append(tokens, np.uint32(end_token))

@@ -13,6 +13,9 @@ class Log:
     Args:
         path: The file; it is made if it does not exist.
         step: Where the run begins. Lines of later steps, of a run that ended after its last checkpoint, are removed.
+
+    Raises:
+        OSError: Writing failed; an old file is unchanged.
     """
 
     def __init__(self, path: pathlib.Path, step: int = 0):
@@ -23,7 +26,11 @@ class Log:
         new.replace(path)
 
     def write(self, **line: Any) -> None:
-        """Adds a line."""
+        """Adds a line.
+
+        Raises:
+            OSError: Writing failed. The line may be incomplete; readers leave it out.
+        """
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

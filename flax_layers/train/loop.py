@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_layers.train.corpus import Rows
-from flax_layers.train.errors import Interrupted, LossError
+from flax_layers.train.errors import Interrupted, LossError, saving
 from flax_layers.train.flops import multiplied_parameters, step_flops
 from flax_layers.train.log import Log
 from flax_layers.train.trainer import Metrics, Trainer
@@ -76,8 +76,8 @@ class Run:
         held_out: Batches that it is not trained on.
         checkpoints: Where they go; None: nowhere.
         log: Where each step is written; None: nowhere.
-        seen: Called with the progress of each step.
-        evaluated: Called with each step and its held-out loss.
+        on_step: Called with the progress of each step.
+        on_evaluation: Called with each step that is evaluated, and its held-out loss.
     """
 
     trainer: Trainer
@@ -86,15 +86,15 @@ class Run:
     held_out: list[Rows] = dataclasses.field(default_factory=list)
     checkpoints: "Checkpoints | None" = None
     log: Log | None = None
-    seen: Callable[[Progress], None] = lambda progress: None
-    evaluated: Callable[[int, float], None] = lambda step, loss: None
+    on_step: Callable[[Progress], None] = lambda progress: None
+    on_evaluation: Callable[[int, float], None] = lambda step, loss: None
 
     def finish(self) -> None:
         """Takes all steps that are left.
 
         Raises:
             LossError: A loss or a gradient is not finite.
-            SaveError: A checkpoint could not be written.
+            SaveError: A checkpoint or the log could not be written.
             Interrupted: By a signal; a checkpoint was written before.
         """
         shapes = {path: value.shape for path, value in self.trainer.state.parameters.items()}
@@ -125,32 +125,38 @@ class Run:
             self.checkpoints.save(step, self.trainer.state)
         if evaluates and self.held_out:
             loss = self.trainer.mean_loss(self.held_out)
-            if self.log is not None:
-                self.log.write(step=step, held_out_loss=loss)
-            self.evaluated(step, loss)
+            self._write(step=step, held_out_loss=loss)
+            self.on_evaluation(step, loss)
 
     def _report(self, step: int, metrics: Metrics, rows: Rows, meter: "_Meter", multiplied: int) -> None:
         """Waits for a step, raises if it is not finite, and reports it."""
         loss, norm, rate = (float(value) for value in metrics)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            last = "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
             raise LossError(
-                f"The loss of step {step} is {loss}, the norm of its gradient {norm}. The run ends here. {last}. The "
-                "same command would come to the same step again: lower `--learning-rate` or `--clip`, or look at the "
-                "data of this step."
+                f"The loss of step {step} is {loss}, the norm of its gradient {norm}. The run ends here. "
+                f"{self._last_good()}. The same command would fail at the same step: resume with a lower "
+                "`--learning-rate` or `--clip` and `--accept-changes`, or look at the data of this step."
             )
         speed, utilisation = meter.end(rows, step_flops(self.trainer.config, multiplied, rows.documents))
         progress = Progress(step, loss, norm, rate, speed, utilisation)
-        if self.log is not None:
-            self.log.write(**progress._asdict())
-        self.seen(progress)
+        self._write(**progress._asdict())
+        self.on_step(progress)
 
     def _interrupt(self, step: int, number: int) -> None:
         name = signal.Signals(number).name
-        last = "Nothing was saved."
-        if self.checkpoints is not None:
-            last = f"{self.checkpoints.last_good()}. Run the same command again to resume."
-        raise Interrupted(f"{name} ended the run after step {step} of {self.plan.steps}. {last}", number)
+        resume = "" if self.checkpoints is None else " Run the same command again to resume."
+        raise Interrupted(
+            f"{name} ended the run after step {step} of {self.plan.steps}. {self._last_good()}.{resume}", number
+        )
+
+    def _write(self, **line: Any) -> None:
+        """Adds a line to the log."""
+        if self.log is not None:
+            with saving(self.log.path, self._last_good):
+                self.log.write(**line)
+
+    def _last_good(self) -> str:
+        return "Nothing was saved" if self.checkpoints is None else self.checkpoints.last_good()
 
 
 class _Meter:

@@ -4,9 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
-import optax
 
+from flax_layers.models.optional import needs
 from flax_layers.train.errors import InputError
+
+with needs("optax", "train"):
+    import optax
+
+_DECAYING = ("kernel", "embedding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +19,11 @@ class Recipe:
     """AdamW with its schedule.
 
     Attributes:
-        steps: Length of the schedule.
+        steps: Length of the schedule. Later steps keep its last learning rate.
         learning_rate: The largest one.
-        warmup: Steps until it is reached. Default: a tenth of all, at most 50.
-        final_share: The last learning rate, as a fraction of the largest.
-        weight_decay: Of parameters of two axes and more; scales, biases and slopes do not decay.
+        warmup: Steps until it is reached. Default: a tenth of the schedule, at most 50.
+        final_share: The last learning rate, as a fraction of the largest. 1 keeps it constant after the warm-up.
+        weight_decay: Of kernels and embeddings. Biases, scales of norms and parameters of score mods do not decay.
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
         clip: Largest global norm of the gradient.
@@ -35,7 +40,12 @@ class Recipe:
 
     def __post_init__(self):
         if self.steps < 1:
-            raise InputError(f"`--steps` must be at least 1. Got {self.steps}.")
+            raise InputError(f"`steps` must be at least 1. Got {self.steps}. Train for at least one step.")
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up, by default or not."""
+        return min(50, max(self.steps // 10, 1)) if self.warmup is None else self.warmup
 
     def schedule(self) -> optax.Schedule:
         """The learning rate of each step.
@@ -45,8 +55,7 @@ class Recipe:
             >>> [round(float(rate(step)), 2) for step in (0, 10, 100)]
             [0.0, 1.0, 0.1]
         """
-        warmup = min(50, max(self.steps // 10, 1)) if self.warmup is None else self.warmup
-        rate = self.learning_rate
+        rate, warmup = self.learning_rate, self.warmup_steps
         return optax.warmup_cosine_decay_schedule(
             0.0, rate, warmup, max(self.steps, warmup + 1), rate * self.final_share
         )
@@ -62,4 +71,6 @@ class Recipe:
 
 
 def _decays(parameters: Mapping[str, jax.Array]) -> dict[str, bool]:
-    return {path: value.ndim > 1 for path, value in parameters.items()}
+    """Whether weight decay applies to each parameter, by its path."""
+    names = {path: path.split(".") for path in parameters}
+    return {path: parts[-1] in _DECAYING and "score_mod" not in parts for path, parts in names.items()}

@@ -1,7 +1,10 @@
 """The command line of `python -m flax_layers.train`."""
 
 import argparse
+import math
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 from flax_layers.train.remat import REMAT
 from flax_layers.train.shapes import BIASES, SHAPES
@@ -30,17 +33,35 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _number(kind: type, rule: str, allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Reads a number, and refuses one that is not allowed."""
+
+    def read(text: str) -> Any:
+        number = kind(text)
+        if not allowed(number):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {number}")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it in its errors
+    return read
+
+
+_positive = _number(int, "at least 1", lambda number: number >= 1)
+_count = _number(int, "at least 0", lambda number: number >= 0)
+_length = _number(int, "at least 2, a token and the next", lambda number: number >= 2)
+_share = _number(float, "at least 0 and less than 1", lambda number: 0 <= number < 1)
+_factor = _number(float, "at least 0", lambda number: 0 <= number < math.inf)
+_rate = _number(float, "more than 0", lambda number: 0 < number < math.inf)
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     start = group.add_mutually_exclusive_group()
     start.add_argument("--model", type=pathlib.Path, help="folder of a Hugging Face checkpoint to train on")
-    start.add_argument("--config", type=pathlib.Path, help="folder with a config.json: this model, from scratch")
+    start.add_argument(
+        "--config",
+        type=pathlib.Path,
+        help="folder with a config.json, and maybe a tokenizer.json: this model, from scratch",
+    )
     start.add_argument("--shape", choices=list(SHAPES), default="tiny", help="a named model, from scratch")
     group.add_argument("--sizes", help="of a model from scratch, as width=256,layers=8; see flax_layers.train.shapes")
     group.add_argument("--bias", choices=list(BIASES), help="learned attention bias in place of the rotary embedding")
@@ -51,28 +72,42 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", required=True, **many, help="text files, token files (.npy, .bin), or folders of them")
     group.add_argument("--held-out", **many, help="files of the same kinds, for the held-out loss")
     group.add_argument(
-        "--held-out-share", type=float, default=0.01, help="of the last rows, where --held-out is absent"
+        "--held-out-share",
+        type=_share,
+        default=0.01,
+        help="share of the rows, the last ones, that is held out if --held-out is absent",
+    )
+    group.add_argument("--held-out-batches", type=_positive, default=16, help="at most this many batches are evaluated")
+    group.add_argument(
+        "--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model or --config"
     )
     group.add_argument(
-        "--held-out-batches", type=int, default=16, help="the most batches, of the rows computed at a time"
+        "--end-token",
+        type=int,
+        help="ends a document; None: the first eos_token_id of config.json, or else the tokenizer's eos_token",
     )
-    group.add_argument("--tokenizer", help="`bytes`, or a folder with a tokenizer.json; None: that of --model")
-    group.add_argument("--end-token", type=int, help="ends a document; None: as the model's configuration says")
     group.add_argument("--token-dtype", choices=["uint16", "uint32"], default="uint16", help="of .bin files")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=int, default=1000, help="in all")
-    group.add_argument("--batch", type=_positive, default=8, help="rows of a step")
-    group.add_argument("--length", type=int, default=1024, help="tokens of a row")
-    group.add_argument("--learning-rate", type=float, default=3e-4, help="the largest of the schedule")
-    group.add_argument("--warmup", type=int, help="steps until it is reached; None: a tenth of all, at most 50")
-    group.add_argument(
-        "--final-share", type=float, default=0.1, help="the last learning rate, as a fraction of the largest"
+    add = group.add_argument
+    add("--steps", type=_positive, default=1000, help="in all, with those before the run was resumed")
+    add("--batch", type=_positive, default=8, help="rows of a step")
+    add("--length", type=_length, default=1024, help="tokens of a row")
+    add("--learning-rate", type=_rate, default=3e-4, help="the largest of the schedule")
+    add("--warmup", type=_count, help="steps until it is reached; None: a tenth of the schedule, at most 50")
+    add(
+        "--final-share",
+        type=_factor,
+        default=0.1,
+        help="the last learning rate, as a fraction of the largest; 1: constant",
     )
-    group.add_argument("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices")
-    group.add_argument("--clip", type=float, default=1.0, help="longest gradient")
-    group.add_argument("--seed", type=int, default=0, help="of the weights and of the order of rows")
+    add(
+        "--schedule-steps", type=_positive, help="length of the schedule; later steps keep its last rate; None: --steps"
+    )
+    add("--weight-decay", type=_factor, default=0.1, help="of AdamW, for kernels and embeddings")
+    add("--clip", type=_rate, default=1.0, help="largest global norm of the gradient")
+    add("--seed", type=int, default=0, help="of the weights and of the order of rows")
 
 
 def _add_computation(group: argparse._ArgumentGroup) -> None:
@@ -91,7 +126,14 @@ def _add_computation(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output", type=pathlib.Path, default=pathlib.Path("train_output"), help="folder of the run")
-    group.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end")
+    group.add_argument("--save-every", type=_count, default=500, help="steps between checkpoints; 0: only at the end")
     group.add_argument("--keep", type=_positive, default=2, help="checkpoints that are kept")
-    group.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: at the end")
+    group.add_argument(
+        "--evaluate-every", type=_count, default=100, help="steps between held-out losses; 0: at the end"
+    )
     group.add_argument("--export", type=pathlib.Path, help="folder to write a Hugging Face checkpoint to at the end")
+    group.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="resume although options or data differ from those of the checkpoint; the model must be the same",
+    )

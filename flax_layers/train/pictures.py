@@ -3,6 +3,8 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from flax_layers.models.optional import needs
+
 Curve = Sequence[tuple[int, float]]
 """Steps, and the loss at each."""
 
@@ -26,7 +28,8 @@ def draw_losses(
         title: Of the picture.
         unit: Of the losses.
     """
-    from matplotlib.figure import Figure
+    with needs("matplotlib", "train"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -15,15 +15,15 @@ from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.config_json import write_config
 from flax_layers.models.decoder import MakeScoreMod
 from flax_layers.models.folders import check_replaceable
-from flax_layers.models.sharding import RULES
+from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.train import parallel
-from flax_layers.train.corpus import Batches, Corpus, Rows, read_corpus
+from flax_layers.train.corpus import Batches
+from flax_layers.train.data import tokenizer_folder
 from flax_layers.train.errors import InputError
 from flax_layers.train.flops import measured_flops, peak_flops
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.shapes import SHAPES, parse_sizes, resized, with_bias
-from flax_layers.train.tokens import ByteEncoder, Encoder, FolderEncoder
-from flax_layers.train.trainer import Computation, Trainer, create_model, flat_parameters, shardings_of
+from flax_layers.train.trainer import Computation, Trainer, create_model, parameter_shapes
 
 
 def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod | None]:
@@ -51,8 +51,6 @@ def model_config(options: argparse.Namespace) -> tuple[ModelConfig, MakeScoreMod
             f"`--length` must be at most the positions of the model, {config.max_positions}. Got {options.length}. "
             "Take shorter rows, or for a model from scratch `--sizes max_positions=...`."
         )
-    if options.length < 2:
-        raise InputError(f"`--length` must be at least 2, a token and the next. Got {options.length}.")
     config, score_mod = with_bias(config, options.bias)
     if options.export is not None:
         _check_export(options, config)
@@ -79,71 +77,49 @@ def export_source(options: argparse.Namespace) -> pathlib.Path | None:
     Args:
         options: As `parse_options` gives them.
     """
-    if options.tokenizer in (None, "bytes"):
-        return options.model
-    return pathlib.Path(options.tokenizer)
+    return tokenizer_folder(options) or options.model
 
 
-def make_batches(options: argparse.Namespace, config: ModelConfig) -> tuple[Batches, list[Rows]]:
-    """The batches to train on, and the held-out batches.
+def with_end_token(config: ModelConfig, token: int | None) -> ModelConfig:
+    """A model that ends its texts as the documents end that it is trained on.
+
+    Args:
+        config: The model.
+        token: That ends documents, if any.
+
+    Returns:
+        The model; one whose configuration names such tokens stays what it is.
+    """
+    return config if token is None or config.eos_token_ids else dataclasses.replace(config, eos_token_ids=(token,))
+
+
+def make_recipe(options: argparse.Namespace) -> Recipe:
+    """The optimizer and its schedule.
 
     Args:
         options: As `parse_options` gives them.
-        config: The model.
 
     Returns:
-        Both; the second may be empty.
-
-    Raises:
-        InputError: There is no text, or it does not suit the model.
+        The recipe.
     """
-    encoder = _encoder(options, config)
-    ends = config.eos_token_ids if options.end_token is None else (options.end_token,)
-
-    def read(option: str, paths: list[pathlib.Path]) -> Corpus:
-        return read_corpus(paths, encoder, end_tokens=ends, token_dtype=options.token_dtype, option=option)
-
-    def batches(corpus: Corpus, rows: range, parts: int = 1) -> Batches:
-        return Batches(corpus, options.batch // parts, options.length, rows, config.vocabulary, options.seed)
-
-    corpus = read("--data", options.data)
-    rows = corpus.size // options.length
-    if options.held_out is not None:
-        other = read("--held-out", options.held_out)
-        held_out = batches(other, range(other.size // options.length), options.accumulate)
-        return batches(corpus, range(rows)), held_out.in_order(options.held_out_batches)
-    share = min(max(round(options.held_out_share * rows), 1), rows - 1) if options.held_out_share and rows else 0
-    training = batches(corpus, range(rows - share))
-    if not share:
-        return training, []
-    last = batches(corpus, range(rows - share, rows), options.accumulate)
-    return training, last.in_order(options.held_out_batches)
-
-
-def _encoder(options: argparse.Namespace, config: ModelConfig) -> Encoder | None:
-    if options.tokenizer == "bytes":
-        encoder: Encoder = ByteEncoder()
-    elif options.tokenizer is not None:
-        encoder = FolderEncoder(pathlib.Path(options.tokenizer))
-    elif options.model is not None and (options.model / "tokenizer.json").exists():
-        encoder = FolderEncoder(options.model)
-    else:
-        return None
-    if encoder.vocabulary > config.vocabulary:
-        raise InputError(
-            f"`--tokenizer` must have no more tokens than the model's vocabulary, {config.vocabulary}. Got "
-            f"{encoder.vocabulary}. Take the tokenizer of the model, or `--sizes vocabulary={encoder.vocabulary}`."
-        )
-    return encoder
+    return Recipe(
+        options.schedule_steps or options.steps,
+        options.learning_rate,
+        options.warmup,
+        options.final_share,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+    )
 
 
 def make_trainer(
-    options: argparse.Namespace, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
+    options: argparse.Namespace, recipe: Recipe, config: ModelConfig, score_mod: MakeScoreMod | None, mesh: Mesh
 ) -> Trainer:
     """The model, from scratch or from a checkpoint, with its optimizer.
 
     Args:
         options: As `parse_options` gives them.
+        recipe: The optimizer and its schedule.
         config: The model.
         score_mod: Its learned score mod.
         mesh: The devices.
@@ -171,36 +147,44 @@ def make_trainer(
         model = from_pretrained(
             options.model, dtype=dtype, param_dtype=jnp.float32, mesh=mesh, implementation=options.implementation
         )
-    recipe = Recipe(
-        options.steps,
-        options.learning_rate,
-        options.warmup,
-        options.final_share,
-        weight_decay=options.weight_decay,
-        clip=options.clip,
-    )
     return Trainer(model, recipe, Computation(options.accumulate, options.remat, options.loss_chunk), mesh=mesh)
 
 
-def description(options: argparse.Namespace, config: ModelConfig, batches: Batches) -> dict[str, Any]:
-    """What a resumed run must share with its checkpoint: the model, the data and their order.
+def description(
+    options: argparse.Namespace, recipe: Recipe, config: ModelConfig, batches: Batches
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What decides the losses of a run, and so must be that of the checkpoint that it resumes.
+
+    What changes losses only by rounding is left out: the mesh, micro-batches, remat and the backend.
 
     Args:
         options: As `parse_options` gives them.
+        recipe: The optimizer and its schedule.
         config: The model.
         batches: What is trained on.
 
     Returns:
-        Names of options and sizes, and their values.
+        Values by the names of sizes and options: first those of the model, which fix the shapes of its parameters or
+        what they mean; then the others, which `--accept-changes` may change.
     """
-    sizes = {f"model.{name}": value for name, value in dataclasses.asdict(config).items()}
-    return {
-        **sizes,
-        "--bias": options.bias,
+    sizes = {name: value for name, value in dataclasses.asdict(config).items() if "token_id" not in name}
+    layers = sizes.pop("layers")
+    model = {f"model.{name}": value for name, value in sizes.items()}
+    model |= {"model.layers": len(layers), "attention of each layer": layers, "--bias": options.bias}
+    return model, {
         "--batch": options.batch,
         "--length": options.length,
         "--seed": options.seed,
+        "--dtype": options.dtype,
+        "--learning-rate": recipe.learning_rate,
+        "--warmup": recipe.warmup_steps,
+        "--schedule-steps": None if recipe.final_share == 1 else recipe.steps,  # a constant rate has no end
+        "--final-share": recipe.final_share,
+        "--weight-decay": recipe.weight_decay,
+        "--clip": recipe.clip,
+        "--end-token": batches.corpus.end_token,
         "tokens of --data": batches.corpus.size,
+        "fingerprint of --data": batches.corpus.fingerprint,
         "rows to train on": len(batches.rows),
     }
 
@@ -230,8 +214,8 @@ def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:
     return None if one is None else one * mesh.size
 
 
-def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
-    """The mesh, after checking that the run fits it.
+def create_mesh(options: argparse.Namespace, config: ModelConfig) -> Mesh:
+    """The mesh, after checking that it divides the model and its batches.
 
     Args:
         options: As `parse_options` gives them.
@@ -241,13 +225,12 @@ def check(options: argparse.Namespace, config: ModelConfig) -> Mesh:
         The mesh.
 
     Raises:
-        InputError: It cannot.
+        InputError: It does not.
     """
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)
-    variables = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     try:
-        shardings_of(flat_parameters(variables), config, mesh, RULES)
+        parameter_shardings(parameter_shapes(config), mesh, RULES, num_kv_heads=config.num_kv_heads)
     except ValueError as error:
         raise InputError(str(error)) from error
     return mesh

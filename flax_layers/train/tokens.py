@@ -46,12 +46,19 @@ class FolderEncoder:
     Args:
         folder: It holds `tokenizer.json`.
 
+    Attributes:
+        folder: The same.
+        end_token: The `eos_token` of its configuration; None: it has none.
+
     Raises:
-        FileNotFoundError: It does not.
+        FileNotFoundError: There is no `tokenizer.json`.
     """
 
     def __init__(self, folder: pathlib.Path):
         self._tokenizer = Tokenizer(folder)
+        self.folder = folder
+        name = self._tokenizer.special_tokens.get("eos_token")
+        self.end_token = None if name is None else self._tokenizer.token_id(name)
 
     @property
     def vocabulary(self) -> int:
@@ -61,3 +68,7 @@ class FolderEncoder:
     def encode(self, text: bytes) -> Tokens:
         """Returns the tokens of a text in UTF-8."""
         return self._tokenizer.encode(text.decode()).astype(np.uint32)
+
+    def text(self, token: int) -> str:
+        """Returns the text of a token, also of a special one."""
+        return self._tokenizer.decode([token], special_tokens=True)

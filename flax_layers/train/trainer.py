@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float32, Int32
 
-from flax_layers.models import Decoder
+from flax_layers.models import Decoder, ModelConfig
+from flax_layers.models.optional import needs
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.train import parallel
 from flax_layers.train.corpus import Rows
@@ -22,6 +22,9 @@ from flax_layers.train.errors import InputError
 from flax_layers.train.loss import next_token_weights, summed_cross_entropy
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.remat import REMAT
+
+with needs("optax", "train"):
+    import optax
 
 EMBEDDING = "embed.embedding"
 
@@ -156,8 +159,12 @@ class Trainer:
 
         Returns:
             The loss before the step, and more.
+
+        Raises:
+            InputError: The micro-batches and the mesh do not divide the rows.
         """
         parts = self.computation.accumulate
+        self._check_rows(rows, parts)
         split = Rows(*(array.reshape(parts, -1, array.shape[-1]) for array in rows))
         self.state, metrics = self._step(self.state, self._on_devices(split, None, parallel.ROWS[0]))
         return metrics
@@ -170,8 +177,14 @@ class Trainer:
 
         Returns:
             Nats for each token.
+
+        Raises:
+            InputError: The mesh does not divide the rows of a batch.
         """
-        sums = [self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])) for rows in batches]
+        sums = []
+        for rows in batches:
+            self._check_rows(rows, 1)
+            sums.append(self._sums(self.state.parameters, self._on_devices(rows, parallel.ROWS[0])))
         total, count = np.sum([[float(part) for part in pair] for pair in sums], axis=0)
         return float(total / max(count, 1.0))
 
@@ -190,6 +203,14 @@ class Trainer:
             array.delete()
         self.state = shapes
         return shapes
+
+    def _check_rows(self, rows: Rows, parts: int) -> None:
+        count, shards = len(rows.tokens), parallel.row_shards(self.mesh)
+        if count % (parts * shards):
+            raise InputError(
+                f"`rows` must be a multiple of the micro-batches, {parts}, times data * fsdp, {shards}. Got {count}. "
+                "Change the batch, the mesh or `Computation.accumulate`."
+            )
 
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
@@ -285,6 +306,12 @@ def create_model(build: Callable[[], Decoder], mesh: Mesh | None = None, rules: 
 def flat_parameters(variables: nnx.State) -> Parameters:
     """The parameters of a model by their paths."""
     return {_name(path): leaf.get_value() for path, leaf in nnx.to_flat_state(variables)}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a model without score mods, by their paths. Nothing is allocated."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return {path: value.shape for path, value in flat_parameters(nnx.state(model)).items()}
 
 
 def shardings_of(parameters: Parameters, config: Any, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:

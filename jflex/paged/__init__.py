@@ -17,4 +17,9 @@ from jflex.paged.convert import convert_score_mod as convert_score_mod
 from jflex.paged.errors import DoubleFree as DoubleFree
 from jflex.paged.errors import ForeignPage as ForeignPage
 from jflex.paged.errors import OutOfPages as OutOfPages
+from jflex.paged.errors import PrefixLocked as PrefixLocked
+from jflex.paged.errors import StaleHit as StaleHit
 from jflex.paged.pool import PagePool as PagePool
+from jflex.paged.prefix_cache import PrefixCache as PrefixCache
+from jflex.paged.prefix_hit import PrefixHit as PrefixHit
+from jflex.paged.prefix_hit import PrefixStats as PrefixStats

@@ -1,4 +1,4 @@
-"""Exceptions of `PagePool`."""
+"""Exceptions of `PagePool` and `PrefixCache`."""
 
 
 class OutOfPages(RuntimeError):
@@ -10,4 +10,12 @@ class DoubleFree(ValueError):
 
 
 class ForeignPage(ValueError):
-    """A page is not one of the pool (from 1 to below P), or it is free and must have an owner."""
+    """A page is not one of the pool (from 1 to below P), is free and must have an owner, or is of a prefix cache."""
+
+
+class StaleHit(ValueError):
+    """A `PrefixHit` is not locked: it was unlocked or replaced, or another cache gave it. Nothing was changed."""
+
+
+class PrefixLocked(RuntimeError):
+    """Pages that hits lock cannot be cleared. Nothing was cleared: unlock the hits, or wait, and try again."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from jax.typing import ArrayLike
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jflex.block_mask.lengths import checked_size
 from jflex.paged.errors import DoubleFree, ForeignPage, OutOfPages
-from jflex.paged.sizes import checked_pages
+from jflex.paged.sizes import checked_integers, checked_pages
 
 
 class PagePool:
@@ -100,7 +99,25 @@ class PagePool:
         >>> pool.owners(1), pool.owners(2)
         (2, 0)
         """
-        return int(self._owners[self._checked("page", [page])][0])
+        return int(self.owner_counts([page], "page")[0])
+
+    def owner_counts(self, ids: Iterable[int] | Int[np.ndarray, " N"], name: str = "ids") -> Int32[np.ndarray, " N"]:
+        """How many owners each page has; 0 if it is free.
+
+        Args:
+          ids: Pages of the pool.
+          name: What messages of errors call `ids`.
+
+        Raises:
+          TypeError: An id is not an integer.
+          ForeignPage: A page is not one of the pool.
+
+        >>> pool = PagePool(8, 16)
+        >>> pool.share(pool.alloc(1))
+        >>> pool.owner_counts([1, 2]).tolist()
+        [2, 0]
+        """
+        return self._owners[self._checked(name, ids)]
 
     def alloc(self, n: int) -> tuple[int, ...]:
         """Allocates free pages, each with one owner.
@@ -273,12 +290,12 @@ class PagePool:
         jflex.paged.errors.ForeignPage: `page_table` must hold pages with owners. Entry 1 of request 0 is page 2, which
         is free. Do not use a page after its release.
         """
-        table = _integers("page_table", page_table)
+        table = checked_integers(page_table, "page_table")
         if table.ndim != 2:
             raise ValueError(f"`page_table` must be [R, max_pages]. Got shape {table.shape}.")
         used = table != 0
         if kv_lengths is not None:
-            used = self._used(table, _integers("kv_lengths", kv_lengths))
+            used = self._used(table, checked_integers(kv_lengths, "kv_lengths"))
         wrong = used & ~self._have_owners(table)
         if wrong.any():
             request, entry = np.argwhere(wrong)[0].tolist()
@@ -332,7 +349,7 @@ class PagePool:
 
     def _checked(self, name: str, ids: Iterable[int]) -> np.ndarray:
         """Ids as an array; raises unless every one is a page of the pool."""
-        pages = _integers(name, ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1)
+        pages = checked_integers(ids if isinstance(ids, np.ndarray) else list(ids), name).reshape(-1)
         wrong = pages[(pages < 1) | (pages >= self._num_pages)]
         if wrong.size:
             raise ForeignPage(f"`{name}` holds page {wrong[0]}, which {self._fault(int(wrong[0]))}")
@@ -370,15 +387,6 @@ class PagePool:
         if not 0 < page < self._num_pages:
             return f"is not within 1 and {self._num_pages - 1}. Pass pages that `alloc` or `fork` of this pool gave."
         return "is free. Do not use a page after its release."
-
-
-def _integers(name: str, values: npt.ArrayLike) -> np.ndarray:
-    array = np.asarray(values)
-    if not array.size:
-        array = array.astype(np.int64)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
-    return array
 
 
 def _number(owners: int) -> str:

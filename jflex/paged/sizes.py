@@ -1,8 +1,11 @@
-"""Checks of the sizes that a cache and its pool must agree on."""
+"""Checks of the sizes that a cache and its pool must agree on, and of lists of pages and tokens."""
 
 from __future__ import annotations
 
 from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
 
 from jflex.block_mask.lengths import checked_size
 
@@ -59,3 +62,20 @@ def checked_positive(size: SupportsIndex, name: str) -> int:
     if number == 0:
         raise ValueError(f"`{name}` must be at least 1. Got 0.")
     return number
+
+
+def checked_integers(values: npt.ArrayLike, name: str) -> np.ndarray:
+    """Integers as an array; none are an array of int64.
+
+    Raises:
+      TypeError: They are not integers.
+
+    >>> checked_integers([3, 1], "ids"), checked_integers([], "ids").dtype
+    (array([3, 1]), dtype('int64'))
+    """
+    array = np.asarray(values)
+    if not array.size:
+        array = array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`{name}` must hold integers. Got {array.dtype}.")
+    return array

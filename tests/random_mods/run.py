@@ -60,7 +60,7 @@ def _verdict(case: Case, implementation: str, interpret: bool, in_haste: bool) -
         return {"verdict": "refused", "message": str(error), "reason": reason_of(error)}
     except Wrong as error:
         return {"verdict": "wrong", "message": str(error)}
-    except Exception as error:
+    except Exception as error:  # of whatever kind: this is what the fuzzer looks for; it reports it and goes on
         where = [
             f"{frame.filename.split('/')[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
         ]

@@ -1,0 +1,172 @@
+"""Answers of both endpoints, whole and in chunks, as OpenAI's API words them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from flax_layers.models.text_stream import UNFINISHED, TextStream
+from flax_layers.serving.generation import Usage
+from flax_layers.serving.requests import finite
+from flax_layers.serving.text import Piece, TokenText
+
+
+class ServedTokenizer(Protocol):
+    """What the server needs of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+
+    chat_templates: dict[str, str]
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> Any:
+        """An array of tokens."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        ...
+
+    def text_stream(self) -> TextStream:
+        """The text of tokens as they come."""
+        ...
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of a chat."""
+        ...
+
+
+class Answer:
+    """The answer to one request of `/v1/completions`.
+
+    Args:
+        model: Its name.
+        tokenizer: Shows single tokens of log probabilities.
+        include_usage: Whether chunks have usage.
+    """
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    source = "prompt"  # the parameter that the tokens come from
+
+    def __init__(self, model: str, tokenizer: ServedTokenizer, *, include_usage: bool):
+        self._tokenizer, self._include_usage, self._model = tokenizer, include_usage, model
+        self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The object of an answer that is not streamed.
+
+        Args:
+            pieces: The text of each choice.
+            usage: Of all.
+
+        Returns:
+            It, for JSON.
+        """
+        choices = [self._choice(index, piece, whole=True) for index, piece in enumerate(pieces)]
+        return self._object(self.whole_kind, choices, usage=_usage(usage))
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice; None for none."""
+        return None
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk.
+
+        Args:
+            index: Of the choice.
+            piece: What is new.
+
+        Returns:
+            It, for JSON.
+        """
+        return self._chunk(self._choice(index, piece, whole=False))
+
+    def closing(self, usage: Usage) -> dict[str, Any] | None:
+        """The chunk with the usage; None if nobody asked for it."""
+        return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._object(self.chunk_kind, [choice], **({"usage": None} if self._include_usage else {}))
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **more}
+
+    def _choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        return {
+            "tokens": [self._shown(x.token) for x in tokens],
+            "token_logprobs": [finite(x.logprobs.logprob) for x in tokens],
+            "top_logprobs": [
+                {self._shown(token): finite(logprob) for token, logprob in reversed(x.logprobs.top)} for x in tokens
+            ],
+            "text_offset": [x.offset for x in tokens],
+        }
+
+    def _shown(self, token: int) -> str:
+        return self._tokenizer.decode([token], special_tokens=True)
+
+
+class ChatAnswer(Answer):
+    """The answer to one request of `/v1/chat/completions`."""
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    source = "messages"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of a choice: the role."""
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def _choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            said = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        else:
+            said = {"delta": {"content": piece.text} if piece.text else {}}
+        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        content = [
+            {
+                **self._entry(x.token, x.logprobs.logprob),
+                "top_logprobs": [self._entry(token, logprob) for token, logprob in x.logprobs.top],
+            }
+            for x in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._shown(token)
+        raw = None if UNFINISHED in text else list(text.encode())  # part of a character: its bytes are not known
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+
+def server_sent(value: dict[str, Any] | str) -> bytes:
+    r"""A server-sent event.
+
+    Args:
+        value: For JSON; a text is sent as it is.
+
+    Returns:
+        Its bytes.
+
+    Example:
+        >>> server_sent({"a": 1}), server_sent("[DONE]")
+        (b'data: {"a":1}\n\n', b'data: [DONE]\n\n')
+    """
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {value}\n\n".encode()
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }

@@ -1,0 +1,320 @@
+"""Bodies of requests, checked. Nothing that changes the answer is ignored in silence."""
+
+from __future__ import annotations
+
+import reprlib
+import secrets
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Any, Self, TypeVar
+
+from flax_layers.models.optional import needs
+from flax_layers.sampling import Sampling
+from flax_layers.serving.errors import ApiError
+from flax_layers.serving.penalties import Penalties
+from flax_layers.serving.requests import MAX_LOGPROBS, Request
+
+with needs("pydantic", "serve"):
+    from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH = 128, 16, 256
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Parameters of OpenAI's API and of other servers that the engine lacks, and the values that change nothing."""
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(x, str) and 0 < len(x) <= MAX_STOP_LENGTH for x in stops):
+        raise ValueError(
+            f"`stop` must be a text of 1 to {MAX_STOP_LENGTH} characters, or a list of such texts. Got "
+            f"{reprlib.repr(value)}. Leave it out for none."
+        )
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"`stop` must hold at most {MAX_STOPS} texts. Got {len(stops)}. Leave some out.")
+    return stops
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Of tokens, which are keys of an object and so texts."""
+    try:
+        return tuple((int(token), float(bias)) for token, bias in (value or {}).items())
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
+        ) from None
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    are_tokens = lambda x: isinstance(x, list) and bool(x) and all(type(token) is int for token in x)
+    if isinstance(value, str) or are_tokens(value):
+        return [value]
+    if isinstance(value, list) and value and (all(isinstance(x, str) for x in value) or all(map(are_tokens, value))):
+        return value
+    raise ValueError(
+        "`prompt` must be a text, a list of texts, a list of tokens, or a list of lists of tokens; no list may be "
+        f"empty. Got {reprlib.repr(value)}."
+    )
+
+
+def _content(value: Any) -> str:
+    """Of a message: a text, or parts that are texts."""
+    if isinstance(value, str) or value is None:
+        return value or ""
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            raise ValueError(
+                '`messages` must have a text as `content`, or a list of parts {"type": "text", "text": "..."}. Got '
+                f"{reprlib.repr(part)}. The model reads text alone."
+            )
+    return "".join(part["text"] for part in parts)
+
+
+class Body(BaseModel):
+    """What all bodies have. Null means the default. Other fields are kept, and checked against `_NEUTRAL`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+                only = " or ".join(repr(x) for x in _NEUTRAL[name])
+                rule = f"it can only be {only}" if only else "it must be left out"
+                raise ValueError(
+                    f"`{name}` is not supported by this server: {rule}. Got {reprlib.repr(value)}. Leave it out."
+                )
+        return self
+
+
+class StreamOptions(BaseModel):
+    """Of a streamed answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What the bodies of both endpoints have."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: Annotated[list[str], PlainValidator(_stops)] = []
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_biases)] = ()
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"`n` must be from 1 to {MAX_CHOICES}. Got {self.n}.")
+        if self.best_of not in (None, self.choices):
+            raise ValueError(
+                f"`best_of` must equal `n`: choices are not ranked. Got {self.best_of} and {self.choices}. Leave it "
+                "out."
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("`stream_options` may be given only with `stream`. Set `stream`, or leave it out.")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many texts follow each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens of each choice at most; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """None: no log probabilities. Otherwise those of the sampled tokens, and of so many top ones."""
+        return None
+
+    def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int]) -> list[Request]:
+        """What the engine is asked for.
+
+        Args:
+            prompt: Its tokens.
+            stop_tokens: Of the model.
+
+        Returns:
+            One request for each choice. They differ in the seed.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        first = secrets.randbits(32) if self.seed is None else self.seed
+        top_k = 0 if self.top_k in (None, -1) else self.top_k
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = 1.0 if self.top_p is None else self.top_p
+        namespace: Hashable = self.cache_salt
+        penalties = Penalties(
+            self.presence_penalty or 0.0,
+            self.frequency_penalty or 0.0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.logit_bias,
+        )
+        return [
+            Request(
+                tuple(prompt),
+                max_tokens=self.token_limit,
+                sampling=Sampling(temperature, top_k, top_p, (first + choice) % (1 << 32), self.min_p or 0.0),
+                penalties=penalties,
+                stop_tokens=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_tokens)),
+                logprobs=self.top,
+                namespace=namespace,
+            )
+            for choice in range(self.choices)
+        ]
+
+
+class CompletionBody(GenerationBody):
+    """Of `/v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """16 unless `max_tokens` says otherwise, as in OpenAI's API."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """As of `logprobs`."""
+        return self.logprobs
+
+
+class Message(BaseModel):
+    """Of a chat. The template of the model sees other fields, too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Annotated[str, PlainValidator(_content)] = ""
+
+
+class ChatBody(GenerationBody):
+    """Of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("`top_logprobs` may be given only with `logprobs`. Set `logprobs`, or leave it out.")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"`top_logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.top_logprobs}.")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """As of `max_completion_tokens`, or of `max_tokens`, its old name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """As of `logprobs` and `top_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(Body):
+    """Of `/tokenize`."""
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+Wanted = TypeVar("Wanted", bound=Body)
+
+
+def parse(kind: type[Wanted], raw: bytes) -> Wanted:
+    """Reads a body.
+
+    Args:
+        kind: What it must be.
+        raw: JSON in UTF-8.
+
+    Returns:
+        The body.
+
+    Raises:
+        ApiError: 400, with what is wrong first.
+
+    Example:
+        >>> parse(CompletionBody, b'{"prompt": "a", "echo": true}')
+        Traceback (most recent call last):
+        flax_layers.serving.errors.ApiError: `echo` is not supported by this server: it can only be False. Got True. ...
+    """
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+    kind_of, rule, place = wrong["type"], wrong["msg"], wrong["loc"]
+    path = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place).removeprefix(".")
+    param = str(place[0]) if place else None
+    if kind_of == "value_error":
+        raise ApiError(400, str(wrong["ctx"]["error"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    if kind_of == "json_invalid":
+        raise ApiError(400, f"The body must be JSON in UTF-8. {rule}.")
+    if not place:
+        raise ApiError(400, f"The body must be a JSON object. Got {reprlib.repr(wrong['input'])}.")
+    if kind_of == "missing":
+        raise ApiError(400, f"`{path}` is required. The body has none.", param=param)
+    rule = rule.removeprefix("Input should be ").replace("should", "must")
+    raise ApiError(400, f"`{path}` must be {rule}. Got {reprlib.repr(wrong['input'])}.", param=param)

@@ -1,0 +1,270 @@
+"""The command line of the server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flax_layers.generate.command import DTYPES
+from flax_layers.generate.folder import load
+from flax_layers.models import Decoder
+from flax_layers.models.optional import needs
+from flax_layers.serving.answers import ServedTokenizer
+from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
+from flax_layers.serving.engine import Engine
+from flax_layers.serving.options import EngineOptions
+
+PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
+DEMO_CONTEXT = 2048
+SHARE_OF_MEMORY = 0.85
+CPU_MEMORY = 1 << 30
+
+
+class Model(NamedTuple):
+    """What is served.
+
+    Attributes:
+        name: For clients.
+        decoder: The model.
+        tokenizer: Of it.
+        stop_tokens: End a text.
+    """
+
+    name: str
+    decoder: Decoder
+    tokenizer: ServedTokenizer
+    stop_tokens: tuple[int, ...]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options.
+
+    Returns:
+        What reads them.
+    """
+    made = argparse.ArgumentParser(
+        prog="python -m flax_layers.serve",
+        description="Serves a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models. "
+        "A page to try it is at /, metrics for Prometheus are at /metrics.",
+    )
+    add = made.add_argument
+    add("--model", type=pathlib.Path, metavar="FOLDER", help="of a checkpoint; default: the demo's byte-level model")
+    add("--name", help="of the model, for clients; default: that of the folder")
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; 0.0.0.0: all networks")
+    add("--port", type=int, default=8000, help="0: any that is free; default: 8000")
+    add("--api-key-file", type=pathlib.Path, metavar="FILE", help="clients must send one of its lines as a key")
+    add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
+    add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
+    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 256")
+    room = made.add_mutually_exclusive_group()
+    room.add_argument("--memory", type=float, metavar="GIB", help="of the cache; default: what is free, on a CPU 1")
+    room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
+    add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
+    add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
+    add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
+    add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
+    add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
+    add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
+    add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command.
+
+    Args:
+        arguments: Instead of the command line's.
+    """
+    reader = parser()
+    options = reader.parse_args(arguments)
+    with contextlib.ExitStack() as opened:
+        try:
+            for package in PACKAGES:
+                with needs(package, "serve"):
+                    __import__(package)
+            keys, bound = begin(options)
+            opened.enter_context(bound)
+            model = load_served(options)
+            engine = Engine(model.decoder, engine_options(options, model.decoder))
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            reader.error(str(error))
+        serve(options, model, engine, keys, bound)
+
+
+def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
+    """Checks what can be checked before a model of many gigabytes is read.
+
+    Args:
+        options: Of `parser`.
+
+    Returns:
+        The keys, and the socket.
+
+    Raises:
+        ValueError: An option is out of its range.
+        OSError: The file of keys cannot be read.
+    """
+    from flax_layers.serving.server import bind
+
+    for name, least in (("memory", 0.0), ("max_body", 0.0)):
+        value = getattr(options, name)
+        if value is not None and not least < value < float("inf"):
+            raise ValueError(f"`--{name.replace('_', '-')}` must be greater than {least:g}. Got {value}.")
+    if not 0 <= options.grace < float("inf"):
+        raise ValueError(f"`--grace` must be finite and at least 0. Got {options.grace}.")
+    if not 0 <= options.port < 1 << 16:
+        raise ValueError(f"`--port` must be from 0 to 65535. Got {options.port}.")
+    _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
+    if options.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(options.compilation_cache.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keys = () if options.api_key_file is None else read_keys(options.api_key_file)
+    return keys, bind(options.host, options.port)
+
+
+def read_keys(file: pathlib.Path) -> tuple[str, ...]:
+    """The keys of a file.
+
+    Args:
+        file: One key a line; empty lines are left out.
+
+    Returns:
+        At least one.
+
+    Raises:
+        ValueError: There is none, or it is no text.
+        OSError: The file cannot be read.
+    """
+    keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"`--api-key-file` must hold a key on a line of its own. {file} holds none.")
+    return keys
+
+
+def load_served(options: argparse.Namespace) -> Model:
+    """Loads the model.
+
+    Args:
+        options: Of `parser`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: An option is out of its range, or the folder holds no checkpoint.
+        OSError: The folder cannot be read.
+        ModuleNotFoundError: A package is missing that reads it.
+    """
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    if options.model is None:
+        if options.dtype not in (None, "float32"):
+            raise ValueError(f"`--dtype` must be float32 for the demo's model. Got {options.dtype}. Leave it out.")
+        model = demo_model(FILE, options.implementation, say)
+        options.context = DEMO_CONTEXT if options.context is None else options.context
+        return Model(options.name or "jflex-demo", model, ByteTokenizer(), ())
+    loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
+    name = options.name or options.model.resolve().name
+    return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
+
+
+def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:
+    """The sizes of the engine.
+
+    Args:
+        options: Of `parser`.
+        model: Which the cache is for.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ValueError: One is out of its range, or no page fits into the memory.
+    """
+    sizes = _sizes(options, num_pages=2)
+    if options.num_pages is not None:
+        return dataclasses.replace(sizes, num_pages=options.num_pages)
+    page = jax.eval_shape(lambda: model.init_paged_cache(2, options.page_size))
+    page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // 2
+    memory = int(options.memory * (1 << 30)) if options.memory is not None else _free_memory()
+    wanted = 1 + sizes.max_requests * -(-sizes.context_of(model.config) // options.page_size)
+    if memory < 2 * page_bytes:
+        raise ValueError(
+            f"`--memory` must hold 2 pages, {2 * page_bytes / (1 << 30):.3g} GiB. Got {memory / (1 << 30):.3g}. Raise "
+            "it, or lower `--page-size`."
+        )
+    # On a CPU the default is no more than all requests can use.
+    most = wanted if options.memory is None and jax.default_backend() == "cpu" else memory // page_bytes
+    return dataclasses.replace(sizes, num_pages=min(most, memory // page_bytes))
+
+
+def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
+    on_cpu = jax.default_backend() == "cpu"
+    default = lambda value, other: other if value is None else value
+    requests = default(options.max_requests, 16 if on_cpu else 64)
+    return EngineOptions(
+        max_requests=requests,
+        max_step_tokens=default(options.max_step_tokens, max(requests, 256 if on_cpu else 2048)),
+        num_pages=num_pages,
+        page_size=options.page_size,
+        context=options.context,
+        max_waiting=options.max_waiting,
+    )
+
+
+def _free_memory() -> int:
+    """Bytes for the cache: a share of what the device has left, so that steps have room."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return CPU_MEMORY
+    return int(SHARE_OF_MEMORY * (stats["bytes_limit"] - stats["bytes_in_use"]))
+
+
+def serve(
+    options: argparse.Namespace, model: Model, engine: Engine, keys: tuple[str, ...], bound: socket.socket
+) -> None:
+    """Serves until a signal.
+
+    Args:
+        options: Of `parser`.
+        model: What is served.
+        engine: Of the model.
+        keys: Of clients.
+        bound: Where they come from.
+    """
+    from flax_layers.serving.http import Limits, Served, create_app
+    from flax_layers.serving.server import Launch, Server, url_of
+
+    url = url_of(bound)
+    ready = lambda: print(f"Serving {model.name} at {url}", flush=True)
+    launch = Launch(engine, None if options.no_warm_up else _progress_bar(), ready)
+    limits = Limits(body_bytes=int(options.max_body * (1 << 20)))
+    served = Served(model.name, model.stop_tokens, keys, limits, launch.is_starting)
+    app = create_app(engine, model.tokenizer, served)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again, after it has shut down
+        Server(app, launch, options.grace).run(sockets=[bound])
+    if launch.failure is not None:
+        raise launch.failure
+
+
+def _progress_bar() -> Callable[[int, int], None]:
+    from tqdm import tqdm
+
+    bar = tqdm(unit="program", desc="compiling", dynamic_ncols=True, file=sys.stderr)
+
+    def report(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return report

@@ -1,0 +1,110 @@
+"""What is served without a checkpoint: the byte-level model of the demo."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
+from flax_layers.models import Decoder
+from flax_layers.models.optional import needs
+from flax_layers.models.text_stream import TextStream
+
+FILE = pathlib.Path("demo_output", "model.npz")
+"""Where the demo leaves its model, below the current folder."""
+
+SIZES = Sizes(width=64, layers=2, heads=2, kv_heads=1)
+TRAINING = argparse.Namespace(steps=150, rows=4, length=256, seed=0)
+
+
+class ByteTokenizer:
+    """A token for each byte of UTF-8. Its chat template is the texts of the messages, one below the other.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("né").tolist(), tokenizer.decode([110, 195, 169])
+        ([110, 195, 169], 'né')
+    """
+
+    def __init__(self) -> None:
+        self.chat_templates = {"default": "the texts of the messages"}
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
+        """The tokens of a text.
+
+        Args:
+            text: The text.
+            special_tokens: There are none.
+
+        Returns:
+            Its bytes.
+        """
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Iterable[int], *, special_tokens: bool = False) -> str:
+        """The text of tokens.
+
+        Args:
+            tokens: Bytes.
+            special_tokens: There are none.
+
+        Returns:
+            The text.
+        """
+        return bytes(tokens).decode(errors="replace")
+
+    def text_stream(self) -> TextStream:
+        """The text of tokens as they come."""
+        return TextStream(self.decode)
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of a chat, which the model continues: it was not trained to answer.
+
+        Args:
+            messages: Each with its `content`.
+
+        Returns:
+            The text.
+        """
+        return "\n".join(message["content"] for message in messages)
+
+
+def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[str], None]) -> Decoder:
+    """Reads the model of the demo, or trains a small one and leaves it there.
+
+    Args:
+        file: Where it is.
+        implementation: The backend of jflex.
+        say: Is told which of both.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The file holds something else.
+        ModuleNotFoundError: A package is missing that trains it.
+    """
+    if file.exists():
+        say(f"Without --model: the byte-level model of the demo, from {file}.")
+        return load_model(file, implementation)
+    with needs("optax", "serve"):
+        import optax  # noqa: F401
+    from flax_layers.demo import data
+    from flax_layers.demo.__main__ import create_trainer, fit
+
+    say(
+        f"Without --model: a small byte-level model, trained on the Python standard library for {TRAINING.steps} steps "
+        f"and kept in {file}. `python -m flax_layers.demo` trains a better one."
+    )
+    trainer = create_trainer(ByteDecoder(SIZES, implementation, rngs=nnx.Rngs(0)), 5e-3, TRAINING.steps)
+    fit(trainer, data.read_corpus().training, TRAINING)
+    model = trainer.model()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_model(file, model, SIZES)
+    return model

@@ -1,0 +1,395 @@
+"""The engine: takes requests, runs steps, delivers tokens."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from flax_layers.models import Decoder
+from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.serving.packing import pack
+from flax_layers.serving.pages import Pages
+from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
+from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
+from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.step import (
+    DeviceState,
+    begin_penalties,
+    cache_sharding,
+    empty_state,
+    poison_pages,
+    read_row,
+    run_step,
+)
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class Closed(RuntimeError):
+    """The engine takes no more requests: it is shutting down."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The engine at one moment; counts are since it started.
+
+    Attributes:
+        running: Requests that have pages.
+        waiting: Requests that have none yet.
+        free_pages: Pages that nobody uses.
+        cached_pages: Pages that the prefix cache holds.
+        used_pages: Pages of running requests alone.
+        prompt_tokens: Tokens of admitted prompts.
+        hit_tokens: Those of them that were found in the prefix cache.
+        generated_tokens: Sampled tokens that were delivered.
+        steps: Steps that were dispatched.
+        preemptions: How often a request lost its pages and was computed again.
+        failures: Steps that failed.
+    """
+
+    running: int
+    waiting: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    prompt_tokens: int
+    hit_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+    failures: int
+
+
+class _Dispatched(NamedTuple):
+    """A step on its way: what was asked, and what comes back."""
+
+    chunks: list[Chunk]
+    fields: Array
+
+
+class Ticket:
+    """A submitted request."""
+
+    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
+        self._sequence, self._cancel = sequence, cancel
+
+    def cancel(self) -> None:
+        """Ends the request before the next step, from any thread; does nothing if it has ended."""
+        self._cancel(self._sequence)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._sequence.request.prompt)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache."""
+        return self._sequence.hit or 0
+
+
+class Engine:
+    """Generates tokens for many requests at once, from one paged cache.
+
+    The host runs one step ahead: it dispatches a step before it reads the tokens of the one before, which the device
+    hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one. `start` runs
+    it in a thread of its own.
+
+    A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
+    the cache is sharded by KV heads.
+
+    Args:
+        model: The model.
+        options: Sizes.
+
+    Raises:
+        ValueError: `context` is out of range, or the mesh does not divide the KV heads.
+
+    Example:
+        >>> from flax_layers.models import LayerConfig, ModelConfig
+        >>> config = ModelConfig(
+        ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
+        ...     layers=(LayerConfig(),), max_positions=64,
+        ... )
+        >>> options = EngineOptions(max_requests=2, max_step_tokens=16, num_pages=16, page_size=8)
+        >>> engine, events = Engine(Decoder(config, rngs=nnx.Rngs(0)), options), []
+        >>> ticket = engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
+        >>> while engine.step():
+        ...     pass
+        >>> sum(len(event.tokens) for event in events), events[-1].finish_reason
+        (4, 'length')
+    """
+
+    def __init__(self, model: Decoder, options: EngineOptions = EngineOptions()):  # noqa: B008  frozen
+        self.config, self.options = model.config, options
+        self.context = options.context_of(model.config)
+        self._model = model
+        self._graph, self._parameters = nnx.split(model)
+        self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
+        self._state = self._empty_state()
+        windows = model.config.windows
+        self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
+        self._scheduler = Scheduler(options, self._pages)
+        self._dispatched: _Dispatched | None = None
+        self._numbers = itertools.count()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._changed = threading.Condition()
+        self._inbox: list[Sequence] = []
+        self._cancelled: list[Sequence] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: Request, deliver: Deliver) -> Ticket:
+        """Takes a request.
+
+        Args:
+            request: What to generate.
+            deliver: Takes its events, the last of which has a `finish_reason`.
+
+        Returns:
+            What cancels it.
+
+        Raises:
+            ValueError: The request can never run: too long, or a token that the model does not know.
+            QueueFull: Too many requests wait.
+            Closed: The engine shuts down.
+        """
+        usable = (self.options.num_pages - 1) * self.options.page_size
+        limit = token_limit(request, self.context, usable, self.config.vocabulary)
+        with self._changed:
+            if self._closed:
+                raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
+            waiting = len(self._inbox) + len(self._scheduler.waiting)
+            if waiting >= self.options.max_waiting:
+                raise QueueFull(
+                    f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
+                )
+            sequence = Sequence(request, next(self._numbers), limit, deliver)
+            self._inbox.append(sequence)
+            self._changed.notify()
+        return Ticket(sequence, self._cancel)
+
+    def step(self) -> bool:
+        """Dispatches a step, then reads the one before. A step that fails ends its requests with an error.
+
+        Returns:
+            Whether there is more to do.
+        """
+        self._take_in()
+        chunks = self._schedule()
+        try:
+            following = self._dispatch(chunks) if chunks else None
+            self._read()
+            self._dispatched = following
+        except Exception as error:  # whatever the device raises: its requests fail, and the others must not hang
+            self._fail(chunks, error)
+        with self._changed:
+            return self._has_work()
+
+    def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program that a step may need, so that none is compiled later.
+
+        Args:
+            report: Called with the number of programs that are compiled, and of all, after each.
+        """
+        shapes = self.options.shapes(self.config)
+        nobody = Sequence(Request((0,)), number=-1, limit=1, deliver=lambda event: None, slot=0)
+        self._state = begin_penalties(self._state, nobody, self.context, self._sharding)
+        for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
+            jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
+            report(done, 2 * len(shapes))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread runs the engine, and takes requests."""
+        return self._thread is not None and self._thread.is_alive() and not self._closed
+
+    def stats(self) -> Stats:
+        """Counts of the engine at this moment."""
+        return Stats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting) + len(self._inbox),
+            free_pages=self._pages.free,
+            cached_pages=self._pages.cached,
+            used_pages=self._pages.used,
+            **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
+            **{name: self._counts[name] for name in ("generated_tokens", "steps", "failures")},
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page is free, cached or in use, once; for tests and debugging."""
+        self._pages.check(self._scheduler.running)
+
+    def start(self) -> None:
+        """Runs the engine in a thread of its own, until `stop`."""
+        self._thread = threading.Thread(target=self._loop, name="jflex-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Refuses new requests, lets the others go on for a while, and ends what is left with `cancelled`.
+
+        Args:
+            grace: Seconds.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            if self._thread is not None:
+                self._changed.wait_for(lambda: not self._has_work(), grace)
+            self._cancelled += [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self.step():
+                pass
+
+    def _loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._has_work())
+                    if not self._has_work():
+                        return
+                if not self.step():
+                    with self._changed:
+                        self._changed.notify_all()
+        except BaseException as error:
+            self._break_down(error)  # a fault of the engine itself; no client may wait for ever
+            raise
+
+    def _break_down(self, error: BaseException) -> None:
+        with self._changed:
+            self._closed = True
+            left = [*self._inbox, *self._scheduler.waiting, *self._scheduler.running]
+            self._dispatched = None
+            for group in (self._inbox, self._cancelled, self._scheduler.waiting, self._scheduler.running):
+                group.clear()
+            self._changed.notify_all()
+        for sequence in left:
+            sequence.finish_reason = "error"
+            sequence.deliver(Event(finish_reason="error", error=f"The engine broke down: {error!r}"))
+
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        waiting = self._inbox or self._cancelled or scheduler.waiting or scheduler.running
+        return bool(waiting or self._dispatched)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        with self._changed:
+            self._cancelled.append(sequence)
+            self._changed.notify_all()
+
+    def _take_in(self) -> None:
+        with self._changed:
+            arrived, cancelled = [*self._inbox], [*self._cancelled]
+            self._inbox.clear()
+            self._cancelled.clear()
+        for sequence in arrived:
+            self._scheduler.add(sequence)
+        for sequence in cancelled:
+            if sequence.finish_reason is None:
+                error = "The server is shutting down." if self._closed else ""
+                self._scheduler.finish(sequence, "cancelled")
+                sequence.deliver(Event(finish_reason="cancelled", error=error))
+
+    def _schedule(self) -> list[Chunk]:
+        try:
+            return self._scheduler.schedule(may_preempt=self._dispatched is None)
+        except OutOfRoom:
+            self._drain()  # what ends with it returns its pages
+            return self._scheduler.schedule(may_preempt=True)
+
+    def _drain(self) -> None:
+        """Reads the dispatched step."""
+        try:
+            self._read()
+        except Exception as error:  # as in `step`
+            self._fail([], error)
+
+    def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
+        shape = self.options.shape_for(
+            sum(chunk.count for chunk in chunks),
+            len(chunks),
+            max(len(chunk.sequence.pages) for chunk in chunks),
+            self.config,
+        )
+        for sequence, *_ in chunks:
+            if not sequence.is_edited and sequence.request.penalties:
+                self._state = begin_penalties(self._state, sequence, self.context, self._sharding)
+                sequence.is_edited = True
+        is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
+        if self.options.poison:
+            self._state = poison_pages(self._state, self._pages.free_mask())
+        fields = self._run(chunks, shape, is_greedy=is_greedy)
+        fields.copy_to_host_async()
+        self._counts["steps"] += 1
+        return _Dispatched(chunks, fields)
+
+    def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
+        packed = pack(chunks, shape, no_slot=self.options.max_requests)
+        self._state, fields = run_step(
+            self._graph,
+            self._parameters,
+            self._state,
+            packed,
+            shape=shape,
+            is_greedy=is_greedy,
+            sharding=self._sharding,
+        )
+        return fields
+
+    def _read(self) -> None:
+        """Waits for the dispatched step, and delivers its tokens."""
+        if self._dispatched is None:
+            return
+        chunks, fields = self._dispatched.chunks, np.asarray(self._dispatched.fields)
+        self._dispatched = None
+        for (sequence, *_, samples), row in zip(chunks, fields[: len(chunks)], strict=True):
+            if samples and sequence.finish_reason is None:
+                self._append(sequence, *read_row(row, sequence.top_logprobs))
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Makes a pending token of a sequence known."""
+        sequence.pending -= 1
+        sequence.tokens.append(token)
+        reason: FinishReason | None = None
+        if token in sequence.request.stop_tokens:
+            reason = "stop"
+        elif len(sequence.tokens) - len(sequence.request.prompt) == sequence.limit:
+            reason = "length"
+        if reason is not None:
+            self._scheduler.finish(sequence, reason)
+        tokens = () if reason == "stop" else (token,)
+        self._counts["generated_tokens"] += len(tokens)
+        sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
+
+    def _fail(self, chunks: list[Chunk], error: Exception) -> None:
+        """Ends the requests of the failed steps, and begins anew with an empty cache for the others."""
+        self._counts["failures"] += 1
+        before = [] if self._dispatched is None else self._dispatched.chunks
+        self._dispatched = None
+        for sequence in dict.fromkeys(chunk.sequence for chunk in [*before, *chunks]):
+            if sequence.finish_reason is None:
+                self._scheduler.finish(sequence, "error", keep=False)
+                sequence.deliver(Event(finish_reason="error", error=f"{type(error).__name__}: {error}"))
+        for sequence in self._scheduler.running[::-1]:
+            sequence.pending = 0  # what was sampled is sampled again
+            self._scheduler.preempt(sequence, keep=False)
+        self._pages.clear()
+        self._state = self._empty_state()
+
+    def _empty_state(self) -> DeviceState:
+        options = self.options
+        return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)

@@ -1,0 +1,279 @@
+"""The endpoints: OpenAI's completions and chats, the health and metrics of the server, and a page to watch it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import logging
+import pathlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from flax_layers.models.optional import needs
+from flax_layers.serving.answers import Answer, ChatAnswer, ServedTokenizer, server_sent
+from flax_layers.serving.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
+from flax_layers.serving.engine import Engine
+from flax_layers.serving.errors import ApiError
+from flax_layers.serving.generation import Generation
+from flax_layers.serving.metrics import Metrics
+from flax_layers.serving.requests import Request as EngineRequest
+from flax_layers.serving.streaming import Disconnected, EventStream, Limits, read_body, unless_disconnected
+from flax_layers.serving.text import ChoiceText
+
+with needs("starlette", "serve"):
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+_LOG = logging.getLogger(__name__)
+_TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What the template of a checkpoint raises for messages that it was not written for."""
+_PAGE_RULES = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What is served, and to whom.
+
+    Attributes:
+        name: Of the model.
+        stop_tokens: End a text.
+        keys: Of which clients must send one; none: all clients are served.
+        limits: Of requests.
+        is_starting: Whether programs are still being compiled. Requests wait until then.
+    """
+
+    name: str
+    stop_tokens: tuple[int, ...] = ()
+    keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    limits: Limits = Limits()  # noqa: RUF009  frozen
+    is_starting: Callable[[], bool] = lambda: False
+
+
+def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> Starlette:
+    """The application. Whoever makes the engine also starts and stops it.
+
+    Args:
+        engine: Generates tokens.
+        tokenizer: Of its model.
+        served: The name of the model, keys and limits.
+
+    Returns:
+        An ASGI application.
+    """
+    api = _Api(engine, tokenizer, served)
+    guarded = api.guarded
+    return Starlette(
+        routes=[
+            Route("/", api.page),
+            Route("/health", api.health),
+            Route("/metrics", guarded(api.metrics)),
+            Route("/stats", guarded(api.stats)),
+            Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
+            Route("/v1/models", guarded(api.models)),
+            Route("/v1/models/{name:path}", guarded(api.model)),
+            Route("/v1/completions", guarded(api.completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(api.chats), methods=["POST"]),
+        ],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            Disconnected: _gone,
+            Exception: _unforeseen,
+        },
+    )
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        text = f"`{request.url.path}` takes {allowed}. Got {request.method}."
+    else:
+        text = f"There is no `{request.url.path}`. `/v1/completions` and `/v1/chat/completions` generate text."
+    found = ApiError(error.status_code, text)
+    return JSONResponse(found.body(), found.status, headers=error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    found = ApiError(500, "The server failed. Its log says more. Try again.")
+    return JSONResponse(found.body(), found.status)
+
+
+class _Api:
+    """The endpoints and what they share."""
+
+    def __init__(self, engine: Engine, tokenizer: ServedTokenizer, served: Served):
+        self._engine, self._tokenizer, self._served = engine, tokenizer, served
+        self._metrics = Metrics(engine.stats)
+        self._created = int(time.time())
+        self._keys = [key.encode() for key in served.keys]
+        self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    def guarded(self, endpoint: Endpoint) -> Endpoint:
+        """An endpoint that asks for a key, if there are keys. All are compared, each in constant time."""
+
+        async def answer(request: Request) -> Response:
+            scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+            given = sent.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            matches = [hmac.compare_digest(given, key) for key in self._keys]
+            if self._keys and not any(matches):
+                raise ApiError(401, "An API key is required. Send one of this server: `Authorization: Bearer KEY`.")
+            return await endpoint(request)
+
+        return answer
+
+    async def page(self, request: Request) -> Response:
+        """The page."""
+        return Response(self._page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_RULES})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are taken: 503 if the engine broke down or is shutting down."""
+        status = self._status()
+        if status == "stopped":
+            raise ApiError(503, "The engine takes no more requests: it is shutting down, or it broke down.")
+        return JSONResponse({"status": status})
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def stats(self, request: Request) -> Response:
+        """For the page."""
+        has_chat = bool(self._tokenizer.chat_templates)
+        head = {"model": self._served.name, "status": self._status(), "chat": has_chat, "context": self._engine.context}
+        return JSONResponse({**head, **dataclasses.asdict(self._engine.stats())})
+
+    async def models(self, request: Request) -> Response:
+        """The list of models: one."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text."""
+        body = parse(TokenizeBody, await read_body(request, self._served.limits))
+        self._check_model(body.model)
+        tokens = await asyncio.to_thread(self._encode, body.prompt, special_tokens=body.add_special_tokens)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context})
+
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        raw = await read_body(request, self._served.limits)
+        body, requests = await asyncio.to_thread(self._read_completion, raw)
+        answer = Answer(self._served.name, self._tokenizer, include_usage=body.include_usage)
+        return await self._generate(request, body, requests, answer)
+
+    async def chats(self, request: Request) -> Response:
+        """Answers in a chat."""
+        raw = await read_body(request, self._served.limits)
+        body, requests = await asyncio.to_thread(self._read_chat, raw)
+        answer = ChatAnswer(self._served.name, self._tokenizer, include_usage=body.include_usage)
+        return await self._generate(request, body, requests, answer)
+
+    async def _generate(
+        self, request: Request, body: GenerationBody, requests: Sequence[EngineRequest], answer: Answer
+    ) -> Response:
+        text = lambda: ChoiceText(self._tokenizer.text_stream(), body.stop)
+        generation = Generation(requests, body.choices, text, self._metrics)
+        with contextlib.ExitStack() as unfinished:
+            unfinished.callback(generation.cancel)
+            try:
+                await asyncio.to_thread(generation.submit, self._engine)
+            except ApiError as error:
+                error.param = answer.source if error.param == "prompt" else error.param
+                raise
+            if body.stream:
+                unfinished.pop_all()  # the stream cancels it
+                return EventStream(_events(generation, answer, len(requests)), generation.cancel)
+            pieces = await unless_disconnected(request.receive, generation.texts())
+        return JSONResponse(answer.whole(pieces, generation.usage))
+
+    def _read_completion(self, raw: bytes) -> tuple[CompletionBody, list[EngineRequest]]:
+        """Takes as long as tokenisation, so it runs beside the event loop."""
+        body = parse(CompletionBody, raw)
+        self._check_model(body.model)
+        texts, most = len(body.prompt) * body.choices, max(1, self._engine.options.max_waiting)
+        if texts > most:
+            raise ApiError(
+                400, f"`prompt` and `n` together must make at most {most} texts. Got {texts}. Send less at once."
+            )
+        prompts = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        return body, [request for tokens in prompts for request in self._requests(body, tokens)]
+
+    def _read_chat(self, raw: bytes) -> tuple[ChatBody, list[EngineRequest]]:
+        """As `_read_completion`."""
+        body = parse(ChatBody, raw)
+        self._check_model(body.model)
+        if not self._tokenizer.chat_templates:
+            raise ApiError(400, "`messages` needs a chat template. The model has none. Use `/v1/completions`.")
+        try:
+            text = self._tokenizer.chat([message.model_dump() for message in body.messages])
+        except _TEMPLATE_ERRORS as error:
+            raise ApiError(400, f"`messages` do not fit the chat template of the model. {error}") from error
+        return body, self._requests(body, self._encode(text, special_tokens=False))
+
+    def _requests(self, body: GenerationBody, tokens: Sequence[int]) -> list[EngineRequest]:
+        try:
+            return body.requests(tokens, self._served.stop_tokens)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def _encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, special_tokens=special_tokens).tolist()
+
+    def _status(self) -> str:
+        if self._served.is_starting():
+            return "compiling"
+        return "running" if self._engine.is_running else "stopped"
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._served.name):
+            raise ApiError(
+                404,
+                f"`model` must be {self._served.name!r}, the only one here. Got {name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _model(self) -> dict[str, object]:
+        head = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "jflex"}
+        return {**head, "max_model_len": self._engine.context}
+
+
+async def _events(generation: Generation, answer: Answer, choices: int) -> AsyncIterator[bytes]:
+    """The events of a streamed answer; a failure is the last one."""
+    try:
+        for index in range(choices):
+            if (opening := answer.opening(index)) is not None:
+                yield server_sent(opening)
+        async for index, piece in generation.pieces():
+            yield server_sent(answer.chunk(index, piece))
+        if (closing := answer.closing(generation.usage)) is not None:
+            yield server_sent(closing)
+    except ApiError as error:
+        _LOG.warning("A stream ended with status %d: %s", error.status, error.message)
+        yield server_sent(error.body())
+    yield server_sent("[DONE]")

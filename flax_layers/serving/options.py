@@ -1,0 +1,147 @@
+"""Sizes of the engine, and the shapes that it compiles."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import NamedTuple
+
+from flax_layers.models import ModelConfig
+
+
+class Shape(NamedTuple):
+    """The shape of a step. Each shape is one compiled program.
+
+    Attributes:
+        tokens: Packed tokens, with padding.
+        rows: Requests, with padding.
+        pages: Width of the page table.
+    """
+
+    tokens: int
+    rows: int
+    pages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of the engine.
+
+    Attributes:
+        max_requests: Requests that run at once; others wait.
+        max_step_tokens: Tokens of a step. Decoding requests get theirs first, one each; what is left is for chunks of
+            prompts. A larger budget shortens the time to the first token and lengthens the steps of those that decode.
+        num_pages: Pages of the cache, page 0 included, which holds no tokens.
+        page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
+        context: Positions of a sequence, prompt included; None: those of the model.
+        max_waiting: Requests that may wait; more are refused.
+        prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
+        poison: For tests: overwrites free pages with NaN before each step, so that reading one shows.
+
+    Raises:
+        ValueError: A size is out of range.
+
+    Example:
+        >>> EngineOptions(max_requests=16, max_step_tokens=512, num_pages=1000).rows
+        (1, 4, 16)
+    """
+
+    max_requests: int = 64
+    max_step_tokens: int = 2048
+    num_pages: int = 1024
+    page_size: int = 64
+    context: int | None = None
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_requests", 1), ("max_step_tokens", 1), ("num_pages", 2), ("max_waiting", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}.")
+        if not 1 <= self.page_size <= 256:
+            raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
+        if self.max_step_tokens < self.max_requests:
+            raise ValueError(
+                f"`max_step_tokens` must be at least `max_requests`, so that every request gets a token in each step. "
+                f"Got {self.max_step_tokens} and {self.max_requests}."
+            )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Buckets of decoding requests: powers of 4."""
+        return _ladder(1, self.max_requests)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Buckets of tokens in a step that holds a chunk of a prompt."""
+        return _ladder(min(128, self.max_step_tokens), self.max_step_tokens)
+
+    def context_of(self, config: ModelConfig) -> int:
+        """Positions of a sequence.
+
+        Args:
+            config: Of the model.
+
+        Returns:
+            `context`, or the positions of the model.
+
+        Raises:
+            ValueError: `context` is out of range.
+        """
+        context = config.max_positions if self.context is None else self.context
+        if not 2 <= context <= config.max_positions:
+            raise ValueError(
+                f"`context` must be from 2 to the {config.max_positions} positions that the model was made for. Got "
+                f"{context}."
+            )
+        return context
+
+    def pages(self, config: ModelConfig) -> tuple[int, ...]:
+        """Buckets of the pages of a request: a quarter of the context, and all of it.
+
+        The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
+        so such a model has one bucket, and `context` decides.
+        """
+        most = min(-(-self.context_of(config) // self.page_size), self.num_pages - 1)
+        return (most,) if len(config.context_limits) > 1 else tuple(sorted({-(-most // 4), most}))
+
+    def shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
+        """All shapes that a step can have: `shape_for` returns no other."""
+        widths = self.pages(config)
+        decoding = [Shape(rows, rows, pages) for rows in self.rows for pages in widths]
+        mixed = [Shape(tokens, self.max_requests, pages) for tokens in self.tokens for pages in widths]
+        return tuple(dict.fromkeys(decoding + mixed))
+
+    def shape_for(self, tokens: int, rows: int, pages: int, config: ModelConfig) -> Shape:
+        """The least shape that holds a step.
+
+        Args:
+            tokens: Of the step.
+            rows: Its requests.
+            pages: Of the request that has the most.
+            config: Of the model.
+
+        Returns:
+            The shape.
+        """
+        width = _least(self.pages(config), pages)
+        if tokens == rows:
+            return Shape(_least(self.rows, rows), _least(self.rows, rows), width)
+        return Shape(_least(self.tokens, tokens), self.max_requests, width)
+
+
+def _ladder(first: int, last: int) -> tuple[int, ...]:
+    """From the first to the last, each 4 times the one before.
+
+    >>> _ladder(1, 24)
+    (1, 4, 16, 24)
+    """
+    steps = [first]
+    while steps[-1] * 4 < last:
+        steps.append(steps[-1] * 4)
+    return (*steps, *([last] if last > steps[-1] else []))
+
+
+def _least(buckets: tuple[int, ...], size: int) -> int:
+    return buckets[bisect.bisect_left(buckets, size)]

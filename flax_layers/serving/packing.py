@@ -1,0 +1,99 @@
+"""The numbers of a step as one int32 array, for one transfer to the device; and how the step takes them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from flax_layers.sampling import SamplingBatch
+from flax_layers.serving.options import Shape
+from flax_layers.serving.penalties import PenaltyBatch
+from flax_layers.serving.scheduler import Chunk
+from jflex.paged import PagedBatch
+
+_SAMPLING = (
+    ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
+)  # fmt: skip
+_PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
+
+
+class StepInputs(NamedTuple):
+    """What a step takes from the host. R rows of requests and N tokens, both padded.
+
+    Attributes:
+        tokens: Packed; `-1 - slot` stands for the token that the step before sampled for a slot.
+        batch: The tokens and pages of each row; rows of padding have none.
+        slots: Of each row whose next token is sampled; beyond all slots for the others, so that it is dropped.
+        sampling: Parameters of each row.
+        penalties: Of each row.
+    """
+
+    tokens: Int32[Array, " N"]
+    batch: PagedBatch
+    slots: Int32[Array, " R"]
+    sampling: SamplingBatch
+    penalties: PenaltyBatch
+
+
+def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, " words"]:
+    """Packs a step.
+
+    Args:
+        chunks: At most as many as the shape has rows.
+        shape: Of the step.
+        no_slot: For rows that sample nothing.
+
+    Returns:
+        The array that `unpack` takes apart.
+    """
+    tokens = np.zeros(shape.tokens, np.int32)
+    indptr = np.zeros(shape.rows + 1, np.int32)
+    lengths = np.zeros(shape.rows, np.int32)
+    table = np.zeros((shape.rows, shape.pages), np.int32)
+    slots = np.full(shape.rows, no_slot, np.int32)
+    columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
+    end = 0
+    for row, (sequence, first, count, samples) in enumerate(chunks):
+        assert sequence.slot is not None
+        known = sequence.tokens[first : first + count]
+        tokens[end : end + len(known)] = known
+        if len(known) < count:  # the last one is on the device alone
+            assert count - len(known) == 1
+            tokens[end + len(known)] = -1 - sequence.slot
+        end += count
+        indptr[row + 1 :] = end
+        lengths[row] = first + count
+        table[row, : len(sequence.pages)] = sequence.pages
+        if samples:
+            slots[row] = sequence.slot
+        for name, _ in _SAMPLING:
+            columns[name][row] = getattr(sequence.request.sampling, name)
+        for name, _ in _PENALTIES:
+            columns[name][row] = getattr(sequence.request.penalties, name)
+        columns["is_edited"][row] = sequence.is_edited
+    words = [column.view(np.int32) for column in columns.values()]
+    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
+
+
+def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
+    """Takes a packed step apart, inside of `jit`.
+
+    Args:
+        packed: Of `pack`.
+        shape: The same shape.
+
+    Returns:
+        The parts.
+    """
+    sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
+    tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
+    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
+    of_sampling = len(_SAMPLING)
+    return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))

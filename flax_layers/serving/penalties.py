@@ -1,0 +1,176 @@
+"""Penalties on tokens that have occurred, and biases on tokens: what changes logits before a token is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+MAX_BIASES = 300
+"""Biased tokens of a request, at most; as in OpenAI's API."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalties:
+    """How one request changes logits; by default not at all.
+
+    Attributes:
+        presence_penalty: Subtracted from the logits of tokens that were generated, -2 to 2.
+        frequency_penalty: Subtracted for each time that a token was generated, -2 to 2.
+        repetition_penalty: Positive logits of tokens in the prompt or the output are divided by it, negative ones
+            multiplied (Keskar et al., 2019, arXiv:1909.05858, section 4.1). Greater than 0; 1 changes nothing.
+        logit_bias: Tokens, each with what is added to its logit, -100 to 100.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> Penalties(frequency_penalty=0.5, logit_bias=((7, -100.0),)).logit_bias
+        ((7, -100.0),)
+        >>> Penalties(presence_penalty=3)
+        Traceback (most recent call last):
+        ValueError: `presence_penalty` must be from -2 to 2. Got 3.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"`{name}` must be from -2 to 2. Got {getattr(self, name)}.")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(
+                f"`repetition_penalty` must be finite and greater than 0. Got {self.repetition_penalty}. Use 1 for "
+                "none."
+            )
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"`logit_bias` must be of at most {MAX_BIASES} tokens. Got {len(self.logit_bias)}.")
+        for token, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise ValueError(f"`logit_bias` must be from -100 to 100. Got {bias} for token {token}.")
+
+    def __bool__(self) -> bool:
+        return self != Penalties()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Edits:
+    """What the penalties of each slot need to know; kept on the device.
+
+    Attributes:
+        in_prompt: Which tokens the prompt holds.
+        counts: How often each token was generated.
+        biases: What is added to each logit.
+    """
+
+    in_prompt: Bool[Array, "slots V"]
+    counts: Int32[Array, "slots V"]
+    biases: Float32[Array, "slots V"]
+
+    @classmethod
+    def empty(cls, slots: int, vocabulary: int) -> Edits:
+        """For slots without penalties."""
+        zeros = lambda dtype: jnp.zeros((slots, vocabulary), dtype)
+        return cls(zeros(bool), zeros(jnp.int32), zeros(jnp.float32))
+
+    def begin(
+        self,
+        slot: Int32[Array, ""],
+        tokens: Int32[Array, " N"],
+        prompt: Int32[Array, ""],
+        biased: Int32[Array, " K"],
+        biases: Float32[Array, " K"],
+    ) -> Edits:
+        """With the tokens and the biases of a request that begins in a slot.
+
+        Args:
+            slot: Its slot.
+            tokens: Its tokens so far, padded with -1.
+            prompt: How many of them are the prompt.
+            biased: Tokens, padded with -1.
+            biases: Of each of them.
+
+        Returns:
+            The new state.
+        """
+        vocabulary = self.counts.shape[1]
+        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        kept = lambda x, wanted: jnp.where(wanted & (x >= 0), x, vocabulary)  # what lies beyond is dropped
+        in_prompt = jnp.zeros(vocabulary, bool).at[kept(tokens, place < prompt)].set(True, mode="drop")
+        counts = jnp.zeros(vocabulary, jnp.int32).at[kept(tokens, place >= prompt)].add(1, mode="drop")
+        dense = jnp.zeros(vocabulary, jnp.float32).at[kept(biased, biased >= 0)].set(biases, mode="drop")
+        return Edits(
+            self.in_prompt.at[slot].set(in_prompt),
+            self.counts.at[slot].set(counts),
+            self.biases.at[slot].set(dense),
+        )
+
+    def sampled(self, slots: Int32[Array, " R"], tokens: Int32[Array, " R"]) -> Edits:
+        """With one more token of each slot; slots out of range are dropped."""
+        return dataclasses.replace(self, counts=self.counts.at[slots, tokens].add(1, mode="drop"))
+
+
+class PenaltyBatch(NamedTuple):
+    """The penalties of R rows; biases are in `Edits`.
+
+    Attributes:
+        presence_penalty: As of `Penalties`.
+        frequency_penalty: As of `Penalties`.
+        repetition_penalty: As of `Penalties`.
+        is_edited: Whether the row has any penalty or bias; its slot holds those of an earlier request if not.
+    """
+
+    presence_penalty: Float32[Array, " R"]
+    frequency_penalty: Float32[Array, " R"]
+    repetition_penalty: Float32[Array, " R"]
+    is_edited: Int32[Array, " R"]
+
+
+def apply_penalties(
+    logits: Float[Array, "R V"], rows: PenaltyBatch, edits: Edits, slots: Int[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Changes the logits of rows that have penalties or biases.
+
+    Args:
+        logits: Float32.
+        rows: Of each row.
+        edits: Of each slot.
+        slots: The slot of each row.
+
+    Returns:
+        Logits.
+
+    Example:
+        >>> edits = Edits.empty(1, 3).sampled(jnp.array([0, 0]), jnp.array([1, 1]))
+        >>> one = lambda x: jnp.array([x], jnp.float32)
+        >>> rows = PenaltyBatch(one(0.25), one(0.5), one(1.0), jnp.array([1]))
+        >>> apply_penalties(jnp.ones((1, 3)), rows, edits, jnp.array([0])).tolist()
+        [[1.0, -0.25, 1.0]]
+    """
+    column = lambda x: x[:, None]
+    in_prompt, counts, biases = (x.at[slots].get(mode="clip") for x in (edits.in_prompt, edits.counts, edits.biases))
+    repeated = jnp.where(logits > 0, logits / column(rows.repetition_penalty), logits * column(rows.repetition_penalty))
+    changed = jnp.where(in_prompt | (counts > 0), repeated, logits) + biases
+    changed -= column(rows.frequency_penalty) * counts.astype(jnp.float32)
+    changed -= column(rows.presence_penalty) * (counts > 0).astype(jnp.float32)
+    return jnp.where(column(rows.is_edited) > 0, changed, logits)
+
+
+def padded(values: list[int] | list[float], size: int, fill: int, dtype: type[np.generic]) -> np.ndarray:
+    """A list as an array of one size.
+
+    >>> padded([1, 2], 4, -1, np.int32).tolist()
+    [1, 2, -1, -1]
+    """
+    array = np.full(size, fill, dtype)
+    array[: len(values)] = values
+    return array

@@ -1,0 +1,165 @@
+"""What a server asks of the engine, and what it gets back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable
+from typing import Literal, NamedTuple
+
+from flax_layers.sampling import Sampling
+from flax_layers.serving.penalties import Penalties
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""`stop`: a stop token was sampled. `length`: `max_tokens` or the context length was reached. `cancelled`: by the
+client or by shutdown. `error`: the step of the request failed."""
+
+MAX_LOGPROBS = 20
+"""Top log probabilities that a request may ask for; as in OpenAI's API."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        prompt: Its tokens, at least one.
+        max_tokens: How many tokens to generate at most; None: as many as the context and the cache hold.
+        sampling: How tokens are chosen.
+        penalties: How logits are changed before.
+        stop_tokens: End the sequence; the one that does is not part of the output.
+        logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
+        namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
+
+    Raises:
+        TypeError: A field has a wrong type.
+        ValueError: A field is out of range.
+
+    Example:
+        >>> Request((1, 2, 3), max_tokens=8).prompt
+        (1, 2, 3)
+        >>> Request(())
+        Traceback (most recent call last):
+        ValueError: `prompt` must hold at least one token. Got none. Begin it with the token that begins a text.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    sampling: Sampling = Sampling()  # noqa: RUF009  frozen
+    penalties: Penalties = Penalties()  # noqa: RUF009  frozen
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    namespace: Hashable = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "stop_tokens"):
+            object.__setattr__(self, name, tuple(_integer(f"{name}` must hold", x) for x in getattr(self, name)))
+        if not self.prompt:
+            raise ValueError(
+                "`prompt` must hold at least one token. Got none. Begin it with the token that begins a text."
+            )
+        if self.max_tokens is not None and _integer("max_tokens` must be", self.max_tokens) < 1:
+            raise ValueError(
+                f"`max_tokens` must be at least 1. Got {self.max_tokens}. Leave it out to use the whole context."
+            )
+        if self.logprobs is not None and not 0 <= _integer("logprobs` must be", self.logprobs) <= MAX_LOGPROBS:
+            raise ValueError(
+                f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
+            )
+
+    @functools.cached_property
+    def is_greedy(self) -> bool:
+        """Whether the most probable tokens are all that is wanted: no draws, no penalties, no log probabilities."""
+        return self.sampling.temperature == 0 and not self.penalties and self.logprobs is None
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
+
+    Attributes:
+        logprob: Of the sampled token.
+        top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Event(NamedTuple):
+    """What a step brought to a request.
+
+    Attributes:
+        tokens: New tokens, without the one that stopped the sequence.
+        logprobs: One for each of them, if the request asked for them.
+        finish_reason: None while the sequence goes on. No event follows one that has a reason.
+        error: Why the request failed, for `error` and for `cancelled` by a shutdown.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+Deliver = Callable[[Event], None]
+"""Takes the events of a request. The engine's thread calls it, so it must return at once and must not raise."""
+
+
+def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: int) -> int:
+    """How many tokens a request may generate.
+
+    Args:
+        request: The request.
+        context: Positions of a sequence.
+        cache_tokens: Tokens that all pages together hold.
+        vocabulary: Of the model.
+
+    Returns:
+        `max_tokens`, or what fits if it is None.
+
+    Raises:
+        ValueError: The prompt or `max_tokens` does not fit, or a token is not in the vocabulary.
+    """
+    prompt, room = len(request.prompt), min(context, cache_tokens)
+    least, most = min(request.prompt), max(request.prompt)
+    if not 0 <= least <= most < vocabulary:
+        raise ValueError(
+            f"`prompt` must hold tokens from 0 to {vocabulary - 1}, the last one of the model. It holds {least} to "
+            f"{most}. Use the model's own tokenizer."
+        )
+    for token, _ in request.penalties.logit_bias:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"`logit_bias` must be of tokens from 0 to {vocabulary - 1}. Got {token}.")
+    limit = "the context length" if context <= cache_tokens else "what the pages of the cache hold"
+    if prompt >= room:
+        raise ValueError(
+            f"`prompt` must be shorter than {room} tokens, {limit}, so that a token can follow. Got {prompt}. Shorten "
+            "it."
+        )
+    if request.max_tokens is None:
+        return room - prompt
+    if prompt + request.max_tokens > room:
+        raise ValueError(
+            f"`prompt` and `max_tokens` together must be at most {room} tokens, {limit}. Got {prompt} and "
+            f"{request.max_tokens}. Shorten the prompt, or lower `max_tokens` to {room - prompt}."
+        )
+    return request.max_tokens
+
+
+def _integer(rule: str, value: object) -> int:
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise TypeError(f"`{rule} integers. Got {type(value).__name__}. Pass numbers of tokens.") from None
+
+
+def finite(logprob: float) -> float:
+    """A log probability for JSON, which has no infinity: at least -9999.
+
+    Example:
+        >>> finite(float("-inf")), finite(-0.5)
+        (-9999.0, -0.5)
+    """
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0

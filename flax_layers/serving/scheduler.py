@@ -1,0 +1,167 @@
+"""Decides which tokens of which requests a step computes, and owns the pages: host Python, nothing of a device.
+
+Continuous batching with chunked prefill (Orca, Yu et al., OSDI 2022; Sarathi-Serve, Agrawal et al., OSDI 2024): every
+decoding request gets its token in each step, and what is left of the budget goes to chunks of prompts, in the order of
+arrival. When pages run out, cached prefixes are evicted; then the request that came last is preempted: its pages are
+released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5).
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+from typing import NamedTuple
+
+from flax_layers.serving.options import EngineOptions
+from flax_layers.serving.pages import Pages
+from flax_layers.serving.requests import FinishReason
+from flax_layers.serving.sequence import Sequence
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence, for one step.
+
+    Attributes:
+        sequence: The sequence.
+        first: Position of the first token.
+        count: Number of tokens.
+        samples: Whether they end the sequence, so that the next token is sampled.
+    """
+
+    sequence: Sequence
+    first: int
+    count: int
+    samples: bool
+
+
+class OutOfRoom(Exception):
+    """A running sequence needs a page, and only a preemption can free one."""
+
+
+class Scheduler:
+    """The waiting and running sequences, and their pages.
+
+    Args:
+        options: Sizes.
+        pages: Of the cache.
+
+    Attributes:
+        waiting: In the order of service.
+        running: Those that have pages, in the order of arrival.
+        preemptions: How often a sequence lost its pages.
+        prompt_tokens: Tokens of the prompts that were admitted.
+        hit_tokens: Those of them that were found in the prefix cache.
+    """
+
+    def __init__(self, options: EngineOptions, pages: Pages):
+        self._options = options
+        self._pages = pages
+        self._slots = list(range(options.max_requests))[::-1]
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []
+        self.preemptions = self.prompt_tokens = self.hit_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a sequence to those that wait."""
+        self.waiting.append(sequence)
+
+    def schedule(self, *, may_preempt: bool) -> list[Chunk]:
+        """Plans a step, and counts its tokens as computed.
+
+        Args:
+            may_preempt: Whether a sequence may lose its pages; only while no dispatched step is unread, since the
+                tokens of a sequence must be known to compute it again.
+
+        Returns:
+            The chunks, one for each sequence that takes part; none if there is nothing to do.
+
+        Raises:
+            OutOfRoom: Pages ran out, and `may_preempt` is False. Nothing has been planned; read the dispatched steps
+                and call again.
+        """
+        decoding = self._make_room(may_preempt)
+        chunks = [self._chunk(sequence, 1) for sequence in decoding]
+        budget = self._options.max_step_tokens - len(chunks)
+        for sequence in [x for x in self.running if x.missing > 1 and not x.is_done]:
+            budget -= self._add_chunk(chunks, sequence, budget)
+        while budget and self.waiting and self._slots and self._admit(self.waiting[0]):
+            budget -= self._add_chunk(chunks, self.waiting.popleft(), budget)
+        return chunks
+
+    def finish(self, sequence: Sequence, reason: FinishReason, *, keep: bool = True) -> None:
+        """Ends a sequence, wherever it is, and returns its pages.
+
+        Args:
+            sequence: One that has not ended.
+            reason: Why it ends.
+            keep: Whether the prefix cache may keep what was computed.
+        """
+        sequence.finish_reason = reason
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self._release(sequence, keep=keep)
+
+    def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Takes the pages of a running sequence without pending tokens; it is the next one to be admitted.
+
+        Args:
+            sequence: The sequence.
+            keep: Whether the prefix cache may keep what was computed, until other sequences need the pages.
+        """
+        assert not sequence.pending
+        self._release(sequence, keep=keep)
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _make_room(self, may_preempt: bool) -> list[Sequence]:
+        """The decoding sequences, each with a page for its token; the oldest ones come first."""
+        decoding: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence.slot is None or sequence.missing != 1 or sequence.is_done:
+                continue
+            while not self._pages.extend(sequence):
+                if not may_preempt:
+                    raise OutOfRoom
+                last = self.running[-1]
+                self.preempt(last)
+                if last is sequence:
+                    break
+            else:
+                decoding.append(sequence)
+        return decoding
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Whether a sequence runs now: there are pages for all its tokens, and one more for each that runs."""
+        if not self._pages.begin(sequence, spare=len(self.running)):
+            return False
+        if sequence.hit is None:
+            sequence.hit = sequence.computed
+            self.prompt_tokens += len(sequence.request.prompt)
+            self.hit_tokens += sequence.hit
+        sequence.slot = self._slots.pop()
+        bisect.insort(self.running, sequence, key=lambda x: x.number)
+        return True
+
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        if not budget:
+            return 0
+        self._pages.skip_cached(sequence)
+        chunks.append(self._chunk(sequence, min(budget, sequence.missing)))
+        return chunks[-1].count
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        chunk = Chunk(sequence, sequence.computed, count, samples=count == sequence.missing)
+        sequence.computed += count
+        sequence.pending += chunk.samples
+        if count > 1:
+            self._pages.share(sequence)
+        return chunk
+
+    def _release(self, sequence: Sequence, *, keep: bool) -> None:
+        self._pages.end(sequence, keep=keep)
+        self.running.remove(sequence)
+        assert sequence.slot is not None
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.is_edited = None, False

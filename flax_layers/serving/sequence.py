@@ -1,0 +1,79 @@
+"""A request on its way: its tokens, its pages, and how far the device has come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax_layers.serving.requests import Deliver, FinishReason, Request
+from jflex.paged import PrefixHit
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """The state of a request on the host.
+
+    The host runs ahead of the device by one step, so a token that was sampled may not be known yet: it is pending, and
+    the next step takes it from the device.
+
+    Attributes:
+        request: What was asked for.
+        number: In the order of arrival, which is the order of service.
+        limit: Tokens to generate at most.
+        deliver: Takes the events.
+        tokens: The known tokens, prompt first.
+        pending: Tokens that were sampled and have not been read.
+        computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
+        prefix: Its cached prefix, locked while it runs.
+        pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
+        slot: Its place in the state on the device; None while it waits.
+        is_edited: Whether the device knows its penalties, in this slot.
+        hit: Tokens that were found in the prefix cache when it was admitted first; None before.
+        finish_reason: None until it ends.
+    """
+
+    request: Request
+    number: int
+    limit: int
+    deliver: Deliver
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    pending: int = 0
+    computed: int = 0
+    prefix: PrefixHit | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    slot: int | None = None
+    is_edited: bool = False
+    hit: int | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens, pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def missing(self) -> int:
+        """Tokens that a step must compute before the next one can be sampled."""
+        return self.length - self.computed
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were sampled, pending ones included."""
+        return self.length - len(self.request.prompt)
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that belong to the sequence, not to the prefix cache."""
+        return [page for page in self.pages[0 if self.prefix is None else len(self.prefix.pages) :] if page]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to dispatch: it has ended, or ends when its pending tokens are read."""
+        return self.finish_reason is not None or self.generated >= self.limit
+
+    @property
+    def top_logprobs(self) -> int:
+        """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
+        return -1 if self.request.logprobs is None else self.request.logprobs

@@ -1,0 +1,174 @@
+"""The process around the application: a socket, programs that are compiled while it answers, and a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+from flax_layers.models.optional import needs
+from flax_layers.serving.engine import Engine
+
+with needs("starlette", "serve"):
+    from starlette.types import ASGIApp
+with needs("uvicorn", "serve"):
+    import uvicorn
+
+_LAST_SECONDS = 5
+"""What answers have to leave the process, once the engine has ended them."""
+
+
+class _Interrupted(Exception):
+    """The server ends while programs are still being compiled."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address, without listening yet.
+
+    Args:
+        host: A name or an address.
+        port: 0: any that is free.
+
+    Returns:
+        The socket.
+
+    Raises:
+        ValueError: The address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"`--host` must be an address of this machine. Got {host!r}. {error}.") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ValueError(
+            f"`--port` must be free at {host}. Got {port}: {error}. Choose another port, or 0 for any."
+        ) from error
+    return found
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where a socket is reached.
+
+    Args:
+        bound: The socket.
+
+    Returns:
+        Its URL.
+    """
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Launch:
+    """Starts and stops an engine: its programs are compiled in a thread, so that the server answers meanwhile.
+
+    Args:
+        engine: Neither warm nor started.
+        report: Called with the number of compiled programs, and of all; None: none are compiled ahead.
+        ready: Called once the engine runs.
+
+    Attributes:
+        failure: Why the engine could not be started.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        report: Callable[[int, int], None] | None = None,
+        ready: Callable[[], None] = lambda: None,
+    ):
+        self._engine, self._report, self._ready = engine, report, ready
+        self._thread: threading.Thread | None = None
+        self._interrupted = False
+        self.failure: Exception | None = None
+
+    def is_starting(self) -> bool:
+        """Whether programs are still being compiled."""
+        return self._thread is not None and self._thread.is_alive() and not self._engine.is_running
+
+    def start(self, failed: Callable[[], None]) -> None:
+        """Begins to compile, then starts the engine.
+
+        Args:
+            failed: Called if that fails.
+        """
+        self._thread = threading.Thread(target=self._run, args=(failed,), name="jflex-warm-up", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace: float) -> None:
+        """Stops the engine, after the program that is being compiled.
+
+        Args:
+            grace: Seconds that requests may take.
+        """
+        self._interrupted = True
+        if self._thread is not None:
+            self._thread.join()
+        self._engine.stop(grace)
+
+    def _run(self, failed: Callable[[], None]) -> None:
+        try:
+            if self._report is not None:
+                self._engine.warm_up(self._progress)
+            self._engine.start()
+            self._ready()
+        except _Interrupted:
+            pass
+        except Exception as error:  # whatever the compiler raises, as no memory: the process must end, not hang
+            self.failure = error
+            failed()
+
+    def _progress(self, done: int, total: int) -> None:
+        assert self._report is not None
+        self._report(done, total)
+        if self._interrupted:
+            raise _Interrupted
+
+
+class Server(uvicorn.Server):
+    """Serves an application, and its engine with it.
+
+    At SIGTERM or SIGINT it takes no more connections and refuses new requests. Those that run may go on for a while;
+    then what is left ends with an error.
+
+    Args:
+        app: The application.
+        launch: Of its engine.
+        grace: Seconds that requests may take after a signal.
+    """
+
+    def __init__(self, app: ASGIApp, launch: Launch, grace: float = 30.0):
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(grace) + _LAST_SECONDS,
+        )
+        super().__init__(config)
+        self._launch, self._grace = launch, grace
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and begins to compile."""
+        await super().startup(sockets)
+        self._launch.start(self._end)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends connections and engine together; at once after a second SIGINT."""
+        ending = asyncio.create_task(asyncio.to_thread(self._launch.stop, self._grace))
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await asyncio.to_thread(self._launch.stop, 0.0)
+        await ending
+
+    def _end(self) -> None:
+        self.should_exit = True

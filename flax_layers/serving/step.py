@@ -1,0 +1,211 @@
+"""The compiled step: one program for prefill chunks and decoding, from packed numbers to sampled tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from flax_layers.models import Decoder
+from flax_layers.sampling import SamplingBatch, sample
+from flax_layers.serving.options import Shape
+from flax_layers.serving.packing import unpack
+from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
+from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.serving.sequence import Sequence
+from jflex.paged import PagedCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """What stays on the device from step to step; donated to each.
+
+    Attributes:
+        cache: Keys and values of all layers.
+        sampled: The last sampled token of each slot.
+        edits: What the penalties of each slot need to know.
+    """
+
+    cache: PagedCache
+    sampled: Int32[Array, " slots"]
+    edits: Edits
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "shape", "is_greedy", "sharding"), donate_argnames="state")
+def run_step(
+    graph: nnx.GraphDef[Decoder],
+    parameters: Any,
+    state: DeviceState,
+    packed: Int32[Array, " words"],
+    *,
+    shape: Shape,
+    is_greedy: bool,
+    sharding: NamedSharding | None = None,
+) -> tuple[DeviceState, Int32[Array, "R fields"]]:
+    """Reads the tokens of a step and samples the next token of each row.
+
+    Args:
+        graph: Of the model.
+        parameters: Of the model.
+        state: Donated.
+        packed: Of `flax_layers.serving.packing.pack`.
+        shape: Of the step.
+        is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
+            another program, which neither draws nor sorts.
+        sharding: Of the cache; None: all on one device.
+
+    Returns:
+        The state, and what `read_row` reads: the only transfer back.
+    """
+    model = nnx.merge(graph, parameters)
+    inputs = unpack(packed, shape)
+    tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
+    hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
+    logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
+    edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
+    if is_greedy:
+        found = sample(logits, SamplingBatch(), positions)
+        fields = found[:, None]
+    else:
+        changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
+        found = sample(changed, inputs.sampling, positions)
+        fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+    state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
+    return _constrained(state, sharding), fields
+
+
+def cache_sharding(parameters: Any, num_kv_heads: int) -> NamedSharding | None:
+    """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+
+    Args:
+        parameters: Of the model.
+        num_kv_heads: Of the model.
+
+    Returns:
+        The sharding; None if the parameters are on one device.
+
+    Raises:
+        ValueError: The axis does not divide the heads.
+    """
+    shardings = {x.sharding for x in jax.tree.leaves(parameters)}
+    meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding) and x.mesh.size > 1}
+    if not meshes:
+        return None
+    [mesh] = meshes
+    parts = dict(mesh.shape).get("model", 1)
+    if num_kv_heads % parts:
+        raise ValueError(
+            f"The axis `model` of the mesh must divide the KV heads. Got {parts} devices for {num_kv_heads} heads."
+        )
+    return NamedSharding(mesh, PartitionSpec(None, None, None, "model" if parts > 1 else None, None))
+
+
+def empty_state(
+    model: Decoder, num_pages: int, page_size: int, slots: int, sharding: NamedSharding | None
+) -> DeviceState:
+    """The state before the first step; no device ever holds all of a sharded cache.
+
+    Args:
+        model: The model.
+        num_pages: Of the cache.
+        page_size: Of the cache.
+        slots: Requests that run at once.
+        sharding: Of the cache.
+
+    Returns:
+        The state.
+    """
+
+    def make() -> DeviceState:
+        cache, edits = model.init_paged_cache(num_pages, page_size), Edits.empty(slots, model.config.vocabulary)
+        return _constrained(DeviceState(cache, jnp.zeros(slots, jnp.int32), edits), sharding)
+
+    return jax.jit(make)()
+
+
+def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceState:
+    """With a sharding that no step changes, so that none is compiled twice."""
+    if sharding is None:
+        return state
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    constrain = jax.lax.with_sharding_constraint
+    return DeviceState(constrain(state.cache, sharding), constrain(state.sampled, whole), constrain(state.edits, whole))
+
+
+def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
+    """Sampled tokens, their log probabilities, and the top ones with theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, found[:, None], axis=-1)
+    best, which = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
+
+
+def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, TokenLogprobs | None]:
+    """The sampled token of a row, and its log probabilities.
+
+    Args:
+        fields: One row of what `run_step` returned.
+        top: How many of the most probable tokens; -1 for no log probabilities.
+
+    Returns:
+        Both; None for the second if there are none.
+    """
+    token = int(fields[0])
+    if top < 0:
+        return token, None
+    own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
+    which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
+    return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+
+
+def begin_penalties(
+    state: DeviceState, sequence: Sequence, context: int, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Tells the device of the penalties of a request that has got a slot.
+
+    Args:
+        state: Donated.
+        sequence: With a slot, and without pending tokens.
+        context: Positions of a sequence.
+        sharding: Of the cache.
+
+    Returns:
+        The state.
+    """
+    biases = sequence.request.penalties.logit_bias
+    tokens = padded(sequence.tokens, context, -1, np.int32)
+    biased = padded([token for token, _ in biases], MAX_BIASES, -1, np.int32)
+    values = padded([bias for _, bias in biases], MAX_BIASES, 0, np.float32)
+    assert sequence.slot is not None
+    prompt = np.int32(len(sequence.request.prompt))
+    return _begin(state, np.int32(sequence.slot), tokens, prompt, biased, values, sharding=sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def _begin(state: DeviceState, *arguments: Any, sharding: NamedSharding | None) -> DeviceState:
+    return _constrained(dataclasses.replace(state, edits=state.edits.begin(*arguments)), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def poison_pages(state: DeviceState, free: Int32[Array, " P"]) -> DeviceState:
+    """Overwrites pages with NaN.
+
+    Args:
+        state: Donated.
+        free: 1 for each page to overwrite, else 0.
+
+    Returns:
+        The state.
+    """
+    marked = free.astype(bool)[None, :, None, None, None]  # of all layers
+    overwrite = lambda x: jnp.where(marked, jnp.asarray(jnp.nan, x.dtype), x)
+    return dataclasses.replace(state, cache=jax.tree.map(overwrite, state.cache))

@@ -1,0 +1,225 @@
+"""Faults around the server, in process: clients that stall and leave, failed steps, a full queue, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from flax_layers.serving import Engine, Request
+from flax_layers.serving import step as step_module
+from tests.served import (
+    CHATS,
+    COMPLETIONS,
+    GREEDY,
+    HELLO,
+    PROMPT,
+    SERVED,
+    SIZES,
+    Connection,
+    app_of,
+    ask,
+    client,
+    completion,
+    events_of,
+    idle,
+    model,
+    running,
+)
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with running() as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _no_page_is_lost(engine) -> Iterator[None]:
+    yield
+    idle(engine)
+
+
+def test_a_full_queue_and_a_closed_engine():
+    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=1))
+    app = app_of(engine)
+    engine.submit(Request((1,)), lambda event: None)
+    answer = ask(app, COMPLETIONS, GREEDY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    engine.stop()
+    for answer in (
+        ask(app, COMPLETIONS, GREEDY),
+        ask(app, COMPLETIONS, GREEDY | {"stream": True}),
+        ask(app, "/health"),
+    ):
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "shutting down" in answer.json()["error"]["message"]
+
+
+def test_a_request_that_is_refused_in_part_does_not_run():
+    engine = Engine(model(), dataclasses.replace(SIZES, max_waiting=3))
+    engine.submit(Request((1,), max_tokens=1), lambda event: None)
+    assert ask(app_of(engine), COMPLETIONS, GREEDY | {"n": 3}).status_code == 429
+    engine.start()
+    engine.stop(grace=60)
+    assert engine.stats().generated_tokens <= 1
+
+
+def test_health(engine):
+    assert ask(app_of(engine), "/health").json() == {"status": "running"}
+    compiling = dataclasses.replace(SERVED, is_starting=lambda: True)
+    answer = ask(app_of(engine, compiling), "/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "compiling"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step(stream, engine, monkeypatch):
+    sound, calls = step_module.run_step, []
+
+    def failing(*args, **options):
+        calls.append(0)
+        if len(calls) == 3:
+            raise RuntimeError("injected")
+        return sound(*args, **options)
+
+    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+    answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
+    assert answer.status_code == (200 if stream else 500)
+    error = (events_of(answer)[-1] if stream else answer.json())["error"]
+    assert (error["type"], error["code"]) == ("server_error", "server_error")
+    assert "RuntimeError: injected" in error["message"]
+    assert completion(engine)["usage"]["completion_tokens"] == 20
+
+
+def test_a_fault_of_the_server(engine, monkeypatch):
+    app = app_of(engine)
+    monkeypatch.setattr("flax_layers.serving.http.Generation", lambda *_: 1 / 0)
+    answer = ask(app, COMPLETIONS, GREEDY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"].startswith("The server failed")
+
+
+LONG = GREEDY | {"max_tokens": 900}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_a_client_that_leaves_is_cancelled(path, stream, engine):
+    app = app_of(engine)
+
+    async def run() -> None:
+        connection = Connection(app, path, LONG | HELLO | {"stream": stream, "n": 2})
+        task = asyncio.create_task(connection.run())
+        before = engine.stats().steps
+        while engine.stats().steps < before + 5:
+            await asyncio.sleep(0.001)
+        connection.leave.set()
+        await asyncio.wait_for(task, 20)
+
+    before = engine.stats().generated_tokens
+    asyncio.run(run())
+    idle(engine)
+    assert engine.stats().generated_tokens - before < 1000
+    assert 'jflex_requests_total{finish_reason="cancelled"} 2.0' in ask(app, "/metrics").text
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(engine):
+    app = app_of(engine)
+
+    async def run() -> None:
+        stalled = Connection(app, COMPLETIONS, LONG | {"max_tokens": 200, "stream": True})
+        stalled.read.clear()
+        task = asyncio.create_task(stalled.run())
+        async with client(app) as session:
+            answer = await session.post(COMPLETIONS, json=GREEDY)
+            assert answer.status_code == 200
+        while engine.stats().running or engine.stats().waiting:
+            await asyncio.sleep(0.005)
+        stalled.read.set()
+        await asyncio.wait_for(task, 20)
+        assert len(stalled.messages) < 10  # what came meanwhile is one event
+        assert b'"finish_reason":"length"' in b"".join(x.get("body", b"") for x in stalled.messages)
+
+    asyncio.run(run())
+
+
+def test_random_cancellations_lose_no_page(engine):
+    app, chance = app_of(engine), random.Random(0)
+
+    async def one() -> None:
+        body = {
+            "prompt": PROMPT[: chance.randint(1, 46)], "max_tokens": chance.randint(1, 40),
+            "n": chance.choice([1, 1, 2]), "stream": chance.random() < 0.5, "temperature": chance.choice([0, 1]),
+            "stop": chance.choice([None, "B", " "]),
+        }  # fmt: skip
+        connection = Connection(app, COMPLETIONS, body)
+        task = asyncio.create_task(connection.run())
+        await asyncio.sleep(chance.random() * 1.5)
+        if chance.random() < 0.5:
+            connection.leave.set()
+        await asyncio.wait_for(task, 60)
+
+    async def run() -> None:
+        await asyncio.gather(*(one() for _ in range(200)))
+
+    asyncio.run(run())
+    idle(engine)
+    counts = re.findall(r"^jflex_requests_total\{.*\} (\S+)$", ask(app, "/metrics").text, re.MULTILINE)
+    assert sum(map(float, counts)) >= 200
+
+
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_shutdown_under_load_ends_each_request(grace):
+    engine = Engine(model(), SIZES)
+    engine.start()
+    app = app_of(engine)
+
+    async def run() -> tuple[list[httpx.Response], list[httpx.Response]]:
+        async with client(app) as session:
+            post = lambda stream: session.post(COMPLETIONS, json=GREEDY | {"max_tokens": 100, "stream": stream})
+            early = [asyncio.create_task(post(number % 2 == 1)) for number in range(12)]
+            while engine.stats().running < 4:
+                await asyncio.sleep(0.001)
+            ending = asyncio.create_task(asyncio.to_thread(engine.stop, grace))
+            while engine.is_running:  # until it takes no more
+                await asyncio.sleep(0.001)
+            late = [await post(False), await post(True), await session.get("/health")]
+            await ending
+            return await asyncio.gather(*early), late
+
+    early, late = asyncio.run(run())
+    assert [answer.status_code for answer in late] == [503] * 3
+    whole, streamed = early[::2], [events_of(answer) for answer in early[1::2]]
+    if grace:
+        assert [answer.status_code for answer in whole] == [200] * 6
+        assert [events[-1]["choices"][0]["finish_reason"] for events in streamed] == ["length"] * 6
+    else:
+        assert {answer.status_code for answer in whole} <= {200, 503}
+        assert 503 in {answer.status_code for answer in whole}
+        assert all("error" in x[-1] or x[-1]["choices"][0]["finish_reason"] == "length" for x in streamed)
+    idle(engine)
+
+
+def test_a_loop_that_is_gone_does_not_break_the_engine(engine):
+    """The event loop of a request may be closed before the engine knows that it is cancelled."""
+
+    async def abandon() -> None:
+        connection = Connection(app_of(engine), COMPLETIONS, LONG | {"stream": True})
+        task = asyncio.create_task(connection.run())
+        await connection.seen.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(abandon())
+    idle(engine)
+    assert engine.is_running
