@@ -1,4 +1,4 @@
-"""The computation that the attention layers of nnx and linen share; each adds its parameters."""
+"""What the attention layers of nnx and linen compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax_layers.dense_cache import DenseCache
 
 
 class Mods(NamedTuple):
-    """Mods and the mask, of a constructor or of a call.
+    """The mods and the mask of a constructor or of a call.
 
     Example:
         >>> own, softcap = Mods(mask_mod=jflex.masks.causal()), jflex.scores.softcap(30.0)
@@ -32,14 +32,14 @@ class Mods(NamedTuple):
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
     ) -> Mods:
-        """These, with those of a call in their place; the two forms of a mask are replaced together."""
+        """Replaces these by those of a call. Either form of a mask replaces both."""
         score_mod = self.score_mod if score_mod is None else score_mod
         if mask_mod is None and block_mask is None:
             mask_mod, block_mask = self.mask_mod, self.block_mask
         return Mods(score_mod, mask_mod, block_mask)
 
     def for_decoding(self) -> Mods:
-        """The same without a BlockMask: its mask_mod in its place, a mask of positions in the whole sequence.
+        """Replaces the BlockMask by its mask_mod, which takes positions in the whole sequence.
 
         Raises:
             ValueError: The BlockMask masks more than its mask_mod.
@@ -48,13 +48,13 @@ class Mods(NamedTuple):
             return self
         if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
             raise ValueError(
-                "The `block_mask` of this layer's constructor masks more than its mask_mod, so it has no form for "
+                "The `block_mask` of this layer's constructor masks more than its mask_mod, so it cannot be used for "
                 "decoding. Pass `mask_mod` to this call, a mask of positions in the whole sequence."
             )
         return Mods(self.score_mod, self.block_mask.mask_mod)
 
     def at(self, first: Int32[Array, ""] | Int32[Array, " B"]) -> Mods:
-        """The mods of `for_decoding`, for queries whose positions begin at `first`."""
+        """The mods for queries whose positions begin at `first`; they must have no BlockMask."""
         move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
         return Mods(move(self.score_mod), move(self.mask_mod))
 
@@ -86,13 +86,13 @@ def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: i
     """Raises ValueError if the head counts or sizes of a layer do not fit."""
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"`num_kv_heads` must divide `num_heads`, so that every key head serves as many query heads; got num_heads="
-            f"{num_heads}, num_kv_heads={num_kv_heads}."
+            f"`num_kv_heads` must divide `num_heads`, so that every key head is shared by the same number of query "
+            f"heads. Got num_heads={num_heads}, num_kv_heads={num_kv_heads}. Change one of them."
         )
     if head_dim is None and in_features % num_heads:
         raise ValueError(
-            f"Without `head_dim`, `num_heads` must divide `in_features`; got in_features={in_features}, num_heads="
-            f"{num_heads}. Pass `head_dim`, or change one of the two."
+            f"`num_heads` must divide `in_features` if `head_dim` is not set. Got in_features={in_features}, num_heads="
+            f"{num_heads}. Pass `head_dim`, or change one of them."
         )
 
 
@@ -120,12 +120,12 @@ def project(
 
 
 def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
-    """Outputs of the layer."""
+    """The output projection of the layer."""
     return layer.out(functional.merge_heads(attended))
 
 
 def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
-    """One batch axis for all leading axes, the last of them fastest.
+    """Folds all leading axes into one batch axis, the last of them fastest.
 
     Example:
         >>> fold_batch(jnp.zeros((2, 3, 7, 4, 16))).shape, fold_batch(jnp.zeros((7, 4, 16))).shape
@@ -159,9 +159,9 @@ def attend(
 
 
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:
-    """Raises ValueError if a call has both forms of a mask."""
+    """Raises ValueError if a call gets both forms of a mask."""
     if mask_mod is not None and block_mask is not None:
-        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to this call.")
+        raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
 
 
 def decode(
@@ -174,14 +174,14 @@ def decode(
     """Computes `decode` of a layer. A `block_mask` covers the queries of this call and replaces the mask in `mods`."""
     if not isinstance(cache, DenseCache):
         raise TypeError(
-            f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`; a paged "
-            "cache goes to `layer.decode_paged`."
+            f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`, or pass a "
+            "paged cache to `layer.decode_paged`."
         )
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     if math.prod(batch) != cache.batch_size:
         raise ValueError(
-            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, from "
-            f"inputs of shape {inputs.shape}: all axes but the last two count."
+            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, the "
+            f"product of all axes but the last two of {inputs.shape}. Make the cache with this batch size."
         )
     before = cache.lengths
     mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)

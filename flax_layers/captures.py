@@ -1,4 +1,4 @@
-"""The objects that a mod captures."""
+"""Finds the objects that a mod captures."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def captures(mod: Any) -> Iterator[Any]:
-    """All objects that a function, a method or a `functools.partial` reaches: owner, arguments, closure, defaults.
+    """All objects that a mod can reach: closures, defaults, the owner of a method, arguments of a `functools.partial`.
 
     Args:
-        mod: The function. It is yielded first.
+        mod: The mod. It is yielded first.
 
     Yields:
         Each object once.
@@ -36,7 +36,7 @@ def captures(mod: Any) -> Iterator[Any]:
             pending += value
         elif isinstance(value, dict):
             pending += value.values()
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # what `jflex.and_masks` returns is one
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # such as the result of `jflex.and_masks`
             names = vars(value) if hasattr(value, "__dict__") else [field.name for field in dataclasses.fields(value)]
             pending += [getattr(value, name, None) for name in names]
         elif isinstance(value, functools.partial):

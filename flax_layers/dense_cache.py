@@ -1,4 +1,4 @@
-"""The dense cache: keys and values of a batch of sequences, each in a row of its own."""
+"""The dense cache: keys and values of a batch of sequences, with a row for each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import jflex
 class DenseCache:
     """Keys and values of B sequences, with capacity for `max_length` tokens each. A pytree.
 
-    `append` returns a new cache. Donate the old one to `jit`, and the new one reuses its memory.
+    `append` returns a new cache. Donate the old one to `jit`, so that the new one reuses its memory.
 
     Attributes:
-        k: Keys. Positions at or after a sequence's length hold arbitrary values, which are never attended to.
-        v: Values, with the same layout.
-        lengths: How many tokens each sequence has.
+        k: Keys. Positions at or after the length of a sequence hold arbitrary values, which are never attended to.
+        v: Values, in the same layout.
+        lengths: Number of tokens of each sequence.
 
     Example:
         >>> cache = DenseCache.create(batch_size=2, max_length=64, num_kv_heads=4, head_dim=16, dtype=jnp.bfloat16)
@@ -49,13 +49,13 @@ class DenseCache:
             max_length: Capacity of each, in tokens.
             num_kv_heads: Hkv.
             head_dim: D.
-            dtype: Of keys and values, floating-point.
+            dtype: Dtype of keys and values, floating-point.
 
         Returns:
             The cache.
 
         Raises:
-            TypeError: A size is no integer, or the dtype is not floating-point.
+            TypeError: A size is not an integer, or the dtype is not floating-point.
             ValueError: `batch_size` is negative, or another size is not positive.
         """
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -77,17 +77,17 @@ class DenseCache:
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> DenseCache:
         """Appends T tokens to each sequence; in place under `jit` with the cache donated.
 
-        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and the cache keeps its other tokens.
+        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and other tokens do not change.
 
         Args:
-            k: Keys; they are cast to the dtype of the cache.
+            k: Keys, which are cast to the dtype of the cache.
             v: Values, likewise.
 
         Returns:
             The cache with T more tokens in each sequence.
 
         Raises:
-            ValueError: Batch, heads or head size are not those of the cache, or the tokens do not fit.
+            ValueError: Batch, heads or head size differ from those of the cache, or the tokens do not fit.
 
         Example:
             >>> cache = DenseCache.create(2, 4, num_kv_heads=1, head_dim=1, dtype=jnp.float32).with_lengths([0, 2])
@@ -107,23 +107,23 @@ class DenseCache:
         self._check_room(tokens)
         row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
         position = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
-        # A scatter: `dynamic_update_slice` would shift tokens that do not fit over earlier ones.
+        # A scatter: `dynamic_update_slice` would move tokens that do not fit onto earlier ones.
         write = lambda x, new: jflex.set_rows(x, (row, position), new.astype(x.dtype))
         return DenseCache(write(self.k, k), write(self.v, v), self.lengths + tokens)
 
     def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseCache:
-        """The cache with other lengths: drops tokens from the end of each sequence.
+        """The cache with new lengths: drops tokens from the end of each sequence.
 
         Use it for rejected speculated tokens, or for the padding of prompts that were appended as one array.
 
         Args:
-            lengths: New lengths, one for each sequence; traced ones are not checked.
+            lengths: New lengths, one for each sequence. Traced lengths are not checked.
 
         Returns:
             A cache with the same keys and values.
 
         Raises:
-            ValueError: The number of lengths is not that of the sequences, or one is out of range.
+            ValueError: There is not one length for each sequence, or one is out of range.
 
         Example:
             >>> cache = DenseCache.create(2, 8, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
@@ -145,17 +145,17 @@ class DenseCache:
     def block_mask(
         self, mask_mod: jflex.MaskMod, tokens: int, *, block_size: int | tuple[int, int] = 128
     ) -> jflex.BlockMask:
-        """The blocks of the cache that the next tokens attend to: no others are read.
+        """The BlockMask of the next tokens and the cache. Only the listed blocks are read.
 
-        Build it before the tokens are appended, once for all layers that share the mask. The lengths may be traced.
+        Make it before the tokens are appended, once for all layers that share the mask. The lengths may be traced.
 
         Args:
             mask_mod: A mask of positions in whole sequences, as for training.
-            tokens: How many tokens are appended to each sequence.
-            block_size: Of queries and keys, one number or a pair.
+            tokens: Number of tokens that are appended to each sequence.
+            block_size: Block size of queries and keys, one number or a pair.
 
         Returns:
-            The mask of `tokens` queries of each sequence and `max_length` keys.
+            The mask of `tokens` queries and `max_length` keys for each sequence.
 
         Example:
             >>> from jflex.masks import sliding_window
@@ -177,7 +177,7 @@ class DenseCache:
 
 
 def _known(x: Array | np.ndarray) -> np.ndarray | None:
-    """The values; None for tracers and for arrays that are not fully addressable here."""
+    """The values; None for tracers and for arrays that are not fully addressable in this process."""
     if isinstance(x, np.ndarray):
         return x
     if isinstance(x, Tracer) or not x.is_fully_addressable:

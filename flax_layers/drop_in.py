@@ -1,4 +1,4 @@
-"""`attention_fn`: jflex inside the attention layers of Flax itself."""
+"""`attention_fn`: runs jflex in Flax's own attention layers."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def attention_fn(
     implementation: str | tuple[str, ...] | None = None,
     config: jflex.Config | None = None,
 ) -> AttentionFn:
-    """A function for `attention_fn=` of `nnx.MultiHeadAttention` and of `linen.MultiHeadDotProductAttention`.
+    """A function for `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
     Mods and masks are those of `jflex.flex_attention`, combined with the arguments that Flax passes: a score is
-    ``score_mod(scale * <query, key>) + bias``, and a key is attended to where `mask_mod` or `block_mask`, the `mask` of
-    the call and `is_causal` allow it. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its gradient.
-    A `mask_mod` needs no such array. `is_causal` skips the blocks above the diagonal, and a `block_mask` those that it
-    does not list. (With either, a dense mask is read once more, to skip the blocks that it leaves empty.)
+    ``score_mod(scale * <query, key>) + bias``, and a query attends to a key if `mask_mod` or `block_mask`, the `mask`
+    of the call and `is_causal` all allow it. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its
+    gradient. A `mask_mod` needs no such array. `is_causal` skips the blocks above the diagonal, and a `block_mask`
+    those that it does not list. (With either, a dense mask is read once more, to skip the blocks that it leaves empty.)
 
-    A mod may be a callable `nnx.Module` with parameters; then the function is a module itself, and a child of the
-    `nnx.MultiHeadAttention`. In linen a mod may be a module of the caller, or capture what `self.param` returned.
+    A mod may be a callable `nnx.Module` with parameters. Then the function is a module too, and becomes a child of the
+    `nnx.MultiHeadAttention`. In linen, a mod may be a module of the caller, or capture what `self.param` returned.
 
-    Flax decodes with one query, the whole cache and a mask, and does not pass the position of the query. With `decode`
-    it is that of the last key that the mask keeps for any head of any sequence. That is the index of the cache, unless
-    a mask of the caller removes the newest token everywhere.
+    In decode mode, Flax passes one query, the whole cache and a mask, but not the position of the query. With
+    `decode=True`, that position is the last key that the mask allows for any head of any sequence. This is the index of
+    the cache, unless a mask of the caller excludes the newest token for all of them.
 
     Two things differ from Flax's own function: a query that attends to no key returns 0, not the mean of all values;
-    and scores and softmax are in float32 whatever the dtype.
+    and scores and softmax are in float32 for every dtype.
 
     Args:
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`; `b` counts all leading axes, the last fastest.
-        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query sees the key.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key.
         block_mask: A `jflex.BlockMask` in place of `mask_mod`. In decode mode, its mask_mod is used.
         scale: Factor of the raw scores. Default: ``head_dim ** -0.5``, as in Flax.
-        decode: The meaning of a call with one query, many keys and a mask. True: a step of Flax's decode mode. False:
-            attention of a single query, at position 0. Default: mods and `is_causal` are refused in such a call.
+        decode: What a call with one query, several keys and a mask means. True: a step of Flax's decode mode. False:
+            a single query at position 0. Default: such a call is refused if there are mods or `is_causal`.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
-        config: Tile sizes. Default: tuned ones.
+        config: Tile sizes. Default: tuned tile sizes.
 
     Returns:
         The function. It takes every argument of `nnx.dot_product_attention` and of `linen.dot_product_attention`.
@@ -83,13 +83,13 @@ def attention_fn(
     """
     if mask_mod is not None and block_mask is not None:
         raise ValueError(
-            "`mask_mod` and `block_mask` are two forms of one mask. Pass one of them: build a BlockMask of both with "
+            "`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one: to combine masks, use "
             "`jflex.create_block_mask(jflex.and_masks(f, g), ...)`."
         )
     if decode and block_mask is not None and not block_mask.lists_follow_mod:
         raise ValueError(
-            "`block_mask` masks more than its mask_mod, so it has no form for `decode`. Pass `mask_mod` "
-            "in its place, a mask of positions in the whole sequence."
+            "`block_mask` masks more than its mask_mod, so it cannot be used with `decode`. Pass a `mask_mod` of "
+            "positions in the whole sequence instead."
         )
     remedy = "Make it a callable nnx.Module."
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -104,12 +104,12 @@ def attention_fn(
 
 
 class AttentionFn:
-    """The return value of `attention_fn`: replaces Flax's `dot_product_attention`.
+    """The return value of `attention_fn`, in place of Flax's `dot_product_attention`.
 
     Args:
-        mods: Those of `attention_fn`.
-        decode: That of `attention_fn`.
-        options: Further arguments of `jflex.flex_attention`.
+        mods: The mods and the mask.
+        decode: See `attention_fn`.
+        options: Other arguments of `jflex.flex_attention`.
     """
 
     def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
@@ -142,24 +142,24 @@ class AttentionFn:
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
     ) -> Float[Array, "*batch T Hq Dv"]:
-        """Attends. Every argument of Flax is in the signature, since linen passes only those.
+        """Computes attention. The signature lists every argument of Flax, since linen passes only those that it finds.
 
         Args:
             query: Queries.
-            key: Keys, of which each head serves `Hq // Hkv` query heads.
+            key: Keys. Each key head is shared by `Hq // Hkv` query heads.
             value: Values.
             bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
             mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
             broadcast_dropout: Ignored, as there is no dropout.
-            dropout_rng: Likewise.
+            dropout_rng: Ignored, as there is no dropout.
             dropout_rate: Must be 0 unless `deterministic`.
-            deterministic: Whether there is no dropout.
-            dtype: To which queries, keys and values are cast. Default: what they promote to.
-            precision: Of float32 matrix products, forward and backward.
-            module: Must be None: the weights are not sowed.
+            deterministic: Whether dropout is off.
+            dtype: Dtype to which queries, keys and values are cast. Default: their promoted dtype.
+            precision: Precision of float32 matrix products, forward and backward.
+            module: Must be None: attention weights cannot be sown.
             is_causal: Whether a query attends only to keys up to its own position.
             input_positions: Must be None.
-            promote_dtype: Replaces Flax's function for casts: `((query, key, value), dtype=dtype)`.
+            promote_dtype: A function for the casts, called with `((query, key, value), dtype=dtype)`.
             force_fp32_for_softmax: Ignored; softmax is always in float32.
             einsum_dot_general: Must be None.
             qk_attn_weights_einsum: Must be None.
@@ -169,8 +169,8 @@ class AttentionFn:
             One vector for each query and head.
 
         Raises:
-            NotImplementedError: An argument that must be None is not, or dropout is active.
-            ValueError: Shapes do not fit, or the position of a query is not known to mods.
+            NotImplementedError: An argument that must be None is not None, or dropout is active.
+            ValueError: Shapes do not fit, or the position of the query is unknown.
         """
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax
         einsums = {
@@ -202,9 +202,9 @@ class AttentionModule(AttentionFn, nnx.Module):
     """An `AttentionFn` whose mods hold NNX parameters.
 
     Args:
-        mods: Those of `attention_fn`.
-        decode: That of `attention_fn`.
-        options: Further arguments of `jflex.flex_attention`.
+        mods: The mods and the mask.
+        decode: See `attention_fn`.
+        options: Other arguments of `jflex.flex_attention`.
     """
 
     def __init__(self, mods: Mods, decode: bool | None, options: dict[str, Any]):
@@ -213,7 +213,7 @@ class AttentionModule(AttentionFn, nnx.Module):
 
 
 class _Call:
-    """One call: the arrays with one batch axis, the masks, and the mods."""
+    """The arguments of a call, with all batch axes folded into one."""
 
     def __init__(self, mods: Mods, query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool):
         shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
@@ -235,7 +235,7 @@ class _Call:
             if decode and lengths is not None:
                 mods = mods.for_decoding()
                 mods = mods.at(jnp.max(lengths, initial=1) - 1)
-                causal = None  # the mask ends at the query
+                causal = None  # keys after the query are beyond `lengths`
         mask_mod, block_mask = self._mask(mods, causal, block_size_of(options["config"] or jflex.Config()))
         score_mod = self._with_bias(mods.score_mod)
         arrays = (self.query, self.key, self.value)
@@ -244,7 +244,7 @@ class _Call:
     def _mask(
         self, mods: Mods, causal: jflex.MaskMod | None, block_size: tuple[int, int]
     ) -> tuple[jflex.MaskMod | None, jflex.BlockMask | None]:
-        """The mask of the mods, `is_causal` and the dense mask together, as a mask_mod or as a BlockMask."""
+        """The conjunction of the mods' mask, `is_causal` and the dense mask: a mask_mod or a BlockMask."""
         whole = _all_of(mods.mask_mod, causal, self.dense)
         if 0 in (self.B, self.T, self.S):
             return (whole, None) if mods.block_mask is None else (None, mods.block_mask)
@@ -257,7 +257,7 @@ class _Call:
             return None, mods.block_mask
         block_size = mods.block_mask.block_size
         listed = self._blocks(whole, causal, block_size)
-        if listed is None:  # of one block, for example
+        if listed is None:  # there is only one block, for example
             many = (1, 1) if self.mask is None else self.mask.shape[:2]
             batch, heads = (size if size > 1 else None for size in many)
             listed = jflex.create_block_mask(whole, batch, heads, self.T, self.S, block_size=block_size)
@@ -266,7 +266,7 @@ class _Call:
     def _blocks(
         self, whole: Any, causal: jflex.MaskMod | None, block_size: tuple[int, int], hides_more: bool = False
     ) -> jflex.BlockMask | None:
-        """Skips blocks above the diagonal, and those that the dense mask leaves empty; None if there are none."""
+        """The BlockMask without blocks above the diagonal or empty in the dense mask; None if it would skip none."""
         band, shape = Band(None, None if causal is None else 0), (self.B, self.Hq, self.T, self.S)
         return band_block_mask(whole, band, shape, block_size, mask=self.mask, hides_more=hides_more)
 
@@ -283,16 +283,15 @@ class _Call:
         return biased
 
     def _check_no_mods(self) -> None:
-        """Raises if something needs the position of a single query, which Flax does not pass."""
+        """Refuses mods and `is_causal`, which need the position of the query."""
         given = {**self.mods._asdict(), "is_causal": self.causal}
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"`{name}` needs the position of the query, which Flax does not pass with one query, "
-                    f"{self.S} keys and a `mask`. If this is the decode mode of the layer, pass decode=True to "
-                    "`attention_fn`: the query is at the last key that the mask keeps. If a single query attends "
-                    "to other inputs, pass decode=False: it is at position 0. `FlexAttention` of flax_layers knows the "
-                    "positions of its own caches."
+                    f"`{name}` needs the position of the query, which Flax does not pass. Got one query, {self.S} keys "
+                    "and a `mask`. In decode mode, pass decode=True to `attention_fn`: the query is at the last key "
+                    "that the mask allows. For a single query in cross-attention, pass decode=False: the query is at "
+                    "position 0. Or use `FlexAttention` of flax_layers, which knows the positions in its caches."
                 )
 
 

@@ -1,4 +1,4 @@
-"""What the layers of every Flax family share: rotary embedding, normalisation, and the split into heads."""
+"""Functions of the layers: rotary embedding, RMS norm, and the split into heads."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ from flax_layers.rotary_scaling import Length, RotaryScaling
 
 
 def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> Float[Array, "*batch T H D"]:
-    """Splits the last axis into heads of neighbouring features.
+    """Splits the last axis into heads of adjacent features.
 
     Args:
         features: The output of a projection.
         num_heads: `H`, a divisor of the last axis.
 
     Returns:
-        The same values with the last axis as two.
+        The same values, with two axes in place of the last one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -27,13 +27,13 @@ def split_heads(features: Float[Array, "*batch T features"], num_heads: int) -> 
 
 
 def merge_heads(heads: Float[Array, "*batch T H D"]) -> Float[Array, "*batch T H*D"]:
-    """Joins the last two axes: the inverse of `split_heads`.
+    """Merges the last two axes: the inverse of `split_heads`.
 
     Args:
         heads: One vector for each position and head.
 
     Returns:
-        The same values with the last two axes as one.
+        The same values, with one axis in place of the last two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,18 +54,18 @@ def rotate(
 ) -> Float[Array, "*batch T H D"]:
     """Rotary position embedding: rotates pairs of features by angles that grow with the position.
 
-    The score of a rotated query and a rotated key depends on their positions through the difference alone. Feature `i`
-    of the first half is paired with feature `i` of the second half (the order of GPT-NeoX and of Llama in Hugging
-    Face's Transformers), and the pair turns by `positions * base ** (-2 * i / D)` radians. Angles and rotation are in
-    float32, whatever the dtype of `heads`.
+    The score of a rotated query and a rotated key depends only on the difference of their positions. Feature `i` of the
+    first half is paired with feature `i` of the second half (the order of GPT-NeoX, and of Llama in Transformers), and
+    the pair is rotated by `positions * base ** (-2 * i / D)` radians. Angles and rotation are in float32 for every
+    dtype of `heads`.
 
     Args:
         heads: Queries or keys. `D` is even.
-        positions: Position of each vector, whole numbers from any origin. Leading axes broadcast.
-        base: Wavelengths run from `2 * pi` to almost `2 * pi * base` positions.
-        scaling: Changes the frequencies, for longer contexts; see `flax_layers.rotary_scaling`.
-        rotary_dim: How many features of a head rotate, the first ones; it stands for `D` above. Default: all.
-        length: Of the sequences, for a scaling that depends on it. Default: one more than the largest position.
+        positions: Position of each vector, integers from any origin. Leading axes broadcast.
+        base: Wavelengths range from `2 * pi` to almost `2 * pi * base` positions.
+        scaling: Scaling of the frequencies for longer contexts; see `flax_layers.rotary_scaling`.
+        rotary_dim: Number of features of a head that rotate, from the first on; replaces `D` above. Default: all.
+        length: Length of the sequences, for LongRoPE. Default: the largest position plus 1.
 
     Returns:
         The rotated vectors in the dtype of `heads`.
@@ -84,12 +84,12 @@ def rotate(
     """
     head_dim = heads.shape[-1]
     if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
-        raise ValueError(f"`rotary_dim` must lie between 0 and the head size, {head_dim}. Got {rotary_dim}.")
+        raise ValueError(f"`rotary_dim` must be between 0 and the head size, {head_dim}. Got {rotary_dim}. Change it.")
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if rotary_dim % 2:
         raise ValueError(
-            f"Rotary embedding turns pairs of features, so the head size must be even; got {rotary_dim}. Change "
-            "`head_dim`, or leave the rotary embedding out."
+            f"The rotary embedding rotates pairs of features, so `rotary_dim` or the head size must be even. Got "
+            f"{rotary_dim}. Change `head_dim`, or set `rotary_dim` to an even number."
         )
     exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     frequencies = jnp.float32(base) ** -exponents
@@ -118,11 +118,11 @@ def rms_norm(
     """Divides by the root mean square and multiplies by `scale + offset`, both in float32.
 
     Args:
-        inputs: They are normalised along the last axis.
+        inputs: Inputs, which are normalised along the last axis.
         scale: One factor for each feature.
         epsilon: Added to the mean of squares.
         offset: Added to the scale.
-        dtype: Of the result. Default: that of the inputs.
+        dtype: Dtype of the result. Default: that of the inputs.
 
     Returns:
         The normalised inputs.

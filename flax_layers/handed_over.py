@@ -1,4 +1,4 @@
-"""The arguments that Flax passes to an `attention_fn`: dense masks and biases, precision, and what is refused."""
+"""Arguments that Flax passes to an `attention_fn`: dense masks and biases, precision, and those that are refused."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Reader = Callable[[Any, Any, Any, Any], Array]
 def check_handed_over(
     *, dropout_rate: float, deterministic: bool, module: Any, input_positions: Any, einsums: dict[str, Any]
 ) -> None:
-    """Refuses by name the arguments that an `attention_fn` of jflex does not support.
+    """Refuses arguments that jflex does not support.
 
     Args:
-        dropout_rate: Refused unless it is 0 or `deterministic`.
+        dropout_rate: Must be 0 unless `deterministic`.
         deterministic: Whether dropout is off.
-        module: A module that would sow the attention weights, or None.
-        input_positions: Positions for a rotary embedding, or None.
-        einsums: Functions that would replace matrix products of jflex, by name.
+        module: The module that sows attention weights; must be None.
+        input_positions: Positions for a rotary embedding; must be None.
+        einsums: Replacements of matrix products, by name; all must be None.
 
     Raises:
-        NotImplementedError: One of them is set.
+        NotImplementedError: An argument is set.
 
     Example:
         >>> check_handed_over(dropout_rate=0.1, deterministic=False, module=None, input_positions=None, einsums={})
@@ -38,37 +38,37 @@ def check_handed_over(
     if dropout_rate > 0 and not deterministic:
         raise NotImplementedError(
             f"`dropout_rate` must be 0 where `deterministic` is False. Got {dropout_rate}: jflex has no dropout of "
-            "attention weights yet. Make the layer with dropout_rate=0, or call it with deterministic=True."
+            "attention weights. Make the layer with dropout_rate=0, or call it with deterministic=True."
         )
     if module is not None:
         raise NotImplementedError(
             "`module` is set to sow the attention weights (`sow_weights=True`), which jflex never stores. Call the "
-            "layer without `sow_weights`, or make it with Flax's own `dot_product_attention` to look at weights."
+            "layer without `sow_weights`, or make it with Flax's own `dot_product_attention` to inspect the weights."
         )
     if input_positions is not None:
         raise NotImplementedError(
-            "`input_positions` are those of a rotary embedding, which this `attention_fn` does not apply; mods use "
-            "indices in the sequence. Rotate in a function around this one, or use `FlexAttention(rotary_base=...)` "
-            "of flax_layers, whose call has `positions`."
+            "`input_positions` are for a rotary embedding, which this `attention_fn` does not apply; mods get indices "
+            "in the sequence. Rotate queries and keys in a function that calls this one, or use "
+            "`FlexAttention(rotary_base=...)` of flax_layers, whose call takes `positions`."
         )
     for name, einsum in einsums.items():
         if einsum is not None:
             raise NotImplementedError(
-                f"`{name}` would replace a matrix product inside the kernels of jflex. Got {einsum}. Leave it None, "
-                "or make the layer with Flax's own `dot_product_attention`."
+                f"`{name}` would replace a matrix product inside the kernels of jflex. Got {einsum}. Pass None, or "
+                "make the layer with Flax's own `dot_product_attention`."
             )
 
 
 def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...]) -> Shaped[Array, "#B #H #T #S"]:
-    """Folds the leading axes of a dense mask or bias into one; it stays 1 if the array is broadcast along them.
+    """Folds the batch axes of a dense mask or bias into one, of size 1 if all of them are broadcast.
 
     Args:
-        name: Of the array, for the message.
-        array: It broadcasts to `shape` by the rules of numpy.
+        name: Name of the argument, for the message.
+        array: An array that broadcasts to `shape` by the rules of numpy.
         shape: `(*batch, heads, queries, keys)`.
 
     Returns:
-        The array; axes of size 1 for heads, queries and keys stay so.
+        The array with four axes. Axes of size 1 for heads, queries and keys are kept.
 
     Raises:
         ValueError: The array does not broadcast to `shape`.
@@ -89,7 +89,7 @@ def four_axes(name: str, array: Shaped[Array, "*shape"], shape: tuple[int, ...])
 
 
 def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
-    """A function that reads an element of the array; indices along axes of size 1 are ignored.
+    """A function that reads one element of an array. Indices of axes of size 1 are ignored.
 
     Example:
         >>> read = reader(jnp.arange(3.0).reshape(1, 1, 1, 3))
@@ -102,7 +102,7 @@ def reader(array: Shaped[Array, "#B #H #T #S"]) -> Reader:
 
 
 def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> Int32[Array, " B"]:
-    """How many keys each batch entry has, up to the last one that any of its heads attends to.
+    """The number of keys of each batch entry, up to the last one that the mask allows for any head.
 
     Example:
         >>> shown_lengths(jnp.array([1, 0, 1, 0], bool).reshape(1, 1, 1, 4), 2, 4).tolist()
@@ -114,16 +114,16 @@ def shown_lengths(mask: Shaped[Array, "#B #H 1 #S"], batch: int, keys: int) -> I
 
 
 def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context in which jflex computes with the `precision` that Flax passes.
+    """A context in which jflex computes with the `precision` of Flax.
 
     Args:
-        precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of the same.
+        precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, a name of one, or a pair of equal ones.
 
     Returns:
-        The context; for None, one that changes nothing.
+        The context. For None, it changes nothing.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The precision is something else.
 
     Example:
         >>> with matmul_precision(jax.lax.Precision.HIGHEST):
@@ -141,6 +141,6 @@ def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
         return jax.default_matmul_precision(one)
     except ValueError:
         raise ValueError(
-            "`precision` must be one for both sides of all products: None, a jax.lax.Precision, a "
+            "`precision` must be the same for both operands: None, a jax.lax.Precision, a "
             f"jax.lax.DotAlgorithmPreset, or a name that jax.default_matmul_precision takes. Got {precision!r}."
         ) from None

@@ -1,4 +1,4 @@
-"""Scaling of rotary embeddings to contexts longer than those of pretraining."""
+"""Scaling of rotary embeddings for contexts longer than those of pretraining."""
 
 import dataclasses
 import math
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Length = int | Int[Array, ""]
-"""Of sequences, in tokens."""
+"""The length of sequences in tokens."""
 
 
 @runtime_checkable
 class RotaryScaling(Protocol):
-    """Changes the frequencies of `flax_layers.functional.rotate`."""
+    """Scales the frequencies of `flax_layers.functional.rotate`."""
 
     @property
     def magnitude(self) -> float:
@@ -30,7 +30,7 @@ class LinearScaling:
     """Divides all positions by one factor (Chen et al. 2023, arXiv:2306.15595).
 
     Attributes:
-        factor: How many times longer the context is.
+        factor: Ratio of the new context to the original one.
 
     Example:
         >>> LinearScaling(4.0)(jnp.array([1.0, 0.5]), length=100).tolist()
@@ -50,9 +50,9 @@ class Llama3Scaling:
     """Divides low frequencies by a factor, keeps high ones, and interpolates between them (Llama 3.1).
 
     Attributes:
-        factor: Divides frequencies that turn less than `low_frequency_factor` times in the original context.
-        low_frequency_factor: Turns in the original context.
-        high_frequency_factor: Turns from which frequencies stay what they are.
+        factor: Divides frequencies with fewer than `low_frequency_factor` turns in the original context.
+        low_frequency_factor: Number of turns below which frequencies are divided.
+        high_frequency_factor: Number of turns above which frequencies do not change.
         original_max_positions: Length of the original context.
 
     Example:
@@ -79,14 +79,15 @@ class Llama3Scaling:
 class LongRopeScaling:
     """Divides each frequency by a factor of its own, found by search (Ding et al. 2024, arXiv:2402.13753).
 
-    There is one set of factors for sequences up to the original context, and one for longer ones. As in Transformers,
-    the length of a call decides. With a cache it is the capacity of the cache, since keys in it are already rotated.
+    There is one set of factors for sequences within the original context, and one for longer sequences. As in
+    Transformers, the length of a call selects the set. With a cache its capacity does, since keys in the cache are
+    already rotated.
 
     Attributes:
-        short_factors: One for each pair of features, for lengths up to `original_max_positions`.
-        long_factors: Likewise, for longer ones.
+        short_factors: A factor for each pair of features, for lengths up to `original_max_positions`.
+        long_factors: Likewise, for greater lengths.
         original_max_positions: Length of the original context.
-        max_positions: The longest context of the model. Up to `original_max_positions`, the long ones are not used.
+        max_positions: The longest context. Up to `original_max_positions`, only the short factors are used.
         magnitude: Factor of the rotated features.
 
     Example:

@@ -156,11 +156,11 @@ ABSENT = NotImplementedError
 REFUSED = {
     "dropout": ({"dropout_rate": 0.1}, ABSENT, "`dropout_rate` must be 0 where `deterministic` is False"),
     "sowing": ({"module": nnx.Module()}, ABSENT, "`module` is set to sow the attention weights"),
-    "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are those of"),
+    "rotary positions": ({"input_positions": jnp.arange(T)}, ABSENT, "`input_positions` are for a rotary"),
     "dot_general": ({"einsum_dot_general": jax.lax.dot_general}, ABSENT, "`einsum_dot_general` would replace"),
     "score einsum": ({"qk_attn_weights_einsum": jnp.einsum}, ABSENT, "`qk_attn_weights_einsum` would replace"),
     "value einsum": ({"attn_weights_value_einsum": jnp.einsum}, ABSENT, "`attn_weights_value_einsum` would"),
-    "two precisions": ({"precision": ("high", "highest")}, ValueError, "`precision` must be one for both sides"),
+    "two precisions": ({"precision": ("high", "highest")}, ValueError, "`precision` must be the same for both"),
     "no precision": ({"precision": "exact"}, ValueError, "`precision` must be .* Got 'exact'"),
     "mask": ({"mask": jnp.ones((B, 3, T, T))}, ValueError, r"`mask` must .*\[2, 4, 9, 9\]. Got shape \[2, 3, 9, 9\]"),
     "bias": ({"bias": jnp.ones((1, B, 1, T, T))}, ValueError, "`bias` must broadcast to"),

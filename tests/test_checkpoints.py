@@ -191,6 +191,7 @@ WRONG = [
         r"`folder` must hold `config.json`. There is",
     ),
     ("llama2", lambda f: (f / "config.json").write_text("{"), CheckpointError, r"config.json is not the configuration"),
+    ("llama2", lambda f: (f / "config.json").write_text("[]"), CheckpointError, r"must hold a JSON object. Got list"),
     (
         "llama2",
         lambda f: (f / "model.safetensors").unlink(),
@@ -220,6 +221,11 @@ WRONG = [
 def test_wrong_folders(name, change, error, message, tmp_path):
     with pytest.raises(error, match=message):
         from_pretrained(broken(tmp_path, name, change))
+
+
+def test_a_wrong_length():
+    with pytest.raises(ValueError, match=r"`max_positions` must be at least 1\. Got 0\. The default is"):
+        from_pretrained(ROOT / "phi3", max_positions=0)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):

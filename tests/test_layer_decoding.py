@@ -160,7 +160,7 @@ def test_a_block_mask_of_the_call_is_one_of_its_queries_and_the_cache(flavour):
         output, cache = layer.decode(part, cache, block_mask=block_mask)
         outputs.append(np.asarray(output))
     assert_close(np.concatenate(outputs, axis=1), expected_of(flavour, "alibi"))
-    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Pass one of them to"):
+    with pytest.raises(ValueError, match=r"`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one"):
         layer.decode(inputs, layer.init_cache(3, ROOM), mask_mod=window, block_mask=block_mask)
 
 

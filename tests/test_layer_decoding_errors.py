@@ -32,7 +32,7 @@ DENSE_ERRORS = {
     "batch": (
         lambda layer: layer.decode(inputs_of(3), layer.init_cache(2, ROOM)),
         ValueError,
-        r"`inputs` must have as many sequences as the cache, 2. Got 3, from inputs of shape \(3, 21, 24\)",
+        r"`inputs` must have as many sequences as the cache, 2. Got 3, the product of .* of \(3, 21, 24\)",
     ),
     "more tokens than the cache holds": (
         lambda layer: jax.jit(layer.decode)(inputs_of(2), layer.init_cache(2, 20)),

@@ -67,7 +67,7 @@ def test_rotary_dim_leaves_the_rest():
     rotated = functional.rotate(HEADS, PLACES, rotary_dim=4)
     np.testing.assert_array_equal(rotated[..., 4:], HEADS[..., 4:])
     np.testing.assert_array_equal(rotated[..., :4], functional.rotate(HEADS[..., :4], PLACES))
-    with pytest.raises(ValueError, match=r"`rotary_dim` must lie between 0 and the head size, 8\. Got 10"):
+    with pytest.raises(ValueError, match=r"`rotary_dim` must be between 0 and the head size, 8\. Got 10"):
         functional.rotate(HEADS, PLACES, rotary_dim=10)
 
 

@@ -215,7 +215,10 @@ def test_constructor_takes_mods_that_capture_plain_values(flavour):
     [
         ({"num_heads": 4, "num_kv_heads": 3}, r"`num_kv_heads` must divide `num_heads`.*num_heads=4, num_kv_heads=3"),
         ({"num_heads": 4, "num_kv_heads": 0}, r"num_heads=4, num_kv_heads=0"),
-        ({"num_heads": 5}, r"Without `head_dim`, `num_heads` must divide `in_features`.*in_features=24, num_heads=5"),
+        (
+            {"num_heads": 5},
+            r"`num_heads` must divide `in_features` if `head_dim` is .*in_features=24, num_heads=5",
+        ),
     ],
 )
 def test_wrong_sizes(flavour, sizes, message):
@@ -275,7 +278,7 @@ def test_rotate_turns_pairs_as_complex_numbers():
 
 
 def test_rotate_refuses_odd_heads():
-    with pytest.raises(ValueError, match="head size must be even; got 5"):
+    with pytest.raises(ValueError, match=r"`rotary_dim` or the head size must be even\. Got 5"):
         functional.rotate(jnp.ones((1, 2, 1, 5)), jnp.arange(2))
 
 

@@ -73,13 +73,15 @@ def test_qwen():
     assert (three.qkv_bias, three.qk_norm, three.head_dim) == (False, True, 128)
 
 
-def test_one_set_of_factors_of_longrope():
+def test_longrope():
     raw = {"rope_scaling": LONGROPE, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     long, short = read("Phi3", **raw), read("Phi3", max_positions=4096, **raw)
     assert long.layers[0].rotary_scaling == LongRopeScaling(
         tuple(SHORT), tuple(LONG), 4096, 131072, magnitude=pytest.approx(1.1902380714238083)
     )
     assert short.layers[0].rotary_scaling.max_positions == short.max_positions == 4096
+    assert (long.context_limits, short.context_limits) == ((4096, 131072), (4096,))
+    assert read("Phi3", **raw | {"rope_scaling": LONGROPE | {"type": "su"}}) == long
     partial = read("Phi3", partial_rotary_factor=0.75, **raw)
     assert partial.layers[0].rotary_dim == 12
 
@@ -106,6 +108,10 @@ REFUSED = [
     (
         lambda: read("Phi3", rope_scaling=LONGROPE),
         r"longrope rotary scaling .* lacks original_max_position_embeddings\.",
+    ),
+    (
+        lambda: read("Phi3", rope_scaling={"type": "su"}, original_max_position_embeddings=4096),
+        r"longrope rotary scaling .* lacks short_factor, long_factor\.",
     ),
     (lambda: read("Llama", rope_scaling={"type": "linear"}), r"linear rotary scaling of `config.json` lacks factor\."),
     (

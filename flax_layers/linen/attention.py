@@ -22,8 +22,8 @@ class FlexAttention(AttentionMethods, linen.Module):
     The layer of `flax_layers.nnx.FlexAttention` for linen: the same arguments, shapes, caches and errors, and the same
     parameters, which `flax_layers.linen.params_from_nnx` and `params_to_nnx` convert.
 
-    Pass mods and the mask here, for all calls, or to a call, where they replace those of the constructor (`mask_mod`
-    and `block_mask` are two forms of one mask: either replaces both).
+    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. It may be a callable linen module, which becomes a child of
     this layer if passed to the constructor; a function that captures what `self.param` returned to the caller; or a
@@ -33,30 +33,30 @@ class FlexAttention(AttentionMethods, linen.Module):
         in_features: Size of the input's last axis, and of the output's.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
-            neighbouring query heads. Default: `num_heads`.
+            adjacent query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that says which blocks can be skipped, for inputs of its own length.
+        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
             Default: no rotary embedding.
-        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
-            `flax_layers.rotary_scaling` do.
-        rotary_dim: How many features of a head rotate, the first ones. Default: all.
+        rotary_scaling: Scaling of the frequencies for longer contexts, such as those of `flax_layers.rotary_scaling`.
+        rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding.
-        qk_norm_options: Arguments of `flax_layers.linen.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
+        qk_norm_options: Arguments of `flax_layers.linen.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
-        out_bias: Whether the last of the four has one. Default: `use_bias`.
-        dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
+        out_bias: Whether the output projection has a bias. Default: `use_bias`.
+        dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
+            parameters.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
         bias_init: Initializer of their biases.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
 
     Raises:
-        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod holds
-            parameters of NNX.
+        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, or a mod
+            holds parameters of NNX.
 
     Example:
         >>> import jax

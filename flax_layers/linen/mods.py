@@ -17,7 +17,7 @@ def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
         mod: The value of the argument.
 
     Raises:
-        ValueError: The mod reaches a module or a variable of NNX.
+        ValueError: The mod captures a module or a variable of NNX.
 
     Example:
         >>> def capped(cap):  # the function that it returns holds the parameter
@@ -37,8 +37,8 @@ def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
 def with_parameters(name: str, mod: Any) -> Any:
     """Creates the parameters of a mod, and returns it.
 
-    jflex traces a mod on its own. Parameters that linen creates inside that trace would leak as tracers. So during
-    initialisation, a mod that reaches a linen module is evaluated once before the trace.
+    jflex traces a mod separately. Parameters that linen creates inside that trace would leak as tracers. So during
+    initialisation, a mod that captures a linen module is evaluated once before the trace.
 
     Args:
         name: Name of the argument, for the message.
@@ -48,7 +48,7 @@ def with_parameters(name: str, mod: Any) -> Any:
         The same mod.
 
     Raises:
-        ValueError: The mod is a linen module that belongs to no other.
+        ValueError: The mod is an unbound linen module.
     """
     if mod is None:
         return mod

@@ -14,9 +14,9 @@ class RMSNorm(linen.Module):
     Args:
         num_features: Size of the input's last axis.
         epsilon: Added to the mean of squares.
-        offset: Added to the scale: 1 in Gemma, whose scales begin at 0. Scales begin at `1 - offset`.
-        dtype: Of the result. Default: that of the inputs.
-        param_dtype: Of the scale.
+        offset: Added to the scale: 1 in Gemma, whose initial scales are 0. Initial scales are `1 - offset`.
+        dtype: Dtype of the result. Default: that of the inputs.
+        param_dtype: Dtype of the scale.
 
     Example:
         >>> import jax

@@ -98,13 +98,21 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
     Raises:
         FileNotFoundError: There is no `config.json`.
         CheckpointError: It cannot be read, or the decoder does not support the model.
+        ValueError: `max_positions` is less than 1.
     """
+    if max_positions is not None and max_positions < 1:
+        raise ValueError(f"`max_positions` must be at least 1. Got {max_positions}. The default is that of the file.")
     recover(folder)
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"`folder` must hold `config.json`. There is no {path}.")
+        raise FileNotFoundError(
+            f"`folder` must hold `config.json`. There is no {path}. Pass the folder of a checkpoint."
+        )
     try:
-        return read_config(json.loads(path.read_text(encoding="utf-8")), max_positions)
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"it must hold a JSON object. Got {type(raw).__name__}.")
+        return read_config(raw, max_positions)
     except ValueError as error:
         raise CheckpointError(f"{path} is not the configuration of a supported model: {error}") from error
 

@@ -186,6 +186,7 @@ def _rope(raw: Raw, kind: str) -> Raw:
 def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
     """The rotary scaling of a layer."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     rope = {**rope, _ORIGINAL: rope.get(_ORIGINAL) or raw.get(_ORIGINAL)}
     missing = [key for key in _SCALING_KEYS.get(kind, ()) if rope.get(key) is None]
     if missing:
@@ -196,7 +197,7 @@ def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
         return LinearScaling(rope["factor"])
     if kind == "llama3":
         return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope[_ORIGINAL])
-    if kind in ("longrope", "su"):
+    if kind == "longrope":
         original = rope[_ORIGINAL]
         factor = rope.get("factor") or raw["max_position_embeddings"] / original
         magnitude = rope.get("attention_factor")

@@ -16,35 +16,35 @@ from flax_layers.rotary_scaling import RotaryScaling
 class FlexAttention(AttentionMethods, Projections):
     """Projects to queries, keys and values, attends with `jflex.flex_attention`, and projects back.
 
-    Pass mods and the mask here, for all calls, or to a call, where they replace those of the constructor (`mask_mod`
-    and `block_mask` are two forms of one mask: either replaces both).
+    Pass mods and the mask to the constructor, or to a call, where they replace those of the constructor. `mask_mod` and
+    `block_mask` are two forms of one mask: either replaces both.
 
     A mod may hold parameters, and they get gradients. The constructor takes such a mod as a callable `nnx.Module`,
     which becomes a child of this layer. A call also takes a method of the module that owns this layer, or any function
-    that captures parameters of the caller. (Flax builds new modules inside `nnx.jit` and `nnx.grad`; a function kept by
-    the constructor would still read the old parameters, so the constructor refuses it.)
+    that captures parameters of the caller. (Flax makes new modules inside `nnx.jit` and `nnx.grad`, where a function
+    that the constructor kept would still read the old parameters. So the constructor refuses such a function.)
 
     Args:
         in_features: Size of the input's last axis, and of the output's.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, a divisor of `num_heads`; each is shared by `num_heads // num_kv_heads`
-            neighbouring query heads. Default: `num_heads`.
+            adjacent query heads. Default: `num_heads`.
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that says which blocks can be skipped, for inputs of its own length.
+        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
             Default: no rotary embedding.
-        rotary_scaling: Changes the frequencies of the rotary embedding for longer contexts, as those of
-            `flax_layers.rotary_scaling` do.
-        rotary_dim: How many features of a head rotate, the first ones. Default: all.
+        rotary_scaling: Scaling of the frequencies for longer contexts, such as those of `flax_layers.rotary_scaling`.
+        rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
-        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for these two, as `{"epsilon": 1e-5}`.
+        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
         use_bias: Whether the four projections have biases.
-        out_bias: Whether the last of the four has one. Default: `use_bias`.
-        dtype: Dtype of the computation; the parameters are cast to it. Default: what inputs and parameters promote to.
+        out_bias: Whether the output projection has a bias. Default: `use_bias`.
+        dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
+            parameters.
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
         bias_init: Initializer of their biases.
@@ -52,8 +52,8 @@ class FlexAttention(AttentionMethods, Projections):
         rngs: Source of the keys of the initializers.
 
     Raises:
-        ValueError: The head counts or sizes do not fit, a ready mod was made for other heads, or a mod holds
-            parameters that would get no gradients.
+        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, or a mod
+            holds parameters that would get no gradients.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Score mods with learned parameters: biases that grow with, or depend on, the distance of query and key."""
+"""Score mods with learned parameters: biases that depend on the distance of query and key."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,12 +10,12 @@ from jflex.scores import alibi, alibi_slopes, relative_bias
 
 
 class AlibiBias(nnx.Module):
-    """ALiBi whose slopes are learned: a penalty that grows with distance, at a pace of its own in each head.
+    """ALiBi with learned slopes: a penalty linear in distance, with a slope for each head.
 
     Args:
         num_heads: Query heads.
-        param_dtype: Of the slopes.
-        rngs: Not used, for the slopes begin as in the paper; as for other modules.
+        param_dtype: Dtype of the slopes.
+        rngs: Not used: the initial slopes are those of the paper.
 
     References:
         Press et al. 2021, arXiv:2108.12409.
@@ -37,18 +37,18 @@ class AlibiBias(nnx.Module):
         q_idx: Int[ArrayLike, ""],
         kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
-        """Returns the score with the penalty."""
+        """Returns the score minus the penalty."""
         return jnp.asarray(alibi(self.slopes[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))
 
 
 class RelativeBias(nnx.Module):
-    """A learned number for each head and distance.
+    """A learned bias for each head and distance.
 
     Args:
         num_heads: Query heads.
-        max_distance: Farther keys share the number of this distance.
-        param_dtype: Of the numbers.
-        rngs: Not used, for the numbers begin at 0; as for other modules.
+        max_distance: Greater distances share the bias of this one.
+        param_dtype: Dtype of the biases.
+        rngs: Not used: the initial biases are 0.
 
     References:
         Shaw et al. 2018, arXiv:1803.02155.
@@ -70,5 +70,5 @@ class RelativeBias(nnx.Module):
         q_idx: Int[ArrayLike, ""],
         kv_idx: Int[ArrayLike, ""],
     ) -> Float[Array, ""]:
-        """Returns the score with the number of its distance."""
+        """Returns the score plus the bias."""
         return jnp.asarray(relative_bias(self.table[...])(*map(jnp.asarray, (score, b, h, q_idx, kv_idx))))

@@ -1,4 +1,4 @@
-"""Checks the mods of a constructor: a layer may keep only those whose parameters Flax can see."""
+"""Checks the mods of a constructor: a layer may keep only mods whose parameters Flax can see."""
 
 from typing import TypeAlias
 
@@ -8,7 +8,7 @@ from flax_layers.captures import captures
 from jflex import MaskMod, ScoreMod
 
 Mod: TypeAlias = ScoreMod | MaskMod
-"""A `score_mod` or a `mask_mod`, as `jflex.flex_attention` takes them."""
+"""A `score_mod` or a `mask_mod` of `jflex.flex_attention`."""
 
 
 _REMEDY = "Pass it to the call, `layer(inputs, {name}=...)`, or make it a callable nnx.Module."
@@ -23,7 +23,7 @@ def check_no_hidden_state(name: str, mod: Mod | None, remedy: str = _REMEDY) -> 
         remedy: The end of the message.
 
     Raises:
-        ValueError: The mod is no module, and reaches a module or a variable.
+        ValueError: The mod is not a module, and captures a module or a variable.
 
     Example:
         >>> def capped(cap):  # the function that it returns holds the parameter

@@ -1,4 +1,4 @@
-"""The projections of an attention layer: from inputs to heads, and from heads to outputs."""
+"""The projections of an attention layer."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from flax_layers.rotary_scaling import RotaryScaling
 
 
 class Projections(nnx.Module):
-    """The parameters that project inputs to queries, keys and values, and what was attended to back to outputs.
+    """The parameters of an attention layer: projections to queries, keys and values, and back to outputs.
 
     `flax_layers.attention_core` computes with them.
 
@@ -20,18 +20,18 @@ class Projections(nnx.Module):
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Size of a head.
-        rotary_base: Base of the rotary position embedding; None: none.
-        rotary_scaling: Changes its frequencies.
-        rotary_dim: How many features of a head it turns; None: all.
+        rotary_base: Base of the rotary position embedding. None: no rotary embedding.
+        rotary_scaling: Scaling of its frequencies.
+        rotary_dim: Number of features of a head that rotate. None: all.
         qk_norm: Whether query and key heads are normalised.
-        qk_norm_options: What `flax_layers.nnx.RMSNorm` takes, for both.
+        qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for both.
         use_bias: Whether the projections have biases.
-        out_bias: Whether the last projection has one; None: as the others.
+        out_bias: Whether the output projection has a bias. None: `use_bias`.
         rngs: Source of the keys of the initializers.
-        linear_options: What `nnx.Linear` takes, for each of the four projections.
+        linear_options: Arguments of `nnx.Linear` for the four projections.
 
     Raises:
-        ValueError: The head counts or sizes do not fit.
+        ValueError: The numbers or sizes of heads do not fit.
     """
 
     def __init__(

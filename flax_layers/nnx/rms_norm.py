@@ -14,10 +14,10 @@ class RMSNorm(nnx.Module):
     Args:
         num_features: Size of the input's last axis.
         epsilon: Added to the mean of squares.
-        offset: Added to the scale: 1 in Gemma, whose scales begin at 0. Scales begin at `1 - offset`.
-        dtype: Of the result. Default: that of the inputs.
-        param_dtype: Of the scale.
-        rngs: Not used; as for the other modules.
+        offset: Added to the scale: 1 in Gemma, whose initial scales are 0. Initial scales are `1 - offset`.
+        dtype: Dtype of the result. Default: that of the inputs.
+        param_dtype: Dtype of the scale.
+        rngs: Not used: the initial scales are constant.
 
     References:
         Zhang and Sennrich 2019, arXiv:1910.07467.
