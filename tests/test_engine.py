@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,73 +13,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.sampling import Sampling
-from flax_layers.serving import Closed, Engine, EngineOptions, Event, QueueFull, Request
+from flax_layers.serving import Closed, Engine, EngineOptions
 from flax_layers.serving import step as step_module
 from flax_layers.serving.penalties import Penalties
+from tests import engine_cases
+from tests.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, recomputed, run
 from tests.golden_models import ROOT, expected, load, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
-COUNT = 10
-SYSTEM = tuple(range(30, 51))  # five pages of 4 tokens, and one token
-PROMPTS = [(1, 2, 3), (*SYSTEM, 7, 8, 9, 7), (9,) * 7, (*SYSTEM, 5), (60,), SYSTEM[:8], (*SYSTEM[:12], 1, 1)]
-SIZES = {"max_requests": 8, "max_step_tokens": 24, "num_pages": 100, "page_size": 4, "context": 64, "poison": True}
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """With a window of 5 in one of its two layers."""
-    return Decoder(SMALL, implementation="xla", rngs=nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def recomputed(model):
-    """Greedy tokens after a prompt, each by a pass over its whole sequence, where no order of sums can decide."""
-
-    @functools.cache
-    def tokens_after(prompt: tuple[int, ...]) -> list[int]:
-        text = np.zeros((1, 48), np.int32)
-        text[0, : len(prompt)] = prompt
-        for place in range(len(prompt), len(prompt) + COUNT):
-            logits = np.asarray(logits_of(model, text))[0, place - 1]
-            second, first = np.sort(logits)[-2:]
-            assert first - second > 1e-4
-            text[0, place] = np.argmax(logits)
-        return text[0, len(prompt) : len(prompt) + COUNT].tolist()
-
-    return tokens_after
-
-
-class Client:
-    """Collects the events of one request."""
-
-    def __init__(self, engine: Engine, prompt, **options: Any):
-        self.events: list[Event] = []
-        self.ticket = engine.submit(Request(prompt, **{"max_tokens": COUNT, **options}), self.events.append)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for event in self.events for token in event.tokens]
-
-    @property
-    def reason(self) -> str | None:
-        assert all(event.finish_reason is None for event in self.events[:-1])
-        return self.events[-1].finish_reason if self.events else None
-
-
-def run(engine: Engine) -> None:
-    while engine.step():
-        engine.check()
-    engine.check()
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0)
-    assert stats.free_pages + stats.cached_pages == engine.options.num_pages - 1
-
-
-def engine_of(model: Decoder, **options) -> Engine:
-    return Engine(model, EngineOptions(**SIZES | options))
+    return engine_cases.model()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +35,7 @@ def engine_of(model: Decoder, **options) -> Engine:
     [{}, {"max_step_tokens": 8}, {"max_step_tokens": 9, "max_requests": 3}, {"prefix_cache": False}, {"page_size": 1}],
     ids=str,
 )
-def test_tokens_are_those_of_full_recomputation(options, model, recomputed):
+def test_tokens_are_those_of_full_recomputation(options, model):
     engine = engine_of(model, **options)
     for _ in range(2):  # the second time, prefixes are cached
         clients = [Client(engine, prompt) for prompt in PROMPTS]
@@ -99,7 +45,7 @@ def test_tokens_are_those_of_full_recomputation(options, model, recomputed):
     assert (engine.stats().hit_tokens > 0) == engine.options.prefix_cache
 
 
-def test_sixteen_staggered_arrivals(model, recomputed):
+def test_sixteen_staggered_arrivals(model):
     engine = engine_of(model, max_step_tokens=11)
     clients = []
     for arrival in range(16):
@@ -110,7 +56,7 @@ def test_sixteen_staggered_arrivals(model, recomputed):
     assert [x.tokens for x in clients] == [recomputed(PROMPTS[n % len(PROMPTS)]) for n in range(16)]
 
 
-def test_preemption_changes_no_token(model, recomputed):
+def test_preemption_changes_no_token(model):
     engine = engine_of(model, num_pages=14, prefix_cache=False)
     clients = [Client(engine, prompt) for prompt in [(1, 2, 3), (9,) * 7, (60,), SYSTEM[:8], (2, 4, 6)]]
     run(engine)
@@ -118,7 +64,7 @@ def test_preemption_changes_no_token(model, recomputed):
     assert [x.tokens for x in clients] == [recomputed(x.ticket._sequence.request.prompt) for x in clients]
 
 
-def test_a_full_prefix_cache_gives_way(model, recomputed):
+def test_a_full_prefix_cache_gives_way(model):
     engine = engine_of(model, num_pages=12)
     for prompt in PROMPTS * 2:
         client = Client(engine, prompt)
@@ -191,7 +137,7 @@ def test_penalties_are_those_of_their_formulas(penalties, model):
     assert plain[1].tokens != client.tokens
 
 
-def test_a_slot_forgets_the_penalties_of_the_request_before(model, recomputed):
+def test_a_slot_forgets_the_penalties_of_the_request_before(model):
     engine = engine_of(model, max_requests=1)
     Client(engine, PROMPTS[2], penalties=Penalties(logit_bias=((36, 100.0),)))
     after = Client(engine, PROMPTS[2], logprobs=0)
@@ -209,7 +155,7 @@ def test_namespaces_share_nothing(model):
     assert hits == [0, 0, 20, 20]
 
 
-def test_stop_tokens(model, recomputed):
+def test_stop_tokens(model):
     tokens = recomputed(PROMPTS[2])
     engine = engine_of(model)
     client = Client(engine, PROMPTS[2], stop_tokens=(tokens[4],), logprobs=0)
@@ -221,7 +167,7 @@ def test_stop_tokens(model, recomputed):
     assert sum(len(event.logprobs) for event in client.events) == len(client.tokens)
 
 
-def test_logprobs_are_those_of_the_model(model, recomputed):
+def test_logprobs_are_those_of_the_model(model):
     client = Client(engine := engine_of(model), PROMPTS[1], logprobs=3)
     run(engine)
     text = np.array([[*PROMPTS[1], *client.tokens]], np.int32)
@@ -234,7 +180,7 @@ def test_logprobs_are_those_of_the_model(model, recomputed):
         np.testing.assert_allclose([one.logprob, *[x for _, x in one.top]], [row[token], *row[best]], atol=1e-4)
 
 
-def test_cancelled_requests_end_and_return_their_pages(model, recomputed):
+def test_cancelled_requests_end_and_return_their_pages(model):
     engine = engine_of(model, max_requests=2, max_step_tokens=8)
     clients = [Client(engine, prompt) for prompt in PROMPTS]
     clients[3].ticket.cancel()  # in the inbox
@@ -253,7 +199,7 @@ def test_cancelled_requests_end_and_return_their_pages(model, recomputed):
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
-def test_a_failed_step_ends_its_requests_alone(fails_at, model, recomputed, monkeypatch):
+def test_a_failed_step_ends_its_requests_alone(fails_at, model, monkeypatch):
     engine, calls, sound = engine_of(model, max_requests=2), [], step_module.run_step
 
     def failing(*args, **options):
@@ -328,7 +274,7 @@ def test_nothing_is_compiled_after_warm_up(model):
     assert not compiled
 
 
-def test_a_thread_serves_until_it_is_stopped(model, recomputed):
+def test_a_thread_serves_until_it_is_stopped(model):
     engine = engine_of(model)
     engine.start()
     clients = [Client(engine, prompt) for prompt in PROMPTS]
@@ -367,70 +313,3 @@ def test_longrope_rotates_all_keys_alike():
     assert len(config.context_limits) == 2
     assert len(EngineOptions(page_size=4).pages(config)) == 1
     assert len(EngineOptions(page_size=4).pages(SMALL)) == 2
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ((1,) * 64, {}, r"`prompt` must be shorter than 64 tokens, the context length, .* Got 64"),
-        ((1,) * 60, {"max_tokens": 5}, r"together must be at most 64 tokens, .* Got 60 and 5\..*lower .* to 4"),
-        ((1, 64), {}, r"`prompt` must hold tokens from 0 to 63, .* It holds 1 to 64"),
-        ((), {}, r"`prompt` must hold at least one token"),
-        ((1,), {"max_tokens": 0}, r"`max_tokens` must be at least 1. Got 0"),
-        ((1,), {"penalties": Penalties(logit_bias=((64, 1.0),))}, r"`logit_bias` must be of tokens .* 63\. Got 64"),
-        ((1,), {"logprobs": 21}, r"`logprobs` must be from 0 to 20. Got 21"),
-    ],
-)
-def test_wrong_requests(prompt, options, message, model):
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match=message):
-        Client(engine, prompt, **options)
-    assert not engine.step()
-
-
-def test_a_prompt_longer_than_the_cache(model):
-    engine = engine_of(model, num_pages=6)
-    with pytest.raises(ValueError, match="must be shorter than 20 tokens, what the pages of the cache hold"):
-        Client(engine, (1,) * 20)
-    client = Client(engine, (1,) * 15, max_tokens=None)
-    run(engine)
-    assert len(client.tokens) == 5
-
-
-def test_a_full_queue(model):
-    engine = engine_of(model, max_waiting=2)
-    clients = [Client(engine, (1,)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="2 requests wait"):
-        Client(engine, (1,))
-    run(engine)
-    assert [x.reason for x in clients] == ["length"] * 2
-
-
-@pytest.mark.parametrize(
-    ("penalties", "message"),
-    [
-        ({"presence_penalty": 2.5}, "`presence_penalty` must be from -2 to 2. Got 2.5"),
-        ({"frequency_penalty": float("nan")}, "`frequency_penalty` must be from -2 to 2. Got nan"),
-        ({"repetition_penalty": 0.0}, "`repetition_penalty` must be finite and greater than 0. Got 0.0"),
-        ({"logit_bias": ((3, 101.0),)}, "`logit_bias` must be from -100 to 100. Got 101.0 for token 3"),
-        ({"logit_bias": ((3, 1.0),) * 301}, "`logit_bias` must be of at most 300 tokens. Got 301"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_wrong_penalties(penalties, message):
-    with pytest.raises(ValueError, match=message):
-        Penalties(**penalties)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_requests": 0}, "`max_requests` must be at least 1. Got 0"),
-        ({"page_size": 257}, "`page_size` must be from 1 to 256. Got 257"),
-        ({"max_step_tokens": 4}, "`max_step_tokens` must be at least `max_requests`, .* Got 4 and 8"),
-        ({"context": 513}, "`context` must be from 2 to the 512 positions .* Got 513"),
-    ],
-)
-def test_wrong_options(options, message, model):
-    with pytest.raises(ValueError, match=message):
-        engine_of(model, **options)

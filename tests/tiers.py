@@ -33,7 +33,7 @@ SHORT = {
     r"|wrong",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
-    "test_engine": r"recomputation.*9|preemption|each_step|repetition_penalty.*1\.3|failed.*3|cancelled|wrong|queue",
+    "test_engine": r"recomputation.*9|preemption|each_step|repetition_penalty.*1\.3|failed.*3|cancelled",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
     "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
