@@ -57,7 +57,7 @@ class Answer:
 
         Args:
             pieces: The text of each choice.
-            usage: Of all.
+            usage: Token counts of all choices.
 
         Returns:
             It, for JSON.
@@ -73,7 +73,7 @@ class Answer:
         """A chunk.
 
         Args:
-            index: Of the choice.
+            index: Index of the choice.
             piece: What is new.
 
         Returns:

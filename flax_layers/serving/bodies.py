@@ -64,7 +64,7 @@ def _stops(value: Any) -> list[str]:
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """Of tokens, which are keys of an object and so texts."""
+    """Parses `logit_bias`: a JSON object, whose keys are tokens as strings."""
     try:
         return tuple((int(token), float(bias)) for token, bias in (value or {}).items())
     except (AttributeError, TypeError, ValueError):
@@ -86,7 +86,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _content(value: Any) -> str:
-    """Of a message: a text, or parts that are texts."""
+    """Parses the content of a message: a string, or a list of text parts."""
     if isinstance(value, str) or value is None:
         return value or ""
     parts = value if isinstance(value, list) else [value]
@@ -100,7 +100,7 @@ def _content(value: Any) -> str:
 
 
 class Body(BaseModel):
-    """What all bodies have. Null means the default. Other fields are kept, and checked against `_NEUTRAL`."""
+    """The base of all bodies. Null means the default. Unknown fields are kept, and checked against `_NEUTRAL`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -119,7 +119,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(strict=True)
 
@@ -127,7 +127,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What the bodies of both endpoints have."""
+    """Fields that both endpoints share."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -183,11 +183,11 @@ class GenerationBody(Body):
         return None
 
     def requests(self, prompt: Sequence[int], stop_tokens: Sequence[int]) -> list[Request]:
-        """What the engine is asked for.
+        """The engine requests of this body.
 
         Args:
             prompt: Its tokens.
-            stop_tokens: Of the model.
+            stop_tokens: Stop tokens of the model.
 
         Returns:
             One request for each choice. They differ in the seed.
@@ -221,7 +221,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    """Of `/v1/completions`."""
+    """The body of `/v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: int | None = None
@@ -233,12 +233,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """As of `logprobs`."""
+        """See `logprobs`."""
         return self.logprobs
 
 
 class Message(BaseModel):
-    """Of a chat. The template of the model sees other fields, too."""
+    """A message of a chat. Other fields are passed to the chat template, too."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -247,7 +247,7 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    """Of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
@@ -264,17 +264,17 @@ class ChatBody(GenerationBody):
 
     @property
     def token_limit(self) -> int | None:
-        """As of `max_completion_tokens`, or of `max_tokens`, its old name."""
+        """`max_completion_tokens`, or `max_tokens`, its old name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top(self) -> int | None:
-        """As of `logprobs` and `top_logprobs`."""
+        """See `logprobs` and `top_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(Body):
-    """Of `/tokenize`."""
+    """The body of `/tokenize`."""
 
     prompt: str
     add_special_tokens: bool = True

@@ -30,12 +30,12 @@ CPU_MEMORY = 1 << 30
 
 
 class Model(NamedTuple):
-    """What is served.
+    """A model to serve.
 
     Attributes:
-        name: For clients.
+        name: Its name for clients.
         decoder: The model.
-        tokenizer: Of it.
+        tokenizer: Its tokenizer.
         stop_tokens: End a text.
     """
 
@@ -237,9 +237,9 @@ def serve(
     Args:
         options: Of `parser`.
         model: What is served.
-        engine: Of the model.
-        keys: Of clients.
-        bound: Where they come from.
+        engine: The engine of the model.
+        keys: API keys; none: no key is required.
+        bound: The socket to listen on.
     """
     from flax_layers.serving.http import Limits, Served, create_app
     from flax_layers.serving.server import Launch, Server, url_of

@@ -1,4 +1,4 @@
-"""What is served without a checkpoint: the byte-level model of the demo."""
+"""The byte-level model of the demo, which is served if no checkpoint is given."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[st
     """Reads the model of the demo, or trains a small one and leaves it there.
 
     Args:
-        file: Where it is.
+        file: The file of the model.
         implementation: The backend of jflex.
-        say: Is told which of both.
+        say: Prints where the model comes from.
 
     Returns:
         The model.

@@ -33,7 +33,7 @@ from flax_layers.serving.step import (
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; try again later."""
+    """The queue is full: `max_waiting` requests wait. Try again later."""
 
 
 class Closed(RuntimeError):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class _Kind(NamedTuple):
-    """What clients tell errors of a status by."""
+    """The `type` and `code` of an HTTP status."""
 
     type: str
     code: str | None
@@ -26,17 +26,17 @@ _KINDS = {
 }
 
 RETRY_SECONDS = 1
-"""What a client that is refused is told to wait."""
+"""`Retry-After` of refused requests, in seconds."""
 
 
 class ApiError(Exception):
-    """What a request is answered with if it fails.
+    """The error that answers a failed request.
 
     Args:
         status: Of HTTP.
         message: What is wrong, the rule, the values, the remedy.
         param: The parameter that is wrong; default: the first that the message names in backquotes, if it is a 400.
-        code: For programs; default: by the status.
+        code: A code for programs. Default: follows from the status.
 
     Example:
         >>> ApiError(400, "`n` must be at least 1. Got 0.").body()["error"]["param"]
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """HTTP headers of the answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         if self.status == 401:
@@ -62,7 +62,7 @@ class ApiError(Exception):
         return {}
 
     def body(self) -> dict[str, Any]:
-        """The object of the error, for JSON."""
+        """The error object of the answer, as JSON."""
         kind = _KINDS.get(self.status, _KINDS[400 if self.status < 500 else 500])
         error = {"message": self.message, "type": kind.type, "param": self.param, "code": self.code or kind.code}
         return {"error": error}

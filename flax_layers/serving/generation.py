@@ -110,7 +110,7 @@ class Generation:
             The whole text of each choice.
 
         Raises:
-            ApiError: As of `pieces`.
+            ApiError: As for `pieces`.
         """
         found: list[list[Piece]] = [[] for _ in self._texts]
         async for index, piece in self.pieces():

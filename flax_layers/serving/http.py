@@ -41,13 +41,13 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What is served, and to whom.
+    """The served model, API keys and limits.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         stop_tokens: End a text.
-        keys: Of which clients must send one; none: all clients are served.
-        limits: Of requests.
+        keys: API keys. A client must send one of them; if there are none, no key is required.
+        limits: Limits of request bodies.
         is_starting: Whether programs are still being compiled. Requests wait until then.
     """
 
@@ -63,7 +63,7 @@ def create_app(engine: Engine, tokenizer: ServedTokenizer, served: Served) -> St
 
     Args:
         engine: Generates tokens.
-        tokenizer: Of its model.
+        tokenizer: The tokenizer of its model.
         served: The name of the model, keys and limits.
 
     Returns:
@@ -99,7 +99,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Of the router: 404 and 405."""
+    """Answers errors of the router: 404 and 405."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
@@ -154,11 +154,11 @@ class _Api:
         return JSONResponse({"status": status})
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Metrics in the text format of Prometheus."""
         return Response(self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def stats(self, request: Request) -> Response:
-        """For the page."""
+        """Statistics of the engine as JSON, for the page."""
         has_chat = bool(self._tokenizer.chat_templates)
         head = {"model": self._served.name, "status": self._status(), "chat": has_chat, "context": self._engine.context}
         return JSONResponse({**head, **dataclasses.asdict(self._engine.stats())})

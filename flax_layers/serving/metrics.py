@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Metrics:
     """Metrics of one server, in a registry of its own.
 
     Args:
-        stats: Of the engine.
+        stats: Returns the statistics of the engine.
 
     Attributes:
         first_token: Seconds from the request to the first token of a choice.

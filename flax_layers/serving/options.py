@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from flax_layers.models import ModelConfig
 
+_SMALL_TABLE = 64
+"""Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
+
 
 class Shape(NamedTuple):
     """The shape of a step. Each shape is one compiled program.
@@ -36,7 +39,7 @@ class EngineOptions:
         context: Positions of a sequence, prompt included; None: those of the model.
         max_waiting: Requests that may wait; more are refused.
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
-        poison: For tests: overwrites free pages with NaN before each step, so that reading one shows.
+        poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
 
     Raises:
         ValueError: A size is out of range.
@@ -81,7 +84,7 @@ class EngineOptions:
         """Positions of a sequence.
 
         Args:
-            config: Of the model.
+            config: Configuration of the model.
 
         Returns:
             `context`, or the positions of the model.
@@ -98,13 +101,14 @@ class EngineOptions:
         return context
 
     def pages(self, config: ModelConfig) -> tuple[int, ...]:
-        """Buckets of the pages of a request: a quarter of the context, and all of it.
+        """Buckets of the pages of a request: all of the context, and a quarter of it if that makes tables much smaller.
 
         The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
         so such a model has one bucket, and `context` decides.
         """
         most = min(-(-self.context_of(config) // self.page_size), self.num_pages - 1)
-        return (most,) if len(config.context_limits) > 1 else tuple(sorted({-(-most // 4), most}))
+        has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1
+        return (most,) if has_one else (-(-most // 4), most)
 
     def shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
         """All shapes that a step can have: `shape_for` returns no other."""
@@ -117,10 +121,10 @@ class EngineOptions:
         """The least shape that holds a step.
 
         Args:
-            tokens: Of the step.
-            rows: Its requests.
-            pages: Of the request that has the most.
-            config: Of the model.
+            tokens: Number of tokens in the step.
+            rows: Number of requests in it.
+            pages: The largest number of pages of a request.
+            config: Configuration of the model.
 
         Returns:
             The shape.

@@ -24,14 +24,14 @@ _COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
 
 
 class StepInputs(NamedTuple):
-    """What a step takes from the host. R rows of requests and N tokens, both padded.
+    """The inputs of a step from the host. R rows of requests and N tokens, both padded.
 
     Attributes:
         tokens: Packed; `-1 - slot` stands for the token that the step before sampled for a slot.
         batch: The tokens and pages of each row; rows of padding have none.
-        slots: Of each row whose next token is sampled; beyond all slots for the others, so that it is dropped.
+        slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
         sampling: Parameters of each row.
-        penalties: Of each row.
+        penalties: Penalties of each row.
     """
 
     tokens: Int32[Array, " N"]
@@ -45,12 +45,12 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
     """Packs a step.
 
     Args:
-        chunks: At most as many as the shape has rows.
-        shape: Of the step.
-        no_slot: For rows that sample nothing.
+        chunks: The chunks of the step, no more than the shape has rows.
+        shape: The shape of the step.
+        no_slot: The slot of rows that sample no token.
 
     Returns:
-        The array that `unpack` takes apart.
+        The packed array.
     """
     tokens = np.zeros(shape.tokens, np.int32)
     indptr = np.zeros(shape.rows + 1, np.int32)
@@ -85,11 +85,11 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     """Takes a packed step apart, inside of `jit`.
 
     Args:
-        packed: Of `pack`.
-        shape: The same shape.
+        packed: The result of `pack`.
+        shape: The shape that it was packed with.
 
     Returns:
-        The parts.
+        The inputs.
     """
     sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
     tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())

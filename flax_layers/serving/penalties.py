@@ -64,11 +64,11 @@ class Penalties:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edits:
-    """What the penalties of each slot need to know; kept on the device.
+    """Token counts and biases of each slot, kept on the device for the penalties.
 
     Attributes:
-        in_prompt: Which tokens the prompt holds.
-        counts: How often each token was generated.
+        in_prompt: Whether the prompt contains each token.
+        counts: How many times each token was generated.
         biases: What is added to each logit.
     """
 
@@ -78,7 +78,7 @@ class Edits:
 
     @classmethod
     def empty(cls, slots: int, vocabulary: int) -> Edits:
-        """For slots without penalties."""
+        """The state in which no slot has penalties."""
         zeros = lambda dtype: jnp.zeros((slots, vocabulary), dtype)
         return cls(zeros(bool), zeros(jnp.int32), zeros(jnp.float32))
 
@@ -90,14 +90,14 @@ class Edits:
         biased: Int32[Array, " K"],
         biases: Float32[Array, " K"],
     ) -> Edits:
-        """With the tokens and the biases of a request that begins in a slot.
+        """Sets the tokens and biases of a request that begins in a slot.
 
         Args:
-            slot: Its slot.
+            slot: The slot.
             tokens: Its tokens so far, padded with -1.
             prompt: How many of them are the prompt.
             biased: Tokens, padded with -1.
-            biases: Of each of them.
+            biases: The bias of each of them.
 
         Returns:
             The new state.
@@ -115,7 +115,7 @@ class Edits:
         )
 
     def sampled(self, slots: Int32[Array, " R"], tokens: Int32[Array, " R"]) -> Edits:
-        """With one more token of each slot; slots out of range are dropped."""
+        """Counts one more token in each slot; slots out of range are dropped."""
         return dataclasses.replace(self, counts=self.counts.at[slots, tokens].add(1, mode="drop"))
 
 
@@ -123,9 +123,9 @@ class PenaltyBatch(NamedTuple):
     """The penalties of R rows; biases are in `Edits`.
 
     Attributes:
-        presence_penalty: As of `Penalties`.
-        frequency_penalty: As of `Penalties`.
-        repetition_penalty: As of `Penalties`.
+        presence_penalty: See `Penalties`.
+        frequency_penalty: See `Penalties`.
+        repetition_penalty: See `Penalties`.
         is_edited: Whether the row has any penalty or bias; its slot holds those of an earlier request if not.
     """
 
@@ -142,8 +142,8 @@ def apply_penalties(
 
     Args:
         logits: Float32.
-        rows: Of each row.
-        edits: Of each slot.
+        rows: Penalties of each row.
+        edits: The state of the slots.
         slots: The slot of each row.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a server asks of the engine, and what it gets back."""
+"""Requests to the engine, and the events that it sends back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TokenLogprobs(NamedTuple):
     """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.
 
     Attributes:
-        logprob: Of the sampled token.
+        logprob: Log probability of the sampled token.
         top: The most probable tokens with theirs, as many as the request asked for, the most probable one first.
     """
 
@@ -88,7 +88,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a step brought to a request.
+    """The result of a step for one request.
 
     Attributes:
         tokens: New tokens, without the one that stopped the sequence.
@@ -114,7 +114,7 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
         request: The request.
         context: Positions of a sequence.
         cache_tokens: Tokens that all pages together hold.
-        vocabulary: Of the model.
+        vocabulary: Vocabulary size of the model.
 
     Returns:
         `max_tokens`, or what fits if it is None.

@@ -42,11 +42,11 @@ class Scheduler:
     """The waiting and running sequences, and their pages.
 
     Args:
-        options: Sizes.
-        pages: Of the cache.
+        options: Sizes of the engine.
+        pages: The pages of the cache.
 
     Attributes:
-        waiting: In the order of service.
+        waiting: Sequences that wait, in the order of service.
         running: Those that have pages, in the order of arrival.
         preemptions: How often a sequence lost its pages.
         prompt_tokens: Tokens of the prompts that were admitted.

@@ -1,4 +1,4 @@
-"""A request on its way: its tokens, its pages, and how far the device has come."""
+"""A request in progress: its tokens, its pages, and how many positions are computed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Sequence:
     the next step takes it from the device.
 
     Attributes:
-        request: What was asked for.
-        number: In the order of arrival, which is the order of service.
+        request: The request.
+        number: Counts sequences in the order of arrival, which is the order of service.
         limit: Tokens to generate at most.
-        deliver: Takes the events.
+        deliver: Receives the events.
         tokens: The known tokens, prompt first.
         pending: Tokens that were sampled and have not been read.
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.

@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: The application.
-        launch: Of its engine.
+        launch: Starts and stops its engine.
         grace: Seconds that requests may take after a signal.
     """
 

@@ -26,12 +26,12 @@ from jflex.paged import PagedCache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceState:
-    """What stays on the device from step to step; donated to each.
+    """The state on the device, donated to each step.
 
     Attributes:
         cache: Keys and values of all layers.
         sampled: The last sampled token of each slot.
-        edits: What the penalties of each slot need to know.
+        edits: Token counts and biases of each slot.
     """
 
     cache: PagedCache
@@ -53,17 +53,17 @@ def run_step(
     """Reads the tokens of a step and samples the next token of each row.
 
     Args:
-        graph: Of the model.
-        parameters: Of the model.
+        graph: Graph definition of the model.
+        parameters: Parameters of the model.
         state: Donated.
-        packed: Of `flax_layers.serving.packing.pack`.
-        shape: Of the step.
+        packed: The result of `flax_layers.serving.packing.pack`.
+        shape: The shape of the step.
         is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
             another program, which neither draws nor sorts.
-        sharding: Of the cache; None: all on one device.
+        sharding: Sharding of the cache. None: it is on one device.
 
     Returns:
-        The state, and what `read_row` reads: the only transfer back.
+        The state, and the fields that `read_row` reads: the only transfer back.
     """
     model = nnx.merge(graph, parameters)
     inputs = unpack(packed, shape)
@@ -86,8 +86,8 @@ def cache_sharding(parameters: Any, num_kv_heads: int) -> NamedSharding | None:
     """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
 
     Args:
-        parameters: Of the model.
-        num_kv_heads: Of the model.
+        parameters: Parameters of the model.
+        num_kv_heads: KV heads of the model.
 
     Returns:
         The sharding; None if the parameters are on one device.
@@ -115,10 +115,10 @@ def empty_state(
 
     Args:
         model: The model.
-        num_pages: Of the cache.
-        page_size: Of the cache.
+        num_pages: Number of pages, page 0 included.
+        page_size: Tokens in a page.
         slots: Requests that run at once.
-        sharding: Of the cache.
+        sharding: Sharding of the cache.
 
     Returns:
         The state.
@@ -132,7 +132,7 @@ def empty_state(
 
 
 def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceState:
-    """With a sharding that no step changes, so that none is compiled twice."""
+    """Fixes the sharding of the state, so that all steps have the same one and none is compiled twice."""
     if sharding is None:
         return state
     whole = NamedSharding(sharding.mesh, PartitionSpec())
@@ -170,13 +170,13 @@ def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, Token
 def begin_penalties(
     state: DeviceState, sequence: Sequence, context: int, sharding: NamedSharding | None = None
 ) -> DeviceState:
-    """Tells the device of the penalties of a request that has got a slot.
+    """Writes the penalties of a request to its slot on the device.
 
     Args:
         state: Donated.
-        sequence: With a slot, and without pending tokens.
+        sequence: A sequence with a slot and without pending tokens.
         context: Positions of a sequence.
-        sharding: Of the cache.
+        sharding: Sharding of the cache.
 
     Returns:
         The state.

@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of requests.
+    """Limits of request bodies.
 
     Attributes:
-        body_bytes: Size of a body.
-        body_seconds: Time in which a body must arrive.
+        body_bytes: Maximum size of a body.
+        body_seconds: Maximum time for a body to arrive.
     """
 
     body_bytes: int = 4 << 20
@@ -40,7 +40,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     Args:
         request: The request.
-        limits: Of its size and time.
+        limits: Limits of its size and of the time to receive it.
 
     Returns:
         The body.
@@ -72,8 +72,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     """Runs something as long as the client is there; the body must have been read.
 
     Args:
-        receive: Of the request.
-        work: What to run. It is cancelled if the client leaves.
+        receive: The `receive` of the ASGI request.
+        work: The coroutine to run. It is cancelled if the client leaves.
 
     Returns:
         Its result.

@@ -37,7 +37,7 @@ class StopStrings:
         """Takes the next piece.
 
         Args:
-            piece: Of the text.
+            piece: The next piece of the text.
 
         Returns:
             What can be shown; nothing after a stop string.
