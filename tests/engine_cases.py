@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from flax import nnx
 
 from flax_layers.models import Decoder
@@ -66,3 +68,15 @@ def run(engine: Engine) -> None:
 
 def engine_of(decoder: Decoder, **options) -> Engine:
     return Engine(decoder, EngineOptions(**SIZES | options))
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, nth: int) -> None:
+    """Makes the nth step from now on raise."""
+    sound, calls = engine._step, itertools.count(1)
+
+    def failing(*args, **options):
+        if next(calls) == nth:
+            raise RuntimeError("injected")
+        return sound(*args, **options)
+
+    monkeypatch.setattr(engine, "_step", failing)

@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_layers.models import Decoder, LayerConfig, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions
-from flax_layers.serving import step as step_module
 from flax_layers.serving.penalties import Penalties
 from tests import engine_cases
-from tests.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, recomputed, run
+from tests.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, fail_once, recomputed, run
 from tests.golden_models import ROOT, expected, load, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
@@ -200,15 +199,8 @@ def test_cancelled_requests_end_and_return_their_pages(model):
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
 def test_a_failed_step_ends_its_requests_alone(fails_at, model, monkeypatch):
-    engine, calls, sound = engine_of(model, max_requests=2), [], step_module.run_step
-
-    def failing(*args, **options):
-        calls.append(0)
-        if len(calls) == fails_at:
-            raise RuntimeError("injected")
-        return sound(*args, **options)
-
-    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+    engine = engine_of(model, max_requests=2)
+    fail_once(monkeypatch, engine, fails_at)
     clients = [Client(engine, prompt) for prompt in PROMPTS]
     run(engine)
     assert engine.stats().failures == 1

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from flax_layers.serving import Engine, Request
-from flax_layers.serving import step as step_module
+from tests.engine_cases import fail_once
 from tests.served import (
     CHATS,
     COMPLETIONS,
@@ -83,15 +83,7 @@ def test_health(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_step(stream, engine, monkeypatch):
-    sound, calls = step_module.run_step, []
-
-    def failing(*args, **options):
-        calls.append(0)
-        if len(calls) == 3:
-            raise RuntimeError("injected")
-        return sound(*args, **options)
-
-    monkeypatch.setattr("flax_layers.serving.engine.run_step", failing)
+    fail_once(monkeypatch, engine, 3)
     answer = ask(app_of(engine), COMPLETIONS, GREEDY | {"stream": stream})
     assert answer.status_code == (200 if stream else 500)
     error = (events_of(answer)[-1] if stream else answer.json())["error"]

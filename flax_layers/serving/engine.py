@@ -26,9 +26,9 @@ from flax_layers.serving.step import (
     begin_penalties,
     cache_sharding,
     empty_state,
+    make_step,
     poison_pages,
     read_row,
-    run_step,
 )
 
 
@@ -135,8 +135,10 @@ class Engine:
         self.config, self.options = model.config, options
         self.context = options.context_of(model.config)
         self._model = model
-        self._graph, self._parameters = nnx.split(model)
+        graph, state = nnx.split(model)
+        self._parameters, form = jax.tree.flatten(state)
         self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
+        self._step = make_step(graph, form, self._sharding)
         self._state = self._empty_state()
         windows = model.config.windows
         self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
@@ -339,15 +341,7 @@ class Engine:
 
     def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
         packed = pack(chunks, shape, no_slot=self.options.max_requests)
-        self._state, fields = run_step(
-            self._graph,
-            self._parameters,
-            self._state,
-            packed,
-            shape=shape,
-            is_greedy=is_greedy,
-            sharding=self._sharding,
-        )
+        self._state, fields = self._step(self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy)
         return fields
 
     def _read(self) -> None:
