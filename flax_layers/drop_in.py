@@ -40,7 +40,7 @@ def attention_fn(
     ``score_mod(scale * <query, key>) + bias``, and a query attends to a key if `mask_mod` or `block_mask`, the `mask`
     of the call and `is_causal` all allow it. The kernel reads a dense `mask` or `bias` tile by tile; a bias gets its
     gradient. A `mask_mod` needs no such array. `is_causal` skips the blocks above the diagonal, and a `block_mask`
-    those that it does not list. (With either, a dense mask is read once more, to skip the blocks that it leaves empty.)
+    skips blocks that it does not list. (With either, a dense mask is read once before, to find its empty blocks.)
 
     A mod may be a callable `nnx.Module` with parameters. Then the function is a module too, and becomes a child of the
     `nnx.MultiHeadAttention`. In linen, a mod may be a module of the caller, or capture what `self.param` returned.
@@ -142,7 +142,7 @@ class AttentionFn:
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
     ) -> Float[Array, "*batch T Hq Dv"]:
-        """Computes attention. The signature lists every argument of Flax, since linen passes only those that it finds.
+        """Computes attention. The signature lists every argument of Flax, because linen inspects it.
 
         Args:
             query: Queries.
@@ -296,7 +296,7 @@ class _Call:
 
 
 def _all_of(*masks: Any) -> Any:
-    """The conjunction of mask_mods, some of which may be None; None if all are."""
+    """Combines mask_mods with `and_masks`. None stands for no mask."""
     given = [mask for mask in masks if mask is not None]
     return jflex.and_masks(*given) if len(given) > 1 else given[0] if given else None
 

@@ -1,4 +1,4 @@
-"""Arguments that Flax passes to an `attention_fn`: dense masks and biases, precision, and those that are refused."""
+"""Arguments that Flax passes to an `attention_fn`: dense masks and biases, precision, and unsupported ones."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ class Sampling:
             )
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"`min_p` must be at least 0 and at most 1. Got {self.min_p}. Use 0 to keep all tokens.")
-        if _integer("top_k", self.top_k) < 0:
+        if checked_integer("top_k", self.top_k) < 0:
             raise ValueError(f"`top_k` must be at least 0. Got {self.top_k}. Use 0 to keep all tokens.")
-        if not 0 <= _integer("seed", self.seed) < 1 << 32:
+        if not 0 <= checked_integer("seed", self.seed) < 1 << 32:
             raise ValueError(f"`seed` must be at least 0 and less than 2**32. Got {self.seed}. Pass another seed.")
 
 
@@ -140,7 +140,7 @@ def sample(logits: Float[Array, "B V"], sampling: SamplingBatch, positions: Int[
 
 
 def scale_and_truncate(logits: Float[Array, "B V"], sampling: SamplingBatch) -> Float[Array, "B V"]:
-    """Divides logits by the temperature, and sets those that top-k, top-p and min-p exclude to `-inf`.
+    """Divides logits by the temperature, and sets tokens outside of top-k, top-p or min-p to `-inf`.
 
     Args:
         logits: Logits, float32.
@@ -224,7 +224,19 @@ def draw(
     return jax.vmap(draw_one)(logits, seed, positions).astype(jnp.int32)
 
 
-def _integer(name: str, value: Any) -> int:
+def checked_integer(name: str, value: Any) -> int:
+    """An argument as an int.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+
+    Returns:
+        The integer.
+
+    Raises:
+        TypeError: It is not one.
+    """
     try:
         return operator.index(value)
     except TypeError:

@@ -77,13 +77,12 @@ def flex_attention(
     ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
     Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` captures.
-    Mods are traced: they may close over arrays and over tracers of ``jit``, ``grad``, ``vmap`` or ``scan``, and new
-    values of captured arrays do not recompile anything.
+    Mods are traced: they may close over arrays and tracers, and new values of captured arrays recompile nothing.
 
     Args:
       query: In `layout`.
-      key: Likewise; `key` and `value` may have batch size 1, shared by all of the batch.
-      value: Likewise.
+      key: In `layout`; `key` and `value` may have batch size 1, shared by all of the batch.
+      value: In `layout`.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
         head. In your own mods, an index beyond the end of an array reads its last element, as always in JAX.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.

@@ -65,30 +65,27 @@ def dot_product_attention(
     array is made. A `bias` or `mask` is read in the kernel: its axes of size 1 are not repeated. The gradient of a bias
     has the shape of the bias.
 
-    A dense `mask` is itself a ``T x S`` array. It is read in the kernel, and if heads share it, once before, for its
-    empty blocks. If it follows a rule (documents, a prefix, a window), pass that as a ``mask_mod`` to
-    `create_block_mask` and `flex_attention`: no such array is stored, saved for the backward pass or read, and one mask
-    serves all layers.
+    A dense `mask` is read in the kernel, and if heads share it, once before, to find its empty blocks. If it follows a
+    rule (documents, a prefix, a window), pass that as a ``mask_mod`` to `create_block_mask` and `flex_attention`: then
+    no ``T x S`` array is stored or read, and one mask serves all layers.
 
     It differs from `jax.nn.dot_product_attention` in this:
 
     * A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients; there, on XLA, the mean of all
       values, and an lse of about ``-2e38``. Queries beyond `query_seq_lengths` give zeros in both. Where a bias is
       below ``-2e38``, as ``finfo.min`` is, for all keys of a query, kernels for GPUs give zeros, too, and XLA a mean.
-    * The residual is float32, and differentiable; there it has the dtype of `key`, and no gradient.
-    * `key` and `value` may have batch size 1, shared by all, and `value` a head size of its own. NaN in a key or value
-      that is masked for all queries has no effect.
-    * A boolean `bias`, a length beyond the keys or queries and a window that masks every key are refused. Traced
-      lengths are not checked but clamped.
+    * The residual is float32 and differentiable; there it has the dtype of `key` and no gradient.
+    * `key` and `value` may have batch size 1, and `value` its own head size. NaN that is masked has no effect.
+    * A boolean `bias`, a length beyond the arrays and a window that masks every key are refused; traced lengths clamp.
     * Sharded by plain `jax.jit`, a `bias` or `mask` is gathered; under `jax.shard_map` each shard has its own.
 
     Args:
       query: As in `flex_attention`, in the layout BTNH; or [T, Hq, D], if key and value have no batch axis either.
-      key: See `query`.
-      value: See `query`.
+      key: Keys, likewise.
+      value: Values, likewise.
       bias: Added to the scaled scores: [B, Hq, T, S], where each axis may be 1 and leading ones may be missing.
       mask: Booleans, True where a query attends, of the same shapes.
-      scale: Multiplies the raw scores; ``D ** -0.5`` for None. A number, or a 0-d array, which gets its gradient.
+      scale: Multiplies the raw scores; ``D ** -0.5`` for None. A number, or a 0-d array, which gets a gradient.
       is_causal: Masks the keys after the query; query 0 is at key 0, also if ``T != S``. (For queries that follow a
         cache, see `jflex.masks.causal` with ``"bottom_right"``.)
       query_seq_lengths: How many queries each batch entry has, int32 [B]; they are data.

@@ -70,13 +70,25 @@ def engine_of(decoder: Decoder, **options) -> Engine:
     return Engine(decoder, EngineOptions(**SIZES | options))
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, nth: int) -> None:
-    """Makes the nth step from now on raise."""
+class _Unreadable:
+    """Results of a step that the device failed to compute."""
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("injected")
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, nth: int, *, when_read: bool = False) -> None:
+    """Makes the nth step from now on raise: when it is dispatched, or when its results are read."""
     sound, calls = engine._step, itertools.count(1)
 
     def failing(*args, **options):
-        if next(calls) == nth:
-            raise RuntimeError("injected")
-        return sound(*args, **options)
+        if next(calls) != nth:
+            return sound(*args, **options)
+        if when_read:
+            return sound(*args, **options)[0], _Unreadable()
+        raise RuntimeError("injected")
 
     monkeypatch.setattr(engine, "_step", failing)

@@ -250,6 +250,20 @@ def test_a_mesh_that_does_not_divide_the_heads(model):
         engine_of(model)
 
 
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_results_that_cannot_be_read_end_their_requests(fails_at, model, monkeypatch):
+    """Even if no other step follows: computed again, they would fail for ever on a device that keeps failing."""
+    engine = engine_of(model)
+    fail_once(monkeypatch, engine, fails_at, when_read=True)
+    client = Client(engine, PROMPTS[0], max_tokens=fails_at)
+    run(engine)
+    assert client.reason == "error"
+    assert engine.stats().failures == 1
+    after = Client(engine, PROMPTS[0])
+    run(engine)
+    assert after.tokens == recomputed(PROMPTS[0])
+
+
 def test_nothing_is_compiled_after_warm_up(model):
     engine, reports = engine_of(model, poison=False), []
     engine.warm_up(lambda done, total: reports.append((done, total)))

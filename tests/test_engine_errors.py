@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flax_layers.models import Decoder
-from flax_layers.serving import QueueFull
+from flax_layers.serving import QueueFull, Request
 from flax_layers.serving.penalties import Penalties
 from tests import engine_cases
 from tests.engine_cases import Client, engine_of, run
@@ -35,6 +35,20 @@ def test_wrong_requests(prompt, options, message, model):
     with pytest.raises(ValueError, match=message):
         Client(engine, prompt, **options)
     assert not engine.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": (1, 2.5)}, r"`prompt\[1\]` must be an integer. Got float"),
+        ({"prompt": (1,), "stop_tokens": ("a",)}, r"`stop_tokens\[0\]` must be an integer. Got str"),
+        ({"prompt": (1,), "max_tokens": 1.0}, "`max_tokens` must be an integer. Got float"),
+        ({"prompt": (1,), "logprobs": "2"}, "`logprobs` must be an integer. Got str"),
+    ],
+)
+def test_wrong_types(options, message):
+    with pytest.raises(TypeError, match=message):
+        Request(**options)
 
 
 def test_a_prompt_longer_than_the_cache(model):

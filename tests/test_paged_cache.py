@@ -1,9 +1,6 @@
 """The paged cache: slots, writes that neither wrap nor copy the cache, batches that are checked."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -176,31 +173,6 @@ def test_a_donated_cache_is_updated_in_place(layers, step):
     assert [x.unsafe_buffer_pointer() for x in (after.k, after.v)] == before
     assert cache.k.is_deleted()
     assert cache.v.is_deleted()
-
-
-READING = """
-import jax, jax.numpy as jnp, jflex
-from jflex.paged import PagedBatch, PagedCache
-for layers in (None, 2, 512):
-    cache = jax.eval_shape(lambda: PagedCache.create(512, 64, 1, 32, dtype=jnp.float32, layers=layers))
-    ends, lengths, table = jnp.arange(3, dtype=jnp.int32), jnp.array([5, 20], jnp.int32), jnp.ones((2, 2), jnp.int32)
-    attend = lambda q, *x: jflex.paged_attention(q, *x, layer=layers and 1, implementation="xla")
-    lowered = jax.jit(attend).lower(jnp.ones((2, 4, 32)), cache, PagedBatch(ends, lengths, table))
-    print(lowered.compile().memory_analysis().temp_size_in_bytes)
-"""
-
-
-def test_reading_copies_no_cache():
-    """`xla` once took 24 ms for four requests of 20 keys in a stacked cache of 67 MB, all but 0.2 ms to copy it.
-
-    In a process without the flags of the tests, with which XLA copies nothing.
-    """
-    environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
-    printed = subprocess.run(
-        [sys.executable, "-c", READING], env=environment, capture_output=True, text=True, check=True
-    )
-    keys_of_a_layer = 512 * 64 * 32 * 4
-    assert all(int(size) < keys_of_a_layer / 4 for size in printed.stdout.split())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, F32])

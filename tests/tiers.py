@@ -58,7 +58,7 @@ SHORT = {
     "test_narrow": r"rows_are_set|paged_decoding",
     "test_page_pool": r"^(?!.*(machine|runTest))",
     "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed)",
-    "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer|reading))",
+    "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
     "test_prefix_machine": r"^(?!.*10000)",
     "test_primitives": r"\[select-bfloat16-bfloat16",

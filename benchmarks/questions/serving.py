@@ -70,7 +70,7 @@ class Load:
 
 @dataclasses.dataclass
 class Timing:
-    """Of one request, in seconds of `time.perf_counter`."""
+    """Times of one request, by `time.perf_counter`."""
 
     sent: float
     arrivals: list[float] = dataclasses.field(default_factory=list)
@@ -108,7 +108,7 @@ async def _ask(session: Any, model: str, prompt: Sequence[int], output: int) -> 
             elif event["choices"]:
                 found.arrivals.append(time.perf_counter())
     if not found.error and (not found.arrivals or found.tokens != output):
-        found.error = f"{found.tokens} tokens came, {output} were asked for"
+        found.error = f"got {found.tokens} tokens, expected {output}"
     return found
 
 
@@ -123,7 +123,7 @@ async def send(
     """Puts a load on a server.
 
     Args:
-      url: Of the server.
+      url: URL of the server.
       load: The requests.
       key: API key.
       vocabulary: Tokens of prompts are below it.
@@ -248,8 +248,8 @@ def main(words: Sequence[str] | None = None) -> None:
         with tqdm(total=load.requests, unit="request", dynamic_ncols=True, disable=None) as bar:
             report = functools.partial(bar.update, 1)
             timings = asyncio.run(send(options.url, load, options.key, options.vocabulary, report))
-        found, told = records_of(timings, load)
-        records, remarks = [*records, *found], [*remarks, *told]
+        found, failures = records_of(timings, load)
+        records, remarks = [*records, *found], [*remarks, *failures]
         for record in found:
             print(f"{record.name:50} {record.value.median:10.4g} {record.unit}")
         draw_times(folder / "serving.png", timings, load)

@@ -126,7 +126,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         self.query_norm = norm() if self.qk_norm else None
         self.key_norm = norm() if self.qk_norm else None
 
-    # linen sets up the scope in methods that are defined in the class itself, not in those that it inherits.
+    # linen wraps only methods of the class's own namespace, not inherited ones.
     __call__ = AttentionMethods.__call__
     decode = AttentionMethods.decode
     decode_paged = AttentionMethods.decode_paged

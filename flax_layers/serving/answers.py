@@ -82,7 +82,7 @@ class Answer:
         return self._chunk(self._choice(index, piece, whole=False))
 
     def closing(self, usage: Usage) -> dict[str, Any] | None:
-        """The chunk with the usage; None if nobody asked for it."""
+        """The final chunk with the usage, if `stream_options.include_usage` is set."""
         return self._object(self.chunk_kind, [], usage=_usage(usage)) if self._include_usage else None
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

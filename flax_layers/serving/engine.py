@@ -157,7 +157,7 @@ class Engine:
 
         Args:
             request: What to generate.
-            deliver: Takes its events, the last of which has a `finish_reason`.
+            deliver: Receives its events. The last one has a `finish_reason`.
 
         Returns:
             What cancels it.
@@ -348,8 +348,8 @@ class Engine:
         """Waits for the dispatched step, and delivers its tokens."""
         if self._dispatched is None:
             return
-        chunks, fields = self._dispatched.chunks, np.asarray(self._dispatched.fields)
-        self._dispatched = None
+        fields = np.asarray(self._dispatched.fields)  # may raise; then the requests of the step fail
+        chunks, self._dispatched = self._dispatched.chunks, None
         for (sequence, *_, samples), row in zip(chunks, fields[: len(chunks)], strict=True):
             if samples and sequence.finish_reason is None:
                 self._append(sequence, *read_row(row, sequence.top_logprobs))

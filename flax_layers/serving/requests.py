@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
-from flax_layers.sampling import Sampling
+from flax_layers.sampling import Sampling, checked_integer
 from flax_layers.serving.penalties import Penalties
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -55,16 +54,17 @@ class Request:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "stop_tokens"):
-            object.__setattr__(self, name, tuple(_integer(f"{name}` must hold", x) for x in getattr(self, name)))
+            tokens = tuple(checked_integer(f"{name}[{n}]", x) for n, x in enumerate(getattr(self, name)))
+            object.__setattr__(self, name, tokens)
         if not self.prompt:
             raise ValueError(
                 "`prompt` must hold at least one token. Got none. Begin it with the token that begins a text."
             )
-        if self.max_tokens is not None and _integer("max_tokens` must be", self.max_tokens) < 1:
+        if self.max_tokens is not None and checked_integer("max_tokens", self.max_tokens) < 1:
             raise ValueError(
                 f"`max_tokens` must be at least 1. Got {self.max_tokens}. Leave it out to use the whole context."
             )
-        if self.logprobs is not None and not 0 <= _integer("logprobs` must be", self.logprobs) <= MAX_LOGPROBS:
+        if self.logprobs is not None and not 0 <= checked_integer("logprobs", self.logprobs) <= MAX_LOGPROBS:
             raise ValueError(
                 f"`logprobs` must be from 0 to {MAX_LOGPROBS}. Got {self.logprobs}. Ask for fewer, or leave it out."
             )
@@ -146,13 +146,6 @@ def token_limit(request: Request, context: int, cache_tokens: int, vocabulary: i
             f"{request.max_tokens}. Shorten the prompt, or lower `max_tokens` to {room - prompt}."
         )
     return request.max_tokens
-
-
-def _integer(rule: str, value: object) -> int:
-    try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        raise TypeError(f"`{rule} integers. Got {type(value).__name__}. Pass numbers of tokens.") from None
 
 
 def finite(logprob: float) -> float:
