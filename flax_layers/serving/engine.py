@@ -307,6 +307,8 @@ class Engine:
                 sequence.deliver(Event(finish_reason="cancelled", error=error))
 
     def _schedule(self) -> list[Chunk]:
+        if not all(sequence.runs_ahead for sequence in self._scheduler.running):
+            self._drain()
         try:
             return self._scheduler.schedule(may_preempt=self._dispatched is None)
         except OutOfRoom:

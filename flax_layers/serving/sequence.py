@@ -74,6 +74,11 @@ class Sequence:
         return self.finish_reason is not None or self.generated >= self.limit
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
+        return True
+
+    @property
     def top_logprobs(self) -> int:
         """Top tokens whose log probabilities are delivered; -1 for none, and not that of the sampled token either."""
         return -1 if self.request.logprobs is None else self.request.logprobs
