@@ -82,7 +82,7 @@ class _Unreadable:
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, nth: int, *, when_read: bool = False) -> None:
     """Makes the nth step from now on raise: when it is dispatched, or when its results are read."""
-    sound, calls = engine._step, itertools.count(1)
+    sound, calls = engine._executor._step, itertools.count(1)
 
     def failing(*args, **options):
         if next(calls) != nth:
@@ -91,4 +91,4 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, engine: Engine, nth: int, *, when
             return sound(*args, **options)[0], _Unreadable()
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine, "_step", failing)
+    monkeypatch.setattr(engine._executor, "_step", failing)

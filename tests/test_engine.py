@@ -238,7 +238,7 @@ def test_tensor_parallel():
         clients = [Client(engine, prompt, max_tokens=32, **options) for prompt in known["tokens"].tolist()]
         run(engine)
         assert [client.tokens for client in clients] == known["greedy"].tolist()
-    shards = engine._state.cache.k.addressable_shards
+    shards = engine._executor._state.cache.k.addressable_shards
     assert [shard.data.shape[3] for shard in shards] == [model.config.num_kv_heads // 2] * 2
 
 

@@ -11,25 +11,18 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import Array
 
 from flax_layers.models import Decoder
+from flax_layers.serving.executor import Executor
 from flax_layers.serving.options import EngineOptions, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
+from flax_layers.serving.penalties import Penalties, pack_penalties
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
-from flax_layers.serving.step import (
-    DeviceState,
-    begin_penalties,
-    cache_sharding,
-    empty_state,
-    make_step,
-    poison_pages,
-    read_row,
-)
+from flax_layers.serving.step import read_row
 
 
 class QueueFull(RuntimeError):
@@ -112,11 +105,13 @@ class Engine:
     Args:
         model: The model.
         options: Sizes.
+        executor: Runs the steps; None: in this process.
 
     Raises:
         ValueError: `context` is out of range, or the mesh does not divide the KV heads.
 
     Example:
+        >>> from flax import nnx
         >>> from flax_layers.models import LayerConfig, ModelConfig
         >>> config = ModelConfig(
         ...     vocabulary=64, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -131,15 +126,15 @@ class Engine:
         (4, 'length')
     """
 
-    def __init__(self, model: Decoder, options: EngineOptions = EngineOptions()):  # noqa: B008  frozen
+    def __init__(
+        self,
+        model: Decoder,
+        options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+        executor: Executor | None = None,
+    ):
         self.config, self.options = model.config, options
         self.context = options.context_of(model.config)
-        self._model = model
-        graph, state = nnx.split(model)
-        self._parameters, form = jax.tree.flatten(state)
-        self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
-        self._step = make_step(graph, form, self._sharding)
-        self._state = self._empty_state()
+        self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
         self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
@@ -206,8 +201,7 @@ class Engine:
             report: Called with the number of programs that are compiled, and of all, after each.
         """
         shapes = self.options.shapes(self.config)
-        nobody = Sequence(Request((0,)), number=-1, limit=1, deliver=lambda event: None, slot=0)
-        self._state = begin_penalties(self._state, nobody, self.context, self._sharding)
+        self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
         for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
             jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
             report(done, 2 * len(shapes))
@@ -331,11 +325,10 @@ class Engine:
         )
         for sequence, *_ in chunks:
             if not sequence.is_edited and sequence.request.penalties:
-                self._state = begin_penalties(self._state, sequence, self.context, self._sharding)
-                sequence.is_edited = True
+                self._begin_penalties(sequence)
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
         if self.options.poison:
-            self._state = poison_pages(self._state, self._pages.free_mask())
+            self._executor.poison(self._pages.free_mask())
         fields = self._run(chunks, shape, is_greedy=is_greedy)
         fields.copy_to_host_async()
         self._counts["steps"] += 1
@@ -343,8 +336,15 @@ class Engine:
 
     def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
         packed = pack(chunks, shape, no_slot=self.options.max_requests)
-        self._state, fields = self._step(self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy)
-        return fields
+        return self._executor.run(packed, shape, is_greedy=is_greedy)
+
+    def _begin_penalties(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        request = sequence.request
+        self._executor.begin_penalties(
+            pack_penalties(request.penalties, sequence.slot, sequence.tokens, len(request.prompt), self.context)
+        )
+        sequence.is_edited = True
 
     def _read(self) -> None:
         """Waits for the dispatched step, and delivers its tokens."""
@@ -384,8 +384,4 @@ class Engine:
             sequence.pending = 0  # what was sampled is sampled again
             self._scheduler.preempt(sequence, keep=False)
         self._pages.clear()
-        self._state = self._empty_state()
-
-    def _empty_state(self) -> DeviceState:
-        options = self.options
-        return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)
+        self._executor.reset()

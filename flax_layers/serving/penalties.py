@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -82,26 +83,18 @@ class Edits:
         zeros = lambda dtype: jnp.zeros((slots, vocabulary), dtype)
         return cls(zeros(bool), zeros(jnp.int32), zeros(jnp.float32))
 
-    def begin(
-        self,
-        slot: Int32[Array, ""],
-        tokens: Int32[Array, " N"],
-        prompt: Int32[Array, ""],
-        biased: Int32[Array, " K"],
-        biases: Float32[Array, " K"],
-    ) -> Edits:
+    def begin(self, words: Int32[Array, " words"]) -> Edits:
         """Sets the tokens and biases of a request that begins in a slot.
 
         Args:
-            slot: The slot.
-            tokens: Its tokens so far, padded with -1.
-            prompt: How many of them are the prompt.
-            biased: Tokens, padded with -1.
-            biases: The bias of each of them.
+            words: The result of `pack_penalties`.
 
         Returns:
             The new state.
         """
+        slot, prompt = words[0], words[1]
+        biased, bits, tokens = jnp.split(words[2:], [MAX_BIASES, 2 * MAX_BIASES])
+        biases = jax.lax.bitcast_convert_type(bits, jnp.float32)
         vocabulary = self.counts.shape[1]
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         kept = lambda x, wanted: jnp.where(wanted & (x >= 0), x, vocabulary)  # what lies beyond is dropped
@@ -165,12 +158,24 @@ def apply_penalties(
     return jnp.where(column(rows.is_edited) > 0, changed, logits)
 
 
-def padded(values: list[int] | list[float], size: int, fill: int, dtype: type[np.generic]) -> np.ndarray:
-    """A list as an array of one size.
+def pack_penalties(
+    penalties: Penalties, slot: int, tokens: Sequence[int], prompt: int, context: int
+) -> Int32[np.ndarray, " words"]:
+    """Packs what the device must know of a request with penalties: one transfer when it begins.
 
-    >>> padded([1, 2], 4, -1, np.int32).tolist()
-    [1, 2, -1, -1]
+    Args:
+        penalties: Of the request.
+        slot: Its slot.
+        tokens: Its tokens so far.
+        prompt: How many of them are the prompt.
+        context: Positions of a sequence.
+
+    Returns:
+        Slot, length of the prompt, biased tokens, biases, tokens; lists are padded with -1.
     """
-    array = np.full(size, fill, dtype)
-    array[: len(values)] = values
-    return array
+    known = np.full(context, -1, np.int32)
+    known[: len(tokens)] = tokens
+    biased, biases = np.full(MAX_BIASES, -1, np.int32), np.zeros(MAX_BIASES, np.float32)
+    for n, (token, bias) in enumerate(penalties.logit_bias):
+        biased[n], biases[n] = token, bias
+    return np.concatenate([np.array([slot, prompt], np.int32), biased, biases.view(np.int32), known])

@@ -18,9 +18,8 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 from flax_layers.serving.options import Shape
 from flax_layers.serving.packing import unpack
-from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
+from flax_layers.serving.penalties import Edits, apply_penalties
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
-from flax_layers.serving.sequence import Sequence
 from jflex.paged import PagedCache
 from jflex.types import AnyArray
 
@@ -102,7 +101,7 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
-        return _constrained(state, sharding), fields
+        return _constrained(state, sharding), _replicated(fields, sharding)
 
     return jax.jit(run, static_argnames=("shape", "is_greedy"), donate_argnames="state")
 
@@ -160,9 +159,15 @@ def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceSt
     """Fixes the sharding of the state, so that all steps have the same one and none is compiled twice."""
     if sharding is None:
         return state
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    constrain = jax.lax.with_sharding_constraint
-    return DeviceState(constrain(state.cache, sharding), constrain(state.sampled, whole), constrain(state.edits, whole))
+    cache = jax.lax.with_sharding_constraint(state.cache, sharding)
+    return DeviceState(cache, _replicated(state.sampled, sharding), _replicated(state.edits, sharding))
+
+
+def _replicated(tree: Any, sharding: NamedSharding | None) -> Any:
+    """Makes every device of the cache's mesh hold all of the arrays."""
+    if sharding is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Array, "R fields"]:
@@ -192,32 +197,21 @@ def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, Token
     return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
 
 
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
 def begin_penalties(
-    state: DeviceState, sequence: Sequence, context: int, sharding: NamedSharding | None = None
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
 ) -> DeviceState:
     """Writes the penalties of a request to its slot on the device.
 
     Args:
         state: Donated.
-        sequence: A sequence with a slot and without pending tokens.
-        context: Positions of a sequence.
+        words: The result of `pack_penalties`.
         sharding: Sharding of the cache.
 
     Returns:
         The state.
     """
-    biases = sequence.request.penalties.logit_bias
-    tokens = padded(sequence.tokens, context, -1, np.int32)
-    biased = padded([token for token, _ in biases], MAX_BIASES, -1, np.int32)
-    values = padded([bias for _, bias in biases], MAX_BIASES, 0, np.float32)
-    assert sequence.slot is not None
-    prompt = np.int32(len(sequence.request.prompt))
-    return _begin(state, np.int32(sequence.slot), tokens, prompt, biased, values, sharding=sharding)
-
-
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
-def _begin(state: DeviceState, *arguments: Any, sharding: NamedSharding | None) -> DeviceState:
-    return _constrained(dataclasses.replace(state, edits=state.edits.begin(*arguments)), sharding)
+    return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
