@@ -1,0 +1,80 @@
+"""The engine's device side: parameters, state, and the programs that change it."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Int32
+
+from flax_layers.models import Decoder
+from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.serving.step import (
+    DeviceState,
+    begin_penalties,
+    cache_sharding,
+    empty_state,
+    make_step,
+    poison_pages,
+)
+from jflex.types import AnyArray
+
+
+class Executor:
+    """Runs steps. Every call returns once its work is dispatched, and takes nothing but numbers.
+
+    Args:
+        model: The model, on one device or sharded over a mesh.
+        options: Sizes.
+
+    Raises:
+        ValueError: The mesh does not divide the KV heads.
+    """
+
+    def __init__(self, model: Decoder, options: EngineOptions):
+        self._model, self._options = model, options
+        graph, state = nnx.split(model)
+        self._parameters, form = jax.tree.flatten(state)
+        self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
+        self._step = make_step(graph, form, self._sharding)
+        self._state = self._empty_state()
+
+    def run(self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool) -> Int32[Array, "R fields"]:
+        """Runs a step; see `flax_layers.serving.step.Step`.
+
+        Args:
+            packed: The result of `flax_layers.serving.packing.pack`.
+            shape: The shape of the step.
+            is_greedy: Whether all rows are greedy.
+
+        Returns:
+            The fields that `read_row` reads.
+        """
+        self._state, fields = self._step(self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy)
+        return fields
+
+    def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
+        """Writes the penalties of a request to its slot.
+
+        Args:
+            words: The result of `flax_layers.serving.penalties.pack_penalties`.
+        """
+        self._state = begin_penalties(self._state, words, sharding=self._sharding)
+
+    def poison(self, free: Int32[AnyArray, " P"]) -> None:
+        """Overwrites pages with NaN.
+
+        Args:
+            free: 1 for each page to overwrite, else 0.
+        """
+        self._state = poison_pages(self._state, free)
+
+    def reset(self) -> None:
+        """Begins anew, with an empty cache."""
+        self._state = self._empty_state()
+
+    def close(self) -> None:
+        """Ends the executor: no call follows."""
+
+    def _empty_state(self) -> DeviceState:
+        options = self._options
+        return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)
