@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
+from jax.sharding import Mesh
 
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
 from flax_layers.models.folders import read_optional_json, recover
@@ -31,7 +32,10 @@ def default_dtype() -> Dtype:
 
 
 def load(
-    folder: str | pathlib.Path, dtype: Dtype | None = None, implementation: str | tuple[str, ...] | None = None
+    folder: str | pathlib.Path,
+    dtype: Dtype | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    mesh: Mesh | None = None,
 ) -> Loaded:
     """Reads model, tokenizer and stop tokens.
 
@@ -39,6 +43,7 @@ def load(
         folder: The folder of the checkpoint.
         dtype: Dtype of parameters and computation. Default: `default_dtype()`.
         implementation: The jflex backend.
+        mesh: Devices to shard the parameters over. Default: JAX's default device.
 
     Returns:
         Model, tokenizer and stop tokens.
@@ -46,6 +51,7 @@ def load(
     Raises:
         FileNotFoundError: The folder, or a required file in it, does not exist.
         CheckpointError: A file cannot be read.
+        ValueError: The mesh does not divide the parameters.
     """
     folder = pathlib.Path(folder)
     recover(folder)
@@ -55,7 +61,7 @@ def load(
             f"There is no folder {folder}. `transformers` and `flax_layers.models.save_pretrained` write one."
         )
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
-    model = from_pretrained(folder, dtype=dtype or default_dtype(), implementation=implementation)
+    model = from_pretrained(folder, dtype=dtype or default_dtype(), implementation=implementation, mesh=mesh)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
@@ -22,6 +25,7 @@ from flax_layers.serving.answers import ServedTokenizer
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.engine import Engine
 from flax_layers.serving.options import EngineOptions
+from flax_layers.serving.processes import LeadingExecutor, follow
 
 PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
@@ -66,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
     add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 256")
     room = made.add_mutually_exclusive_group()
-    room.add_argument("--memory", type=float, metavar="GIB", help="of the cache; default: what is free, on a CPU 1")
+    room.add_argument(
+        "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
+    )
     room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
@@ -74,6 +80,10 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the guide")
+    add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
+    add("--process", type=int, metavar="N", help="which of them this is, from 0; process 0 answers")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
     add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
     return made
@@ -92,13 +102,92 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for package in PACKAGES:
                 with needs(package, "serve"):
                     __import__(package)
+            mesh = connect(options)
+            if options.process:
+                return follow_first(load_served(options, mesh).decoder)
             keys, bound = begin(options)
             opened.enter_context(bound)
-            model = load_served(options)
-            engine = Engine(model.decoder, engine_options(options, model.decoder))
+            model = load_served(options, mesh)
+            engine = create_engine(options, model.decoder)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             reader.error(str(error))
         serve(options, model, engine, keys, bound)
+
+
+def connect(options: argparse.Namespace) -> Mesh | None:
+    """Meets the other processes, if there are any.
+
+    Args:
+        options: Of `parser`.
+
+    Returns:
+        The devices that share the model; None for one device.
+
+    Raises:
+        ValueError: An option is missing or out of its range.
+    """
+    given = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
+    if any(given) != all(given):
+        raise ValueError("`--coordinator`, `--processes` and `--process` must be passed together, or none of them.")
+    if all(given):
+        if not 0 <= options.process < options.processes:
+            raise ValueError(
+                f"`--process` must be from 0 to {options.processes - 1}, one of `--processes`. Got {options.process}."
+            )
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    if options.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(options.compilation_cache.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return create_mesh(options)
+
+
+def create_mesh(options: argparse.Namespace) -> Mesh | None:
+    """The devices that share the model, as many of each process.
+
+    Args:
+        options: Of `parser`.
+
+    Returns:
+        The mesh; None for one device.
+
+    Raises:
+        ValueError: `--devices` is out of its range.
+    """
+    devices, processes = jax.devices(), jax.process_count()
+    if not 1 <= options.devices <= len(devices):
+        raise ValueError(f"`--devices` must be from 1 to {len(devices)}, those that JAX sees. Got {options.devices}.")
+    if options.devices % processes:
+        raise ValueError(
+            f"`--devices` must be a multiple of the {processes} processes, so that each of them takes part. Got "
+            f"{options.devices}."
+        )
+    if options.devices == 1:
+        return None
+    if options.model is None:
+        raise ValueError("`--devices` must be 1 for the demo's model, which has one KV head. Pass `--model`.")
+    each = options.devices // processes
+    chosen = [x for n in range(processes) for x in [x for x in devices if x.process_index == n][:each]]
+    return Mesh(np.array(chosen), ("model",))
+
+
+def create_engine(options: argparse.Namespace, model: Decoder) -> Engine:
+    """The engine of the model, and of all processes.
+
+    Args:
+        options: Of `parser`.
+        model: The model.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: A size is out of its range, or no page fits into the memory.
+    """
+    sizes = engine_options(options, model)
+    executor = None
+    if options.coordinator is not None:
+        executor = LeadingExecutor(model, sizes, options.coordinator.rpartition(":")[0])
+    return Engine(model, sizes, executor)
 
 
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
@@ -125,9 +214,6 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"`--port` must be from 0 to 65535. Got {options.port}.")
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
-    if options.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(options.compilation_cache.absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     keys = () if options.api_key_file is None else read_keys(options.api_key_file)
     return keys, bind(options.host, options.port)
 
@@ -151,11 +237,12 @@ def read_keys(file: pathlib.Path) -> tuple[str, ...]:
     return keys
 
 
-def load_served(options: argparse.Namespace) -> Model:
+def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
     """Loads the model.
 
     Args:
         options: Of `parser`.
+        mesh: The devices that share it. None: JAX's default device.
 
     Returns:
         The model.
@@ -172,7 +259,7 @@ def load_served(options: argparse.Namespace) -> Model:
         model = demo_model(FILE, options.implementation, say)
         options.context = DEMO_CONTEXT if options.context is None else options.context
         return Model(options.name or "jflex-demo", model, ByteTokenizer(), ())
-    loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
+    loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation, mesh)
     name = options.name or options.model.resolve().name
     return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
 
@@ -195,7 +282,7 @@ def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions
         return dataclasses.replace(sizes, num_pages=options.num_pages)
     page = jax.eval_shape(lambda: model.init_paged_cache(2, options.page_size))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // 2
-    memory = int(options.memory * (1 << 30)) if options.memory is not None else _free_memory()
+    memory = int(options.memory * (1 << 30)) if options.memory is not None else options.devices * _free_memory()
     wanted = 1 + sizes.max_requests * -(-sizes.context_of(model.config) // options.page_size)
     if memory < 2 * page_bytes:
         raise ValueError(
@@ -222,7 +309,7 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
 
 
 def _free_memory() -> int:
-    """Bytes for the cache: a share of what the device has left, so that steps have room."""
+    """Bytes of a device for the cache: a share of what it has left, so that steps have room."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return CPU_MEMORY
@@ -254,6 +341,21 @@ def serve(
         Server(app, launch, options.grace).run(sockets=[bound])
     if launch.failure is not None:
         raise launch.failure
+
+
+def follow_first(model: Decoder) -> None:
+    """Runs what process 0 says, until that one ends.
+
+    Args:
+        model: The model.
+    """
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; process 0 ends the others
+    try:
+        follow(model)
+    except EOFError:
+        sys.exit("error: process 0 has ended without a word. Its own output says why.")
 
 
 def _progress_bar() -> Callable[[int, int], None]:

@@ -250,6 +250,7 @@ class Engine:
         else:
             while self.step():
                 pass
+        self._executor.close()
 
     def _loop(self) -> None:
         try:

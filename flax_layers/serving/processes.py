@@ -1,0 +1,144 @@
+"""Several processes, one engine: the first decides, all run the same steps on their part of a mesh.
+
+`jax.distributed` makes one mesh of the devices of all processes, and a program on it runs only when every process
+dispatches it. So the first process, which holds the queue and the pages, tells each call of its executor to the others
+before it makes the call itself: a few kilobytes over a connection of its own, not over the mesh, whose devices are busy
+with the step before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Int32
+
+from flax_layers.models import Decoder
+from flax_layers.serving.executor import Executor
+from flax_layers.serving.options import EngineOptions, Shape
+from jflex.types import AnyArray
+
+_RUN, _PENALTIES, _POISON, _RESET, _CLOSE = range(5)
+_HEADER = 5
+_SECRET = 32
+_ANSWER = 512
+
+
+class LeadingExecutor(Executor):
+    """The executor of the first process: tells each call to the others.
+
+    Args:
+        model: The model, sharded over a mesh of the devices of all processes.
+        options: Sizes; the other processes get them from here.
+        host: Address of this process for the others.
+
+    Raises:
+        ValueError: The mesh does not divide the KV heads.
+    """
+
+    def __init__(self, model: Decoder, options: EngineOptions, host: str):
+        self._followers = _meet(host)
+        for follower in self._followers:
+            follower.send_bytes(json.dumps(dataclasses.asdict(options)).encode())
+        super().__init__(model, options)
+
+    def run(self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool) -> Int32[Array, "R fields"]:
+        """See `Executor.run`."""
+        self._tell(_RUN, packed, *shape, is_greedy)
+        return super().run(packed, shape, is_greedy=is_greedy)
+
+    def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
+        """See `Executor.begin_penalties`."""
+        self._tell(_PENALTIES, words)
+        super().begin_penalties(words)
+
+    def poison(self, free: Int32[AnyArray, " P"]) -> None:
+        """See `Executor.poison`."""
+        self._tell(_POISON, free)
+        super().poison(free)
+
+    def reset(self) -> None:
+        """See `Executor.reset`."""
+        self._tell(_RESET)
+        super().reset()
+
+    def close(self) -> None:
+        """Ends the other processes, too, and leaves them."""
+        with contextlib.suppress(OSError):  # one has died
+            self._tell(_CLOSE)
+        while self._followers:
+            self._followers.pop().close()
+        jax.distributed.shutdown()  # now: a signal may end this process before Python's own end, and the others with it
+
+    def _tell(self, call: int, words: Int32[AnyArray, " words"] | None = None, *numbers: int) -> None:
+        header = np.zeros(_HEADER, np.int32)
+        header[: 1 + len(numbers)] = (call, *numbers)
+        message = header if words is None else np.concatenate([header, np.asarray(words, np.int32)])
+        for follower in self._followers:
+            follower.send_bytes(message.tobytes())
+
+
+def follow(model: Decoder) -> None:
+    """Runs what the first process says, until it ends; for all other processes.
+
+    Args:
+        model: The same model, sharded alike.
+
+    Raises:
+        EOFError: The first process has died.
+    """
+    with _join() as leader:
+        executor = Executor(model, EngineOptions(**json.loads(leader.recv_bytes())))
+        while True:
+            message = np.frombuffer(leader.recv_bytes(), np.int32)
+            (call, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
+            if call == _RUN:
+                executor.run(words, Shape(*numbers[:3]), is_greedy=bool(numbers[3]))
+            elif call == _PENALTIES:
+                executor.begin_penalties(words)
+            elif call == _POISON:
+                executor.poison(words)
+            elif call == _RESET:
+                executor.reset()
+            else:
+                break
+    jax.distributed.shutdown()
+
+
+def _meet(host: str) -> list[Connection]:
+    """Waits for all other processes. They get address and key over the mesh, so nobody else can connect."""
+    key, followers = secrets.token_bytes(_SECRET), []
+    with Listener((host, 0), authkey=key) as listener:
+        _broadcast(key + json.dumps(listener.address).encode())
+        while len(followers) < jax.process_count() - 1:
+            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):  # a stranger
+                followers.append(_without_delay(listener.accept()))
+    return followers
+
+
+def _join() -> Connection:
+    said = _broadcast(b"")
+    host, port = json.loads(said[_SECRET:])
+    return _without_delay(Client((host, port), authkey=said[:_SECRET]))
+
+
+def _without_delay(connection: Connection) -> Connection:
+    """Sends small messages at once; by default TCP keeps them until the last one is acknowledged, for up to 40 ms."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _broadcast(text: bytes) -> bytes:
+    """The text of the first process."""
+    padded = np.frombuffer(text.ljust(_ANSWER), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip()
