@@ -155,18 +155,20 @@ def test_random_cancellations_lose_no_page(engine):
         }  # fmt: skip
         connection = Connection(app, COMPLETIONS, body)
         task = asyncio.create_task(connection.run())
-        await asyncio.sleep(chance.random() * 1.5)
+        await asyncio.sleep(chance.random() * 5)
         if chance.random() < 0.5:
             connection.leave.set()
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 120)
 
     async def run() -> None:
-        await asyncio.gather(*(one() for _ in range(200)))
+        await asyncio.gather(*(one() for _ in range(1000)))
 
     asyncio.run(run())
     idle(engine)
-    counts = re.findall(r"^jflex_requests_total\{.*\} (\S+)$", ask(app, "/metrics").text, re.MULTILINE)
-    assert sum(map(float, counts)) >= 200
+    found = re.findall(r'^jflex_requests_total\{finish_reason="(.*)"\} (\S+)$', ask(app, "/metrics").text, re.MULTILINE)
+    counts = {reason: float(count) for reason, count in found}
+    assert sum(counts.values()) >= 1000
+    assert min(counts["cancelled"], counts["length"] + counts["stop"]) > 100, counts
 
 
 @pytest.mark.parametrize("grace", [0.0, 60.0])
