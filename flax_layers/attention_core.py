@@ -13,6 +13,18 @@ from flax_layers import functional
 from flax_layers.dense_cache import DenseCache
 
 
+class SharedPrefix(NamedTuple):
+    """The first requests of a paged batch that begin with the same pages; a pytree, so both numbers may be traced.
+
+    Attributes:
+        requests: How many requests, counted from the first one.
+        tokens: How many keys are on the pages, a multiple of the page size. Each of these requests has as many.
+    """
+
+    requests: Int32[Array, ""]
+    tokens: Int32[Array, ""]
+
+
 class Mods(NamedTuple):
     """The mods and the mask of a constructor or of a call.
 
@@ -209,6 +221,7 @@ def decode_paged(
     batch: jflex.paged.PagedBatch,
     mods: Mods,
     number: int | Int32[Array, ""] | None,
+    shared: SharedPrefix | None = None,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     if inputs.ndim != 2:
@@ -220,17 +233,16 @@ def decode_paged(
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
     capacity = batch.page_table.shape[1] * cache.page_size
-    query, key, value = project(layer, inputs, jflex.paged.token_positions(batch, tokens), capacity)
+    positions = jflex.paged.token_positions(batch, tokens)
+    query, key, value = project(layer, inputs, positions, capacity)
     dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
-    attended = jflex.paged_attention(
-        query.astype(dtype),
-        cache,
-        batch,
-        score_mod=mods.score_mod,
-        mask_mod=mods.mask_mod,
-        scale=layer.scale,
-        layer=number,
-        implementation=layer.implementation,
-    )
+    how: dict[str, Any] = {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "scale": layer.scale}
+    how["implementation"] = layer.implementation
+    if shared is None:
+        attended = jflex.paged_attention(query.astype(dtype), cache, batch, layer=number, **how)
+    else:
+        levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
+        how["requests"] = jflex.paged.token_requests(batch, tokens)
+        attended = jflex.cascade_attention(query.astype(dtype), levels, positions=positions, **how)
     return join(layer, attended.astype(query.dtype)), cache

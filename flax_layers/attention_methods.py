@@ -132,6 +132,7 @@ class AttentionMethods(attention_core.Layer):
         layer: int | Int32[Array, ""] | None = None,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
+        shared_prefix: attention_core.SharedPrefix | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
@@ -146,6 +147,8 @@ class AttentionMethods(attention_core.Layer):
             layer: Index of the layer in a cache for several, a Python int or traced.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            shared_prefix: The first requests begin with the same pages: their keys are read once for all
+                (`jflex.cascade_attention`). The result is the same, to rounding.
 
         Returns:
             One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
@@ -156,7 +159,8 @@ class AttentionMethods(attention_core.Layer):
             ValueError: `inputs` do not have two axes; cache, batch and layer do not fit together, as far as values are
                 known; the constructor's BlockMask masks more than its mask_mod.
         """
-        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
+        mods = self._mods(score_mod, mask_mod)
+        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix)
 
     def _mods(
         self,

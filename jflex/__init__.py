@@ -34,6 +34,7 @@ from jflex.mods.offset import with_offset as with_offset
 from jflex.mods.types import MaskMod as MaskMod
 from jflex.mods.types import ScoreMod as ScoreMod
 from jflex.paged.attention import paged_attention as paged_attention
+from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2
 from jflex.state import lse_from_flash as lse_from_flash

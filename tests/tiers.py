@@ -66,6 +66,7 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
+    "test_shared_prefix": r"causal-3-24|wrong|pays|best",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_train": r"flops|fit|read|there_are|none|rows_that",

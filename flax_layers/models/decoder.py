@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 import jflex
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
-from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm
+from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm, SharedPrefix
 from jflex.paged import PagedBatch, PagedCache
 
 ACTIVATIONS = {
@@ -135,16 +135,23 @@ class Block(nnx.Module):
         return self._add_both(stream, attended), cache
 
     def decode_paged(
-        self, stream: Float[Array, "N width"], cache: PagedCache, batch: PagedBatch, layer: int | Int[Array, ""]
+        self,
+        stream: Float[Array, "N width"],
+        cache: PagedCache,
+        batch: PagedBatch,
+        layer: int | Int[Array, ""],
+        shared_prefix: SharedPrefix | None = None,
     ) -> tuple[Float[Array, "N width"], PagedCache]:
         """Appends packed tokens to layer `layer` of the cache. Returns their residual stream after this block."""
+        reads_all = shared_prefix is not None and self.layer.window is None  # the last token of a request sees all keys
         attended, cache = self.attention.decode_paged(
             self.attention_norm(stream),
             cache,
             batch,
             layer=layer,
             score_mod=mods.score_mod(self.config, self.score_mod),
-            mask_mod=mods.mask_mod(self.layer.window),
+            mask_mod=None if reads_all else mods.mask_mod(self.layer.window),
+            shared_prefix=shared_prefix if reads_all else None,
         )
         return self._add_both(stream, attended), cache
 
@@ -348,12 +355,24 @@ class Decoder(nnx.Module):
         return self.logits(hidden), cache
 
     def decode_paged_hidden(
-        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+        self,
+        tokens: Int[Array, " N"],
+        cache: PagedCache,
+        batch: PagedBatch,
+        shared_prefix: SharedPrefix | None = None,
     ) -> tuple[Float[Array, "N width"], PagedCache]:
-        """See `decode_paged`; returns hidden states."""
+        """See `decode_paged`; returns hidden states.
+
+        Args:
+            tokens: As for `decode_paged`.
+            cache: As for `decode_paged`.
+            batch: As for `decode_paged`.
+            shared_prefix: The first requests begin with the same pages, and each request has one token in this call:
+                layers without a window read these pages once for all.
+        """
         stream = self._embed(tokens)
         for layer, block in enumerate(self.blocks):
-            stream, cache = block.decode_paged(stream, cache, batch, layer)
+            stream, cache = block.decode_paged(stream, cache, batch, layer, shared_prefix)
         return self.norm(stream), cache
 
     def _check_length(self, name: str, length: int) -> None:

@@ -15,13 +15,14 @@ from jaxtyping import Array
 
 from flax_layers.models import Decoder
 from flax_layers.serving.executor import Executor
-from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.penalties import Penalties, pack_penalties
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
 from flax_layers.serving.step import read_row
 
 
@@ -47,6 +48,7 @@ class Stats:
         hit_tokens: Those of them that were found in the prefix cache.
         generated_tokens: Sampled tokens that were delivered.
         steps: Steps that were dispatched.
+        cascade_steps: Those of them in which requests read the prefix that they share once for all.
         preemptions: How often a request lost its pages and was computed again.
         failures: Steps that failed.
     """
@@ -60,6 +62,7 @@ class Stats:
     hit_tokens: int
     generated_tokens: int
     steps: int
+    cascade_steps: int
     preemptions: int
     failures: int
 
@@ -136,6 +139,8 @@ class Engine:
         self.context = options.context_of(model.config)
         self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
+        self._prefixes = SharedPrefixes(options, self._executor.token_bytes)
+        self._cascades = self._prefixes.shapes(options.shapes(model.config)) if None in windows else []
         self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
         self._dispatched: _Dispatched | None = None
@@ -202,9 +207,11 @@ class Engine:
         """
         shapes = self.options.shapes(self.config)
         self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
-        for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
-            jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
-            report(done, 2 * len(shapes))
+        programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
+        for done, ((shape, is_cascade), is_greedy) in enumerate(itertools.product(programs, (True, False)), 1):
+            nothing = pack([], shape, self.options.max_requests)
+            jax.block_until_ready(self._executor.run(nothing, shape, is_greedy=is_greedy, is_cascade=is_cascade))
+            report(done, 2 * len(programs))
 
     @property
     def is_running(self) -> bool:
@@ -220,7 +227,7 @@ class Engine:
             cached_pages=self._pages.cached,
             used_pages=self._pages.used,
             **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
-            **{name: self._counts[name] for name in ("generated_tokens", "steps", "failures")},
+            **{name: self._counts[name] for name in ("generated_tokens", "steps", "cascade_steps", "failures")},
         )
 
     def check(self) -> None:
@@ -327,17 +334,16 @@ class Engine:
         for sequence, *_ in chunks:
             if not sequence.is_edited and sequence.request.penalties:
                 self._begin_penalties(sequence)
-        is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
         if self.options.poison:
             self._executor.poison(self._pages.free_mask())
-        fields = self._run(chunks, shape, is_greedy=is_greedy)
+        chunks, shared = self._prefixes.arrange(chunks) if shape in self._cascades else (chunks, Shared())
+        packed = pack(chunks, shape, self.options.max_requests, shared)
+        is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
+        fields = self._executor.run(packed, shape, is_greedy=is_greedy, is_cascade=shared.requests > 0)
+        self._counts["cascade_steps"] += shared.requests > 0
         fields.copy_to_host_async()
         self._counts["steps"] += 1
         return _Dispatched(chunks, fields)
-
-    def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
-        packed = pack(chunks, shape, no_slot=self.options.max_requests)
-        return self._executor.run(packed, shape, is_greedy=is_greedy)
 
     def _begin_penalties(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -38,18 +38,31 @@ class Executor:
         self._step = make_step(graph, form, self._sharding)
         self._state = self._empty_state()
 
-    def run(self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool) -> Int32[Array, "R fields"]:
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in one layer, on one device."""
+        cache, mesh = self._state.cache, {} if self._sharding is None else self._sharding.mesh.shape
+        return (cache.k.itemsize * cache.k.shape[-1] + cache.v.itemsize * cache.v.shape[-1]) * (
+            cache.num_kv_heads // mesh.get("model", 1)
+        )
+
+    def run(
+        self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool, is_cascade: bool = False
+    ) -> Int32[Array, "R fields"]:
         """Runs a step; see `flax_layers.serving.step.Step`.
 
         Args:
             packed: The result of `flax_layers.serving.packing.pack`.
             shape: The shape of the step.
             is_greedy: Whether all rows are greedy.
+            is_cascade: Whether the first rows share a prefix.
 
         Returns:
             The fields that `read_row` reads.
         """
-        self._state, fields = self._step(self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy)
+        self._state, fields = self._step(
+            self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy, is_cascade=is_cascade
+        )
         return fields
 
     def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:

@@ -39,6 +39,8 @@ class EngineOptions:
         context: Positions of a sequence, prompt included; None: those of the model.
         max_waiting: Requests that may wait; more are refused.
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
+        cascade_bytes: Requests that share a prefix read it once for all, if that saves so many bytes of a layer in a
+            step; see `flax_layers.serving.shared_prefix`. None: never.
         poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
 
     Raises:
@@ -56,12 +58,18 @@ class EngineOptions:
     context: int | None = None
     max_waiting: int = 1024
     prefix_cache: bool = True
+    cascade_bytes: int | None = 100_000_000
     poison: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_requests", 1), ("max_step_tokens", 1), ("num_pages", 2), ("max_waiting", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}.")
+        if self.cascade_bytes is not None and self.cascade_bytes < 1:
+            raise ValueError(
+                f"`cascade_bytes` must be at least 1. Got {self.cascade_bytes}. Pass None to read prefixes for each "
+                "request."
+            )
         if not 1 <= self.page_size <= 256:
             raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
         if self.max_step_tokens < self.max_requests:

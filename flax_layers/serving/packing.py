@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from flax_layers.nnx import SharedPrefix
 from flax_layers.sampling import SamplingBatch
 from flax_layers.serving.options import Shape
 from flax_layers.serving.penalties import PenaltyBatch
 from flax_layers.serving.scheduler import Chunk
+from flax_layers.serving.shared_prefix import Shared
 from jflex.paged import PagedBatch
 
 _SAMPLING = (
@@ -32,6 +34,7 @@ class StepInputs(NamedTuple):
         slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
         sampling: Parameters of each row.
         penalties: Penalties of each row.
+        shared_prefix: What the first rows share.
     """
 
     tokens: Int32[Array, " N"]
@@ -39,15 +42,22 @@ class StepInputs(NamedTuple):
     slots: Int32[Array, " R"]
     sampling: SamplingBatch
     penalties: PenaltyBatch
+    shared_prefix: SharedPrefix
 
 
-def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, " words"]:
+def pack(
+    chunks: Items[Chunk],
+    shape: Shape,
+    no_slot: int,
+    shared: Shared = Shared(),  # noqa: B008  a tuple
+) -> Int32[np.ndarray, " words"]:
     """Packs a step.
 
     Args:
         chunks: The chunks of the step, no more than the shape has rows.
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
+        shared: What the first chunks share.
 
     Returns:
         The packed array.
@@ -78,7 +88,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row] = sequence.is_edited
     words = [column.view(np.int32) for column in columns.values()]
-    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
+    return np.concatenate([np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel()])
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
@@ -91,9 +101,10 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     Returns:
         The inputs.
     """
-    sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
+    requests, shared, tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
     columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
     of_sampling = len(_SAMPLING)
-    return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))
+    sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
+    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]))

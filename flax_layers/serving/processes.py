@@ -28,7 +28,7 @@ from flax_layers.serving.options import EngineOptions, Shape
 from jflex.types import AnyArray
 
 _RUN, _PENALTIES, _POISON, _RESET, _CLOSE = range(5)
-_HEADER = 5
+_HEADER = 6
 _SECRET = 32
 _ANSWER = 512
 
@@ -51,10 +51,12 @@ class LeadingExecutor(Executor):
             follower.send_bytes(json.dumps(dataclasses.asdict(options)).encode())
         super().__init__(model, options)
 
-    def run(self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool) -> Int32[Array, "R fields"]:
+    def run(
+        self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool, is_cascade: bool = False
+    ) -> Int32[Array, "R fields"]:
         """See `Executor.run`."""
-        self._tell(_RUN, packed, *shape, is_greedy)
-        return super().run(packed, shape, is_greedy=is_greedy)
+        self._tell(_RUN, packed, *shape, is_greedy, is_cascade)
+        return super().run(packed, shape, is_greedy=is_greedy, is_cascade=is_cascade)
 
     def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
         """See `Executor.begin_penalties`."""
@@ -102,7 +104,8 @@ def follow(model: Decoder) -> None:
             message = np.frombuffer(leader.recv_bytes(), np.int32)
             (call, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
             if call == _RUN:
-                executor.run(words, Shape(*numbers[:3]), is_greedy=bool(numbers[3]))
+                is_greedy, is_cascade = map(bool, numbers[3:])
+                executor.run(words, Shape(*numbers[:3]), is_greedy=is_greedy, is_cascade=is_cascade)
             elif call == _PENALTIES:
                 executor.begin_penalties(words)
             elif call == _POISON:

@@ -51,6 +51,7 @@ class Step(Protocol):
         *,
         shape: Shape,
         is_greedy: bool,
+        is_cascade: bool = False,
     ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
         """Reads the tokens of a step and samples the next token of each row.
 
@@ -61,6 +62,8 @@ class Step(Protocol):
             shape: The shape of the step.
             is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
                 another program, which neither draws nor sorts.
+            is_cascade: Whether the first rows share a prefix, and each row has one token. It is another program, which
+                reads the prefix once.
 
         Returns:
             The state, and the fields that `read_row` reads: the only transfer back.
@@ -85,12 +88,19 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
     """
 
     def run(
-        parameters: Items[Array], state: DeviceState, packed: Array, *, shape: Shape, is_greedy: bool
+        parameters: Items[Array],
+        state: DeviceState,
+        packed: Array,
+        *,
+        shape: Shape,
+        is_greedy: bool,
+        is_cascade: bool = False,
     ) -> tuple[DeviceState, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
         inputs = unpack(packed, shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
-        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
+        shared = inputs.shared_prefix if is_cascade else None
+        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared)
         logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
         edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
         if is_greedy:
@@ -103,7 +113,7 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
-    return jax.jit(run, static_argnames=("shape", "is_greedy"), donate_argnames="state")
+    return jax.jit(run, static_argnames=("shape", "is_greedy", "is_cascade"), donate_argnames="state")
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding | None:

@@ -1,0 +1,72 @@
+"""A paged batch whose requests begin alike, as two levels of a cascade: what they share, and what follows it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int32
+
+from jflex._call.checks import describe_array
+from jflex.cascade import CascadeLevel
+from jflex.paged.batch import PagedBatch, check_fields
+from jflex.paged.cache import PagedCache, check_int32, is_known
+from jflex.types import AnyArray
+
+
+def shared_prefix_levels(
+    cache: PagedCache,
+    batch: PagedBatch,
+    requests: int | Int32[AnyArray, ""],
+    tokens: int | Int32[AnyArray, ""],
+    *,
+    layer: int | Int[AnyArray, ""] | None = None,
+) -> tuple[CascadeLevel, CascadeLevel]:
+    """The levels of a paged batch whose first requests begin with the same pages: these pages, and what follows them.
+
+    Both numbers are data: other values do not recompile anything. 0 and 0: nothing is shared.
+
+    Args:
+      cache: The cache.
+      batch: The batch, as for `paged_attention`.
+      requests: How many requests share their first pages, counted from the first request.
+      tokens: How many keys are on these pages, a multiple of the page size. Each of these requests has as many.
+      layer: Which layer of a stacked cache.
+
+    Returns:
+      The shared keys, and the other keys of each request.
+
+    Raises:
+      TypeError: An argument has a wrong type.
+      ValueError: `requests` or `tokens` is known and out of range.
+
+    >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
+    >>> table = jnp.array([[3, 9, 1], [3, 9, 5], [7, 0, 0]])
+    >>> batch = PagedBatch(jnp.arange(4), jnp.array([130, 129, 20]), table)  # one query each
+    >>> shared, own = shared_prefix_levels(cache, batch, requests=2, tokens=128)
+    >>> shared.groups.kv_lengths.tolist(), own.groups.kv_lengths.tolist(), own.start.tolist()
+    ([128], [2, 1, 20], [128, 128, 0])
+    """
+    check_fields(batch)
+    size, rows = cache.page_size, batch.requests
+    count = _checked_number("requests", requests, rows)
+    keys = _checked_number("tokens", tokens, batch.max_pages * size, size)
+    lengths, indptr, table = (jnp.asarray(x) for x in (batch.kv_lengths, batch.qo_indptr, batch.page_table))
+    few = min(rows, 1)
+    ends = jnp.stack([jnp.zeros((), jnp.int32), indptr[count]])[: few + 1]
+    shared = PagedBatch(ends, keys[None][:few], table[:few])
+    start = jnp.where(jnp.arange(rows, dtype=jnp.int32) < count, keys, 0)
+    columns = jnp.arange(batch.max_pages, dtype=jnp.int32)[None] + (start // size)[:, None]
+    rest = jnp.take_along_axis(table, jnp.minimum(columns, batch.max_pages - 1), axis=1)
+    own = PagedBatch(indptr, jnp.maximum(lengths - start, 0), rest)
+    return CascadeLevel.paged(cache, shared, layer=layer), CascadeLevel.paged(cache, own, start=start, layer=layer)
+
+
+def _checked_number(name: str, x: int | AnyArray, most: int, unit: int = 1) -> Int32[Array, ""]:
+    given = np.asarray(x, np.int32) if type(x) is int else x
+    check_int32(name, given, "one number")
+    assert not isinstance(given, int)  # a bool was refused
+    if given.shape or (is_known(given) and not (0 <= int(given) <= most and int(given) % unit == 0)):
+        multiple = f", a multiple of the page size {unit}" if unit > 1 else ""
+        got = given if is_known(given) and not given.shape else describe_array(given)
+        raise ValueError(f"`{name}` must be one number from 0 to {most}{multiple}. Got {got}.")
+    return jnp.asarray(given)
