@@ -63,11 +63,20 @@ def step_bytes(shape: Shape, load: Load) -> int:
     >>> round(step_bytes(Shape(), Load(1)) / 1e9, 2), round(step_bytes(Shape(), Load(32)) / 1e9, 2)
     (15.16, 19.84)
     """
-    attention = shape.width * shape.head_size * 2 * (shape.heads + shape.kv_heads)
-    weights = shape.layers * (attention + 3 * shape.width * shape.mlp_width) + shape.width * shape.vocabulary
     keys = load.prompt + load.tokens / 2  # the first of `tokens` comes from the prompt
-    cache = load.batch * keys * shape.layers * 2 * shape.kv_heads * shape.head_size
-    return round(_ITEM * (weights + cache))
+    return round(weight_bytes(shape) + load.batch * keys * key_bytes(shape))
+
+
+def weight_bytes(shape: Shape) -> int:
+    """Bytes of all weights but the embeddings."""
+    attention = shape.width * shape.head_size * 2 * (shape.heads + shape.kv_heads)
+    block = attention + 3 * shape.width * shape.mlp_width
+    return _ITEM * (shape.layers * block + shape.width * shape.vocabulary)
+
+
+def key_bytes(shape: Shape) -> int:
+    """Bytes of a key and its value, in all layers."""
+    return _ITEM * shape.layers * 2 * shape.kv_heads * shape.head_size
 
 
 def generation(
@@ -152,7 +161,7 @@ def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: 
     from flax_layers.generate import generate
 
     sizes, (batch, prompt, tokens) = Shape(*shape), load
-    model = _jax_model(sizes)
+    model = jax_model(sizes)
     prompts = np.random.default_rng(0).integers(0, sizes.vocabulary, (batch, prompt)).tolist()
     found: dict[str, Any] = {"prefill": [], "decode": []}
     for number in range(runs + 1):
@@ -165,7 +174,8 @@ def jax_generation(shape: Sequence[int], load: Sequence[int], runs: int, cache: 
     return {**found, "copy": copy_rate(lambda: copy(copied), jax.block_until_ready)}
 
 
-def _jax_model(sizes: Shape) -> Any:
+def jax_model(sizes: Shape) -> Any:
+    """A decoder with random weights in bfloat16."""
     import jax.numpy as jnp
     from flax import nnx
 

@@ -49,10 +49,11 @@ def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
         raise ValueError(
             f"The profiler saw {len(groups)} calls, {sum(map(bool, groups))} with kernels, out of {calls}."
         )
-    return [_busy(group) for group in groups]
+    return [busy_seconds(group) for group in groups]
 
 
-def _busy(spans: list[Span]) -> float:
+def busy_seconds(spans: list[Span]) -> float:
+    """Seconds in which the device worked, of spans in the order of their start."""
     busy, reached = 0.0, float("-inf")
     for span in spans:
         overlap = max(0.0, reached - span.start)

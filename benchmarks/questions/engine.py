@@ -1,0 +1,337 @@
+"""The serving engine under load, beside `transformers`: ``python -m benchmarks engine``.
+
+The model has the shape of Llama 3 8B and random weights in bfloat16; there is no HTTP. Clients of a closed loop send
+1024 tokens and get 256; so do Poisson arrivals, at shares of the closed loop's rate. Then 64 users share a prompt of
+4096 tokens: without the prefix cache, with it, and with a cascade. A run of the same load compiles the programs before.
+
+The least time of a step is the longer of two: that of reading all weights but the embeddings, and the keys and values
+of its requests, at the rate of a copy in that process (bytes read and written); and that of its products at the rate of
+a GEMM. The share of the roof is the sum of these times over all steps, over the wall time. The device is idle when no
+kernel runs, by the profiler, in the middle of a closed loop. The peers are `generate` with a static cache, which gets
+all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.environment import gpu_facts, results_folder
+from benchmarks.questions import generation
+from benchmarks.questions.command import Measured
+from benchmarks.questions.generation import Shape, copy_rate, jax_model, key_bytes, weight_bytes
+from benchmarks.questions.serving import Load, Timing, records_of
+from benchmarks.results import schema
+from benchmarks.results.schema import Record
+from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
+from benchmarks.run.timing import busy_seconds
+
+_HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch_serving"
+_TITLE = "the serving engine with the shape of Llama 3 8B, random weights, bfloat16, greedy"
+PARTS = {
+    "clients": (_HERE, "jax_clients"),
+    "users": (_HERE, "jax_users"),
+    "transformers": (_PEER, "torch_serving"),
+}
+_PROFILED = 2.0  # seconds
+_SHARES = (0.5, 0.8)
+
+
+class Sizes(NamedTuple):
+    """Of the loads."""
+
+    prompt: int = 1024
+    output: int = 256
+    clients: tuple[int, ...] = (1, 64, 256)
+    users: int = 64
+    shared: int = 4096
+    own: int = 128
+    page_size: int = 64
+    step_tokens: int = 2048
+    gemm: int = 8192  # side of its matrices
+
+
+class Step(NamedTuple):
+    """What a step computes: tokens, pairs of a query and a key, and keys in the caches of its requests."""
+
+    tokens: int
+    pairs: int
+    keys: int
+
+
+class Roof(NamedTuple):
+    """What bounds a step.
+
+    >>> Roof(100, 1, 50, 1, bytes_rate=10.0, flops_rate=100.0).seconds([Step(1, 20, 20), Step(40, 0, 0)])
+    32.0
+    """
+
+    weight_bytes: int
+    key_bytes: int
+    token_flops: int
+    pair_flops: int
+    bytes_rate: float
+    flops_rate: float
+
+    @classmethod
+    def of(cls, shape: Shape, bytes_rate: float, flops_rate: float) -> Roof:
+        """That of a model; its weights have two bytes, and each makes two operations of a token."""
+        pair = 4 * shape.layers * shape.heads * shape.head_size
+        weights = weight_bytes(shape)
+        return cls(weights, key_bytes(shape), weights, pair, bytes_rate, flops_rate)
+
+    def seconds(self, steps: Iterable[Step]) -> float:
+        """The least time of steps."""
+        reading = lambda step: (self.weight_bytes + step.keys * self.key_bytes) / self.bytes_rate
+        computing = lambda step: (step.tokens * self.token_flops + step.pairs * self.pair_flops) / self.flops_rate
+        return sum(max(reading(step), computing(step)) for step in steps)
+
+
+def engine(
+    shape: Shape, sizes: Sizes, parts: Sequence[str] = tuple(PARTS), seconds: float = 560.0, run: RunJob = run_job
+) -> Measured:
+    """How many tokens a second, how late is the first one, and how far is that from the roof and the peers?
+
+    Args:
+      shape: Of the model.
+      sizes: Of the loads.
+      parts: Names in `PARTS`, one after the other, each in a process of its own.
+      seconds: After which a process is ended.
+      run: Runs a job.
+    """
+    arguments = {"shape": list(shape), "sizes": list(sizes)}
+    jobs = [Job(part, *PARTS[part], arguments, SHARED_GPU, seconds) for part in parts]
+    found, remarks = run_jobs(jobs, run, at_once=1)
+    records = [Record.from_json(record) for one in found.values() for record in one["records"]]
+    return records, [*remarks, *(remark for one in found.values() for remark in one["remarks"])]
+
+
+class Results:
+    """Records and remarks, for JSON."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.remarks: list[str] = []
+
+    def add(self, name: str, value: float, unit: str) -> None:
+        """Adds a single figure; it is printed, so that a process that is ended leaves it."""
+        self.records.append(Record.single(name, float(f"{value:.4g}"), unit))
+        print(f"{name}: {value:.4g} {unit}", flush=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a job returns."""
+        return {"records": [record.to_json() for record in self.records], "remarks": self.remarks}
+
+
+def metered(model: Any, options: Any) -> Any:
+    """An engine that keeps what its steps computed, as `computed`."""
+    from flax_layers.serving import Engine
+
+    class Metered(Engine):
+        def __init__(self) -> None:
+            super().__init__(model, options)
+            self.computed: list[Step] = []
+
+        def _dispatch(self, chunks: Any) -> Any:
+            pairs = sum(x.count * x.first + x.count * (x.count + 1) // 2 for x in chunks)
+            tokens, keys = sum(x.count for x in chunks), sum(x.first + x.count for x in chunks)
+            self.computed.append(Step(tokens, pairs, keys))
+            return super()._dispatch(chunks)
+
+    return Metered()
+
+
+def drive(engine: Any, load: Load, vocabulary: int, at_half: Callable[[], None] = lambda: None) -> list[Timing]:
+    """Puts a load on an engine that is running: a closed loop, or Poisson arrivals if the load has a rate.
+
+    Args:
+      engine: Running.
+      load: The requests.
+      vocabulary: Tokens of prompts are below it.
+      at_half: Called when half of the requests have ended.
+    """
+    from flax_layers.serving import Request
+
+    prompts = load.prompts(vocabulary)[load.warm_up :]
+    timings, waiting, lock = [Timing(0.0) for _ in prompts], iter(range(len(prompts))), threading.Lock()
+    ended = threading.Semaphore(0)
+
+    def submit(number: int) -> None:
+        def deliver(event: Any) -> None:
+            timing = timings[number]
+            if event.tokens:
+                timing.arrivals.append(time.perf_counter())
+                timing.tokens += len(event.tokens)
+            if event.finish_reason is not None:
+                timing.error = event.error
+                if load.rate is None:
+                    send_next()
+                ended.release()
+
+        prompt, output = prompts[number]
+        timings[number].sent = time.perf_counter()
+        engine.submit(Request(tuple(prompt), max_tokens=output), deliver)
+
+    def send_next() -> None:
+        with lock:
+            number = next(waiting, None)
+        if number is not None:
+            submit(number)
+
+    draw = random.Random(load.seed + 1)
+    for _ in range(load.concurrency if load.rate is None else len(prompts)):
+        if load.rate is not None:
+            time.sleep(draw.expovariate(load.rate))
+        send_next()
+    for number in range(len(prompts)):
+        if number == len(prompts) // 2:
+            at_half()
+        ended.acquire()
+    return timings
+
+
+def measured(engine: Any, name: str, load: Load, shape: Shape, roof: Roof, results: Results) -> float:
+    """Runs a load, and records rates, latencies and the share of the roof; returns requests per second."""
+    engine.computed.clear()
+    timings = drive(engine, load, shape.vocabulary)
+    records, remarks = records_of(timings, load)
+    seconds = max(x.arrivals[-1] for x in timings) - min(x.sent for x in timings)
+    for record in records:
+        results.records.append(dataclasses.replace(record, name=f"{name}: {record.name.partition(': ')[2]}"))
+    results.remarks += remarks
+    results.add(f"{name}: share of the roof", 100 * roof.seconds(engine.computed) / seconds, "%")
+    return len(timings) / seconds
+
+
+def rates(side: int) -> tuple[float, float]:
+    """Bytes a second of a copy, read and written; and operations a second of a GEMM."""
+    import jax
+    import jax.numpy as jnp
+
+    copied, copy = jnp.arange(generation.COPIED_BYTES // 4, dtype=jnp.uint32), jax.jit(jnp.invert)
+    bytes_rate = copy_rate(lambda: copy(copied), jax.block_until_ready)
+    left, right = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
+    multiply = jax.jit(jnp.matmul)
+    jax.block_until_ready(multiply(left, right))
+    started, queued = time.perf_counter(), 20
+    for _ in range(queued):
+        result = multiply(left, right)
+    jax.block_until_ready(result)
+    return bytes_rate, queued * 2 * side**3 / (time.perf_counter() - started)
+
+
+def idle_share() -> float:
+    """Percent of two seconds in which no kernel runs on the GPU."""
+    import jax
+
+    from benchmarks.run.jax_runner import gpu_spans
+
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            time.sleep(_PROFILED)
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        spans = sorted(gpu_spans(jax.profiler.ProfileData.from_file(str(path))))
+    if not spans:
+        raise ValueError("The profiler saw no kernel.")
+    return 100 * (1 - busy_seconds(spans) / (max(x.start + x.seconds for x in spans) - spans[0].start))
+
+
+def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
+    """Closed loops and Poisson arrivals; a job."""
+    import jax
+
+    from flax_layers.serving import EngineOptions
+
+    shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
+    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm))
+    results.add("copy rate", roof.bytes_rate / 1e12, "TB/s")
+    results.add("GEMM rate", roof.flops_rate / 1e12, "TFLOP/s")
+    length = sizes.prompt + sizes.output
+    for clients in sizes.clients:
+        requests, pages = max(4, 2 * clients), -(-length // sizes.page_size)
+        options = EngineOptions(
+            max_requests=clients, max_step_tokens=max(clients, sizes.step_tokens), page_size=sizes.page_size,
+            num_pages=1 + (clients + 1) * pages, context=length, prefix_cache=False,
+        )  # fmt: skip
+        running, load = metered(model, options), Load(requests, clients, None, ((sizes.prompt, sizes.output),), 0, 0)
+        running.start()
+        drive(running, dataclasses.replace(load, requests=clients), shape.vocabulary)
+        rate = measured(running, f"{clients} clients", load, shape, roof, results)
+        if clients == sizes.clients[-1]:
+            for share in _SHARES:
+                arrivals = dataclasses.replace(load, requests=requests // 2, rate=share * rate)
+                name = f"Poisson arrivals at {share:.0%} of {clients} clients"
+                measured(running, name, arrivals, shape, roof, results)
+        if clients > 1 and jax.default_backend() == "gpu":
+            idle: list[float] = []
+            drive(running, load, shape.vocabulary, lambda idle=idle: idle.append(idle_share()))
+            results.add(f"{clients} clients: idle GPU", idle[0], "%")
+        running.stop()
+        del running
+    return results.to_json()
+
+
+def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
+    """Users that share a prompt; a job."""
+    from flax_layers.serving import EngineOptions
+
+    shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
+    model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm))
+    prompt, users = sizes.shared + sizes.own, sizes.users
+    pages = -(-(prompt + sizes.own) // sizes.page_size)
+    kinds = {
+        "no prefix cache": {"prefix_cache": False},
+        "prefix cache": {"cascade_bytes": None},
+        "prefix cache and cascade": {"cascade_bytes": 1},
+    }
+    for kind, own in kinds.items():
+        options = EngineOptions(
+            max_requests=users, max_step_tokens=max(users, sizes.step_tokens), page_size=sizes.page_size,
+            num_pages=1 + (users + 1) * pages, context=prompt + sizes.own, **own,
+        )  # fmt: skip
+        running, load = metered(model, options), Load(2 * users, users, None, ((prompt, sizes.own),), sizes.shared, 0)
+        running.start()
+        drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)
+        measured(running, f"{users} users share {sizes.shared} tokens, {kind}", load, shape, roof, results)
+        steps, cascades = running.stats().steps, running.stats().cascade_steps
+        results.remarks.append(f"{kind}: {cascades} of {steps} steps were cascades")
+        running.stop()
+        del running
+    return results.to_json()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command: measures on a GPU, and writes `engine.json` after each part."""
+    form = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", formatter_class=form)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"all without: {', '.join(PARTS)}")
+    parser.add_argument("--clients", type=int, nargs="+", default=Sizes().clients, help="of closed loops")
+    parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="of a part")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
+    options = parser.parse_args(words)
+    if unknown := sorted(set(options.parts) - set(PARTS)):
+        parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(PARTS)}")
+    if not (machine := gpu_facts()):
+        parser.error("`nvidia-smi` finds no GPU.")
+    path = (options.out or schema.FOLDER / results_folder(machine["device"])) / "engine.json"
+    for part in options.parts or PARTS:
+        records, remarks = engine(Shape(), Sizes(clients=tuple(options.clients)), [part], options.limit)
+        old = schema.read(path)
+        kept = [] if old is None else old.about["remarks"]
+        about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*dict.fromkeys([*kept, *remarks])]}
+        schema.write(path, schema.merged(old, records), about)
+        print("\n".join([f"{x.name}: {x.value.median:g} {x.unit}" for x in records] + remarks), flush=True)
+
+
+if __name__ == "__main__":
+    main()

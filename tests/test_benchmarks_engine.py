@@ -1,0 +1,63 @@
+"""The benchmark of the engine, at tiny sizes on a CPU."""
+
+import pytest
+
+from benchmarks.questions import engine, generation
+from benchmarks.questions.engine import Roof, Sizes, Step
+from benchmarks.questions.generation import Shape, weight_bytes
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+
+TINY = Shape(2, 64, 128, 4, 2, 16, 300)
+SIZES = Sizes(
+    prompt=20, output=6, clients=(1, 4), users=4, shared=32, own=8, page_size=8, step_tokens=32, gemm=64
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_copy(monkeypatch):
+    monkeypatch.setattr(generation, "COPIED_BYTES", 1 << 20)
+
+
+def run_here(job):
+    return getattr(engine, job.function)(**job.arguments)
+
+
+def test_clients():
+    records, remarks = engine.engine(TINY, SIZES, ["clients"], run=run_here)
+    found = {record.name: record.value.median for record in records}
+    assert remarks == []
+    assert len(found) == len(records) == 2 + 4 * 8
+    assert found["4 clients: failed"] == found["1 clients: failed"] == 0
+    assert found["4 clients: output"] == pytest.approx(6 * found["4 clients: requests"], rel=1e-2)
+    assert found["Poisson arrivals at 50% of 4 clients: requests"] < found["4 clients: requests"]
+    assert found["4 clients: first token"] > found["4 clients: between tokens"] > 0
+    assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
+
+
+def test_users():
+    records, remarks = engine.engine(TINY, SIZES, ["users"], run=run_here)
+    assert len(records) == 3 * 8
+    cascades = {remark.partition(":")[0]: int(remark.split()[-6]) for remark in remarks}
+    assert cascades["no prefix cache"] == cascades["prefix cache"] == 0
+    assert cascades["prefix cache and cascade"] > 0
+
+
+def test_the_roof():
+    """Of two steps of Llama 3 8B: one token with 1,000 keys reads 15 GB; 2,048 tokens of a prompt compute."""
+    roof = Roof.of(Shape(), bytes_rate=4e12, flops_rate=7e14)
+    decoding, prompt = Step(1, 1000, 1000), Step(2048, 2048 * 2049 // 2, 2048)
+    read = (weight_bytes(Shape()) + 1000 * 131_072) / 4e12
+    computed = (2048 * weight_bytes(Shape()) + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
+    assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
+
+
+def test_wrong_options(monkeypatch, capsys):
+    for words, machine, message in (
+        (["peers"], {"device": "NVIDIA H200"}, "unknown: peers; known are clients, users, transformers"),
+        ([], {}, "`nvidia-smi` finds no GPU"),
+    ):
+        monkeypatch.setattr(engine, "gpu_facts", lambda machine=machine: machine)
+        with pytest.raises(SystemExit):
+            engine.main(words)
+        assert message in capsys.readouterr().err
