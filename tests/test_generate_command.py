@@ -66,6 +66,16 @@ def test_several_prompts_one_of_the_standard_input(run, folder):
     assert " of 3 texts" in written.err
 
 
+def test_ctrl_c_ends_it_with_one_line(run, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flax_layers.generate.command.show", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run("--prompt", "Hello")
+    assert (ended.value.code, capsys.readouterr().err) == (130, "\nSIGINT ended the command.\n")
+
+
 def test_chat(run, folder):
     prompt = Tokenizer(folder).chat([{"role": "user", "content": "Hello"}])
     assert run("--prompt", "Hello", "--chat").out == text_of(folder, prompt, special_tokens=False) + "\n"

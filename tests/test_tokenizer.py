@@ -49,6 +49,13 @@ def test_facts(tokenizer):
     assert (tokenizer.token_id("</s>"), tokenizer.token_id("no such token")) == (1, None)
 
 
+@pytest.mark.parametrize("text", [b"{", b"{}", b"\xff"])
+def test_a_file_that_is_no_tokenizer(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: .*\. Download it again"):
+        Tokenizer(tmp_path)
+
+
 def test_named_templates_of_the_configuration(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FOLDER / name, tmp_path)

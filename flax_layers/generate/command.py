@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -61,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loaded, generation = begin(options, sys.stdin)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         reader.error(str(error))
-    show(generation, loaded.tokenizer, sys.stdout)
+    try:
+        show(generation, loaded.tokenizer, sys.stdout)
+    except KeyboardInterrupt:
+        print("\nSIGINT ended the command.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     print(summary(generation.speed), file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from flax_layers.models.folders import MORE_TEMPLATES, read_optional_json, recover
+from flax_layers.models.folders import MORE_TEMPLATES, CheckpointError, read_optional_json, recover
 from flax_layers.models.optional import needs
 from flax_layers.models.text_stream import TextStream
 
@@ -29,7 +29,7 @@ class Tokenizer:
 
     Raises:
         FileNotFoundError: There is no `tokenizer.json`.
-        CheckpointError: `tokenizer_config.json` is not JSON.
+        CheckpointError: `tokenizer.json` is no tokenizer, or `tokenizer_config.json` is not JSON.
     """
 
     def __init__(self, folder: str | pathlib.Path):
@@ -43,7 +43,10 @@ class Tokenizer:
             )
         with needs("tokenizers"):
             import tokenizers
-        self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path} cannot be read: {error}. Download it again.") from error
         self._tokenizer.no_truncation()  # settings of training, which `transformers` ignores as well
         self._tokenizer.no_padding()
         config_path = folder / "tokenizer_config.json"
