@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional
 from flax_layers.dense_cache import DenseCache
+from flax_layers.streaming_llm import Streaming
 
 
 class Mods(NamedTuple):
@@ -96,13 +98,10 @@ def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: i
         )
 
 
-def project(
-    layer: Layer,
-    inputs: Float[Array, "*batch T features"],
-    positions: Int[Array, "*#batch T"],
-    length: int | None = None,
+def heads_of(
+    layer: Layer, inputs: Float[Array, "*batch T features"]
 ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-    """Queries, keys and values, split into heads, normalised and rotated; `length` as for `functional.rotate`."""
+    """Queries, keys and values, split into heads and normalised, before they are rotated."""
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
@@ -112,11 +111,33 @@ def project(
     value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = layer.query_norm(query), layer.key_norm(key)
-    if layer.rotary_base is not None:
-        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length}
-        query = functional.rotate(query, positions, layer.rotary_base, **options)
-        key = functional.rotate(key, positions, layer.rotary_base, **options)
     return query, key, value
+
+
+def rotated(
+    layer: Layer,
+    heads: Float[Array, "*batch T H D"],
+    positions: Int[Array, "*#batch T"],
+    length: int | None,
+    *,
+    is_far: bool = False,
+) -> Float[Array, "*batch T H D"]:
+    """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
+    if layer.rotary_base is None:
+        return heads
+    options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length, "is_far": is_far}
+    return functional.rotate(heads, positions, layer.rotary_base, **options)
+
+
+def project(
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    positions: Int[Array, "*#batch T"],
+    length: int | None = None,
+) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
+    """Queries, keys and values of a call; `length` as for `functional.rotate`."""
+    query, key, value = heads_of(layer, inputs)
+    return rotated(layer, query, positions, length), rotated(layer, key, positions, length), value
 
 
 def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
@@ -209,6 +230,7 @@ def decode_paged(
     batch: jflex.paged.PagedBatch,
     mods: Mods,
     number: int | Int32[Array, ""] | None,
+    streaming: Streaming | None = None,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     if inputs.ndim != 2:
@@ -219,18 +241,28 @@ def decode_paged(
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
-    capacity = batch.page_table.shape[1] * cache.page_size
-    query, key, value = project(layer, inputs, jflex.paged.token_positions(batch, tokens), capacity)
+    if streaming is None:
+        positions, length = jflex.paged.token_positions(batch, tokens), batch.page_table.shape[1] * cache.page_size
+    else:
+        positions, length = streaming.positions(batch, tokens), streaming.size
+    rotate = functools.partial(rotated, layer, length=length, is_far=streaming is not None)
+    query, key, value = heads_of(layer, inputs)
     dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
-    cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
-    attended = jflex.paged_attention(
-        query.astype(dtype),
-        cache,
-        batch,
-        score_mod=mods.score_mod,
-        mask_mod=mods.mask_mod,
-        scale=layer.scale,
-        layer=number,
-        implementation=layer.implementation,
-    )
+    key, value = rotate(key, positions).astype(dtype), value.astype(dtype)
+    cache = jflex.paged.write(cache, key, value, slots, layer=number)
+    options = {"scale": layer.scale, "layer": number, "implementation": layer.implementation}
+
+    def attend(
+        at: Int32[Array, " N"], score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None, **more: Any
+    ) -> Any:
+        turned = rotate(query, at).astype(dtype)
+        mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+        return jflex.paged_attention(turned, cache, batch, **mods, **options, **more)
+
+    if streaming is None:
+        attended = attend(positions, mods.score_mod, mods.mask_mod)
+    else:
+        parts = streaming.parts(positions, mods.score_mod, mods.mask_mod)
+        states = [jflex.AttentionState(*attend(*part, return_lse=True)) for part in parts]
+        attended = jflex.merge_all(states).out
     return join(layer, attended.astype(query.dtype)), cache

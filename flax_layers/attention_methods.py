@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
+from flax_layers.streaming_llm import Streaming
 
 
 class AttentionMethods(attention_core.Layer):
@@ -132,6 +133,7 @@ class AttentionMethods(attention_core.Layer):
         layer: int | Int32[Array, ""] | None = None,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
+        streaming: Streaming | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
@@ -146,6 +148,8 @@ class AttentionMethods(attention_core.Layer):
             layer: Index of the layer in a cache for several, a Python int or traced.
             score_mod: Replaces the constructor's.
             mask_mod: Replaces the constructor's mask, of either form.
+            streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
+                is causal without a mask. All calls on a cache must pass the same sizes.
 
         Returns:
             One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
@@ -156,7 +160,9 @@ class AttentionMethods(attention_core.Layer):
             ValueError: `inputs` do not have two axes; cache, batch and layer do not fit together, as far as values are
                 known; the constructor's BlockMask masks more than its mask_mod.
         """
-        return attention_core.decode_paged(self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer)
+        return attention_core.decode_paged(
+            self, inputs, cache, batch, self._mods(score_mod, mask_mod), layer, streaming
+        )
 
     def _mods(
         self,

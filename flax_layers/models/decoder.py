@@ -14,6 +14,7 @@ import jflex
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm
+from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch, PagedCache
 
 ACTIVATIONS = {
@@ -135,7 +136,12 @@ class Block(nnx.Module):
         return self._add_both(stream, attended), cache
 
     def decode_paged(
-        self, stream: Float[Array, "N width"], cache: PagedCache, batch: PagedBatch, layer: int | Int[Array, ""]
+        self,
+        stream: Float[Array, "N width"],
+        cache: PagedCache,
+        batch: PagedBatch,
+        layer: int | Int[Array, ""],
+        streaming: Streaming | None = None,
     ) -> tuple[Float[Array, "N width"], PagedCache]:
         """Appends packed tokens to layer `layer` of the cache. Returns their residual stream after this block."""
         attended, cache = self.attention.decode_paged(
@@ -144,7 +150,8 @@ class Block(nnx.Module):
             batch,
             layer=layer,
             score_mod=mods.score_mod(self.config, self.score_mod),
-            mask_mod=mods.mask_mod(self.layer.window),
+            mask_mod=mods.paged_mask(self.layer.window, streaming),
+            streaming=streaming,
         )
         return self._add_both(stream, attended), cache
 
@@ -331,7 +338,7 @@ class Decoder(nnx.Module):
         return attention.init_paged_cache(num_pages, page_size, layers=len(self.blocks), dtype=dtype)
 
     def decode_paged(
-        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch, streaming: Streaming | None = None
     ) -> tuple[Float[Array, "N vocabulary"], PagedCache]:
         """Appends to requests, each by as many tokens as it has in `tokens`.
 
@@ -340,20 +347,27 @@ class Decoder(nnx.Module):
             cache: From `init_paged_cache` or from the last call. Donate it to `jit` to update it in place.
             batch: The tokens and the pages of each request. The capacity of the page table selects the factors of
                 LongRoPE.
+            streaming: Attends to sinks and a window alone, in sequences of any length; of the same sizes for all calls
+                on a cache. They select the factors of LongRoPE.
 
         Returns:
             For each token the logits of the token after it, and the cache with the tokens.
+
+        Raises:
+            ValueError: Sinks and window together are longer than the model's positions.
         """
-        hidden, cache = self.decode_paged_hidden(tokens, cache, batch)
+        hidden, cache = self.decode_paged_hidden(tokens, cache, batch, streaming)
         return self.logits(hidden), cache
 
     def decode_paged_hidden(
-        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch, streaming: Streaming | None = None
     ) -> tuple[Float[Array, "N width"], PagedCache]:
         """See `decode_paged`; returns hidden states."""
+        if streaming is not None:
+            self._check_length("streaming", streaming.size)
         stream = self._embed(tokens)
         for layer, block in enumerate(self.blocks):
-            stream, cache = block.decode_paged(stream, cache, batch, layer)
+            stream, cache = block.decode_paged(stream, cache, batch, layer, streaming)
         return self.norm(stream), cache
 
     def _check_length(self, name: str, length: int) -> None:

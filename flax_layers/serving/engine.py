@@ -114,7 +114,7 @@ class Engine:
         options: Sizes.
 
     Raises:
-        ValueError: `context` is out of range, or the mesh does not divide the KV heads.
+        ValueError: `context`, `streaming` or `num_pages` is out of range, or the mesh does not divide the KV heads.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig
@@ -138,10 +138,10 @@ class Engine:
         graph, state = nnx.split(model)
         self._parameters, form = jax.tree.flatten(state)
         self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
-        self._step = make_step(graph, form, self._sharding)
+        self._step = make_step(graph, form, self._sharding, options.streaming)
         self._state = self._empty_state()
         windows = model.config.windows
-        self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
+        self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
         self._dispatched: _Dispatched | None = None
         self._numbers = itertools.count()
@@ -167,7 +167,7 @@ class Engine:
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
-        usable = (self.options.num_pages - 1) * self.options.page_size
+        usable = self._pages.longest
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
         with self._changed:
             if self._closed:

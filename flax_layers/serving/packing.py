@@ -20,7 +20,7 @@ _SAMPLING = (
     ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
 )  # fmt: skip
 _PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
-_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32))
 
 
 class StepInputs(NamedTuple):
@@ -32,6 +32,7 @@ class StepInputs(NamedTuple):
         slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
         sampling: Parameters of each row.
         penalties: Penalties of each row.
+        dropped: With `streaming`, tokens of each row that `batch` leaves out.
     """
 
     tokens: Int32[Array, " N"]
@@ -39,6 +40,7 @@ class StepInputs(NamedTuple):
     slots: Int32[Array, " R"]
     sampling: SamplingBatch
     penalties: PenaltyBatch
+    dropped: Int32[Array, " R"]
 
 
 def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, " words"]:
@@ -68,7 +70,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
             tokens[end + len(known)] = -1 - sequence.slot
         end += count
         indptr[row + 1 :] = end
-        lengths[row] = first + count
+        lengths[row] = first + count - sequence.dropped
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
@@ -76,7 +78,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
             columns[name][row] = getattr(sequence.request.sampling, name)
         for name, _ in _PENALTIES:
             columns[name][row] = getattr(sequence.request.penalties, name)
-        columns["is_edited"][row] = sequence.is_edited
+        columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
     words = [column.view(np.int32) for column in columns.values()]
     return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
 
@@ -93,7 +95,8 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     """
     sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
     tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
-    columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
+    *columns, dropped = (jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
     of_sampling = len(_SAMPLING)
-    return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))
+    sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
+    return StepInputs(tokens, batch, slots, sampling, penalties, dropped)

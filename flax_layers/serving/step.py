@@ -21,6 +21,7 @@ from flax_layers.serving.packing import unpack
 from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.serving.sequence import Sequence
+from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedCache
 from jflex.types import AnyArray
 
@@ -70,7 +71,9 @@ class Step(Protocol):
 
 
 @functools.cache
-def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None) -> Step:
+def make_step(
+    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
+) -> Step:
     """The step of a model; engines of models of one form share its programs.
 
     Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
@@ -80,6 +83,7 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         graph: Graph definition of the model.
         form: Tree definition of its state, whose leaves are the parameters.
         sharding: Sharding of the cache. None: it is on one device.
+        streaming: What limits attention to sinks and a window.
 
     Returns:
         The step.
@@ -91,9 +95,10 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
         inputs = unpack(packed, shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
-        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
+        streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
+        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, streamed)
         logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
+        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths) + inputs.dropped
         if is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]
