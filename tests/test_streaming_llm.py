@@ -164,5 +164,5 @@ def test_wrong_sizes(options, error, message):
 def test_a_cache_longer_than_the_model_was_trained_for():
     model = Decoder(SMALL, rngs=nnx.Rngs(0))
     batch = PagedBatch(jnp.array([0, 1]), jnp.array([1]), jnp.ones((1, 1), jnp.int32))
-    with pytest.raises(ValueError, match="`streaming` must not be longer than the 512 positions .* Got 513"):
+    with pytest.raises(ValueError, match=r"`streaming` must not be longer than the 512 positions .* Got 513"):
         model.decode_paged(jnp.zeros(1, jnp.int32), model.init_paged_cache(2, 4), batch, Streaming(13, 500))

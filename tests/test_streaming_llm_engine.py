@@ -99,7 +99,9 @@ def test_a_prompt_and_a_text_longer_than_the_cache():
     assert engine.stats().preemptions == 0
 
 
-@pytest.mark.parametrize("options", [{"num_pages": 6}, {"num_pages": 9}, {"num_pages": 12, "prefix_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_pages": 6}, {"num_pages": 9}, {"num_pages": 12, "prefix_cache": False}], ids=str
+)
 def test_preemption_changes_no_token(options):
     """Of texts that have become longer than the cache, beside prompts that are."""
     engine = engine_of(**options, max_step_tokens=12)
@@ -143,7 +145,9 @@ def test_draws_and_penalties_know_the_whole_sequence():
     for options in ({}, {"max_step_tokens": 5, "num_pages": 9}):
         engine = engine_of(**options)
         drawn = Client(engine, PROMPTS[4], max_tokens=COUNT, sampling=sampling)
-        forbidden = Client(engine, SYSTEM, max_tokens=43, penalties=Penalties(presence_penalty=2.0, frequency_penalty=2.0))
+        forbidden = Client(
+            engine, SYSTEM, max_tokens=43, penalties=Penalties(presence_penalty=2.0, frequency_penalty=2.0)
+        )
         run(engine)
         outputs.append((drawn.tokens, forbidden.tokens))
     assert outputs[0] == outputs[1]

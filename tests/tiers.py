@@ -68,6 +68,8 @@ SHORT = {
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
+    "test_streaming_llm": r"rotating_anew\[\(9, 2\)-\[45|wrong|angles_are_exact|longer",
+    "test_streaming_llm_engine": r"wrong|beyond|True-16",
     "test_train": r"flops|fit|read|there_are|none|rows_that",
     "test_train_loss": r"24-None|float32|document",
     "test_train_runs": r"wrong|empty|beyond|sentence",

@@ -135,15 +135,18 @@ class EngineOptions:
         shared = self.streaming.size // self.page_size if chunk > 1 else 0
         return max(pages(self.streaming.sinks), shared) + pages(self.streaming.window + chunk - 2) + 1
 
+    def most_pages(self, config: ModelConfig) -> int:
+        """Pages that a request holds at most: those of the context, or what `streaming` leaves of them."""
+        whole = -(-self.context_of(config) // self.page_size)
+        return whole if self.streaming is None else min(whole, self._streamed_pages(self.max_step_tokens))
+
     def pages(self, config: ModelConfig) -> tuple[int, ...]:
         """Buckets of the pages of a request: all of the context, and a quarter of it if that makes tables much smaller.
 
         The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
         so such a model has one bucket, and `context` decides.
         """
-        most = min(-(-self.context_of(config) // self.page_size), self.num_pages - 1)
-        if self.streaming is not None:
-            most = min(most, self._streamed_pages(self.max_step_tokens))
+        most = min(self.most_pages(config), self.num_pages - 1)
         has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1
         return (most,) if has_one else (-(-most // 4), most)
 
