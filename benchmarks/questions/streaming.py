@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 import time
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class Sizes(NamedTuple):
     sinks: int = 4
 
 
-def streaming(sizes: Sizes = Sizes()) -> Measured:
+def streaming(sizes: Sizes) -> Measured:
     """How does the loss change beyond the trained length, with all keys, a window, or sinks and a window?
 
     Args:
@@ -107,7 +108,7 @@ def _ranges(length: int) -> list[tuple[int, int]]:
     [(0, 64), (64, 128), (128, 256), (256, 300)]
     """
     edges = [*(x for x in _EDGES if x < length), length]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def _trained(sizes: Sizes, texts: Sequence[Any]) -> Decoder:
@@ -116,7 +117,7 @@ def _trained(sizes: Sizes, texts: Sequence[Any]) -> Decoder:
 
     from flax_layers.demo import data
     from flax_layers.models import Decoder, LayerConfig, ModelConfig
-    from flax_layers.train.loop import Plan, Run
+    from flax_layers.train.loop import Plan, Progress, Run
     from flax_layers.train.optimizer import Recipe
     from flax_layers.train.trainer import Trainer
 
@@ -135,7 +136,11 @@ def _trained(sizes: Sizes, texts: Sequence[Any]) -> Decoder:
     trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), recipe)
     batches = data.packed_rows(list(texts), sizes.rows, sizes.trained, seed=0)
     with tqdm(total=sizes.steps, unit="step", disable=None) as bar:
-        Run(trainer, lambda step: next(batches), Plan(sizes.steps), on_step=lambda progress: bar.update()).finish()
+
+        def on_step(progress: Progress) -> None:
+            bar.update()
+
+        Run(trainer, lambda step: next(batches), Plan(sizes.steps), on_step=on_step).finish()
     return trainer.model()
 
 
