@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from flax_layers.models import Decoder, LayerConfig
 from flax_layers.nnx import AlibiBias, FlexAttention, RelativeBias
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
 from flax_layers.streaming_llm import Streaming
-from jflex.paged import PagedBatch
+from jflex.paged import PagedBatch, PagedCache, token_positions
 from tests import streaming_llm_cases as oracle
 from tests.test_models import SMALL
 
@@ -122,6 +123,22 @@ def test_angles_are_exact(position):
     angles = np.multiply.outer(positions, np.asarray(jnp.float32(10_000.0) ** -exponents, np.float64))
     known = np.concatenate([np.cos(angles) - np.sin(angles), np.cos(angles) + np.sin(angles)], axis=-1)
     np.testing.assert_allclose(found, known, atol=1e-6)
+
+
+def test_both_parts_on_a_kernel():
+    """Of a token far behind its window, and of a chunk that leaves the sinks; with a mod of positions."""
+    cache = PagedCache(*jax.random.normal(jax.random.key(0), (2, 12, 16, 2, 16)))
+    batch = PagedBatch(jnp.array([0, 1, 6]), jnp.array([90, 17]), jnp.array([[3, 1, 2, 7, 9, 4], [5, 6, 0, 0, 0, 0]]))
+    query = jax.random.normal(jax.random.key(1), (6, 4, 16))
+    alibi = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
+    parts = Streaming(4, 12).parts(token_positions(batch, 6), alibi, jflex.masks.sliding_window(13))
+    for _, score_mod, mask_mod in parts:
+        call = functools.partial(
+            jflex.paged_attention, query, cache, batch, score_mod=score_mod, mask_mod=mask_mod, return_lse=True
+        )
+        known = call(implementation="reference")
+        for found in (call(implementation="triton", config=jflex.Config(interpret=True)), call(implementation="xla")):
+            jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, known)
 
 
 def test_a_model_whose_layers_have_windows_and_a_soft_cap():
