@@ -14,6 +14,7 @@ COMMANDS = {
     "training": ("benchmarks.questions.training", "training steps of whole models beside peers"),
     "generation": ("benchmarks.questions.generation", "prefill and decoding with a whole model beside torch"),
     "engine": ("benchmarks.questions.engine", "the serving engine under load, with a whole model"),
+    "streaming": ("benchmarks.questions.streaming", "loss along texts longer than those of training"),
     "serving": ("benchmarks.questions.serving", "load on a server of OpenAI's completions API"),
     "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
     "report": ("benchmarks.results.report", "render the result files"),

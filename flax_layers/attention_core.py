@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional
 from flax_layers.dense_cache import DenseCache
+from flax_layers.streaming_llm import Streaming
 
 
 class SharedPrefix(NamedTuple):
@@ -108,13 +110,10 @@ def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: i
         )
 
 
-def project(
-    layer: Layer,
-    inputs: Float[Array, "*batch T features"],
-    positions: Int[Array, "*#batch T"],
-    length: int | None = None,
+def heads_of(
+    layer: Layer, inputs: Float[Array, "*batch T features"]
 ) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
-    """Queries, keys and values, split into heads, normalised and rotated; `length` as for `functional.rotate`."""
+    """Queries, keys and values, split into heads and normalised, before they are rotated."""
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(
             f"`inputs` must have `in_features`, {layer.in_features}, in its last axis. Got shape {inputs.shape}."
@@ -124,11 +123,33 @@ def project(
     value = functional.split_heads(layer.value(inputs), layer.num_kv_heads)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = layer.query_norm(query), layer.key_norm(key)
-    if layer.rotary_base is not None:
-        options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length}
-        query = functional.rotate(query, positions, layer.rotary_base, **options)
-        key = functional.rotate(key, positions, layer.rotary_base, **options)
     return query, key, value
+
+
+def rotated(
+    layer: Layer,
+    heads: Float[Array, "*batch T H D"],
+    positions: Int[Array, "*#batch T"],
+    length: int | None,
+    *,
+    is_far: bool = False,
+) -> Float[Array, "*batch T H D"]:
+    """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
+    if layer.rotary_base is None:
+        return heads
+    options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length, "is_far": is_far}
+    return functional.rotate(heads, positions, layer.rotary_base, **options)
+
+
+def project(
+    layer: Layer,
+    inputs: Float[Array, "*batch T features"],
+    positions: Int[Array, "*#batch T"],
+    length: int | None = None,
+) -> tuple[Float[Array, "*batch T Hq D"], Float[Array, "*batch T Hkv D"], Float[Array, "*batch T Hkv D"]]:
+    """Queries, keys and values of a call; `length` as for `functional.rotate`."""
+    query, key, value = heads_of(layer, inputs)
+    return rotated(layer, query, positions, length), rotated(layer, key, positions, length), value
 
 
 def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, "*batch T features"]:
@@ -222,6 +243,7 @@ def decode_paged(
     mods: Mods,
     number: int | Int32[Array, ""] | None,
     shared: SharedPrefix | None = None,
+    streaming: Streaming | None = None,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     if inputs.ndim != 2:
@@ -232,17 +254,31 @@ def decode_paged(
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
-    capacity = batch.page_table.shape[1] * cache.page_size
-    positions = jflex.paged.token_positions(batch, tokens)
-    query, key, value = project(layer, inputs, positions, capacity)
-    dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
-    cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
-    how: dict[str, Any] = {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "scale": layer.scale}
-    how["implementation"] = layer.implementation
-    if shared is None:
-        attended = jflex.paged_attention(query.astype(dtype), cache, batch, layer=number, **how)
+    if streaming is None:
+        positions, length = jflex.paged.token_positions(batch, tokens), batch.page_table.shape[1] * cache.page_size
     else:
+        positions, length = streaming.positions(batch, tokens), streaming.size
+    rotate = functools.partial(rotated, layer, length=length, is_far=streaming is not None)
+    query, key, value = heads_of(layer, inputs)
+    dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
+    key, value = rotate(key, positions).astype(dtype), value.astype(dtype)
+    cache = jflex.paged.write(cache, key, value, slots, layer=number)
+    how: dict[str, Any] = {"scale": layer.scale, "implementation": layer.implementation}
+    turned = lambda at: rotate(query, at).astype(dtype)
+    if streaming is not None:
+        states = [
+            jflex.AttentionState(*jflex.paged_attention(
+                turned(at), cache, batch, score_mod=score_mod, mask_mod=mask_mod, layer=number, return_lse=True, **how
+            ))
+            for at, score_mod, mask_mod in streaming.parts(positions, mods.score_mod, mods.mask_mod)
+        ]  # fmt: skip
+        attended = jflex.merge_all(states).out
+    elif shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
-        how["requests"] = jflex.paged.token_requests(batch, tokens)
-        attended = jflex.cascade_attention(query.astype(dtype), levels, positions=positions, **how)
+        how |= {"positions": positions, "requests": jflex.paged.token_requests(batch, tokens)}
+        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+        attended = jflex.cascade_attention(turned(positions), levels, **how)
+    else:
+        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+        attended = jflex.paged_attention(turned(positions), cache, batch, layer=number, **how)
     return join(layer, attended.astype(query.dtype)), cache

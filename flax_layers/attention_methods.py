@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
+from flax_layers.streaming_llm import Streaming
 
 
 class AttentionMethods(attention_core.Layer):
@@ -133,6 +134,7 @@ class AttentionMethods(attention_core.Layer):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
         shared_prefix: attention_core.SharedPrefix | None = None,
+        streaming: Streaming | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
@@ -149,6 +151,8 @@ class AttentionMethods(attention_core.Layer):
             mask_mod: Replaces the constructor's mask, of either form.
             shared_prefix: The first requests begin with the same pages: their keys are read once for all
                 (`jflex.cascade_attention`). The result is the same, to rounding.
+            streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
+                is causal without a mask. All calls on a cache must pass the same sizes.
 
         Returns:
             One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
@@ -160,7 +164,7 @@ class AttentionMethods(attention_core.Layer):
                 known; the constructor's BlockMask masks more than its mask_mod.
         """
         mods = self._mods(score_mod, mask_mod)
-        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix)
+        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming)
 
     def _mods(
         self,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jflex
+from flax_layers.streaming_llm import Streaming
 from tests import gpu_compile
 
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
@@ -23,6 +24,11 @@ def alibi(score, b, h, q_idx, kv_idx):
 
 def softcap(score, b, h, q_idx, kv_idx):
     return 20.0 * jnp.tanh(score / 20.0)
+
+
+def part_of_streaming(number, score_mod):
+    part = Streaming(4, 1020).parts(jnp.zeros(1, jnp.int32), score_mod, WINDOW)[number]
+    return {"score_mod": part.score_mod, "mask_mod": part.mask_mod}
 
 
 def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, **options):
@@ -47,6 +53,9 @@ CASES = {
     "decode_mask_by_key": {"mask_mod": lambda b, h, q_idx, kv_idx: SHOWN[kv_idx]},
     "decode_one_key": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx == 17},
     "decode_float32": {"dtype": jnp.float32},
+    "decode_sinks": part_of_streaming(1, None),
+    "decode_streaming_alibi": part_of_streaming(0, alibi),
+    "mixed_sinks_alibi": {"N": 2048 + 63, "R": 64, **part_of_streaming(1, alibi)},
     "speculative": {"N": 128, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
     "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},

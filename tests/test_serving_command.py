@@ -25,7 +25,7 @@ from flax import nnx
 
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
-from flax_layers.serving import Engine, EngineOptions
+from flax_layers.serving import Engine, EngineOptions, Streaming
 from flax_layers.serving.command import begin, engine_options, load_served, main, parser
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.http import Served, create_app
@@ -64,6 +64,9 @@ ERRORS = {
     "page size": (("--page-size", "0"), "`page_size` must be from 1 to 256. Got 0"),
     "requests": (("--max-requests", "0"), "`max_requests` must be at least 1. Got 0"),
     "context": (("--context", "257"), "`context` must be from 2 to the 256 positions .* Got 257"),
+    "sinks": (("--sinks", "4"), "`--sinks` needs `--streaming-window`, the last tokens. Got 4"),
+    "window": (("--streaming-window", "0"), "`window` of `Streaming` must be at least 1. Got 0"),
+    "streaming": (("--streaming-window", "253"), "at most the 256 positions .* Got 4 and 253"),
     "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),
@@ -118,6 +121,14 @@ def test_sizes_of_the_cache(folder):
     options = read("--model", str(folder), "--memory", str(100 * page / (1 << 30)))
     assert engine_options(options, decoder).num_pages == 100
     assert engine_options(read("--num-pages", "7"), decoder).num_pages == 7
+
+
+def test_the_cache_of_streaming(folder):
+    decoder = load_served(read("--model", str(folder))).decoder
+    words = ("--streaming-window", "124", "--context", "100000", "--page-size", "16", "--max-step-tokens", "64")
+    sizes = engine_options(read(*words), decoder)
+    assert (sizes.streaming, sizes.context_of(decoder.config)) == (Streaming(4, 124), 100_000)
+    assert sizes.num_pages == 1 + 16 * (128 // 16 + 12 + 1)  # a shared prefix, and the windows of 64 tokens
 
 
 def test_keys_of_a_file(tmp_path):

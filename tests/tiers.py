@@ -9,7 +9,7 @@ import re
 COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCHMARKS = {
     "test_benchmarks", "test_benchmarks_engine", "test_benchmarks_generation", "test_benchmarks_questions",
-    "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_training",
+    "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_streaming", "test_benchmarks_training",
 }  # fmt: skip
 BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 
@@ -69,6 +69,8 @@ SHORT = {
     "test_shared_prefix": r"causal-3-24|wrong|pays|best",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
+    "test_streaming_llm": r"rotating_anew\[\(9, 2\)-\[45|wrong|angles_are_exact|longer",
+    "test_streaming_llm_engine": r"wrong|beyond|True-16",
     "test_train": r"flops|fit|read|there_are|none|rows_that",
     "test_train_loss": r"24-None|float32|document",
     "test_train_runs": r"wrong|empty|beyond|sentence",

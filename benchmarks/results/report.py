@@ -225,7 +225,7 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
         f"machine of each figure are in `{device}/*.json`.",
         *([_METHOD] if suites else []),
     ]
-    return "\n\n".join([*lines, *(_suite(device, x) for x in suites), *map(_question, questions)])
+    return "\n\n".join([*lines, *(_suite(device, x) for x in suites), *(_question(device, x) for x in questions)])
 
 
 def _suite(device: str, result: ResultFile) -> str:
@@ -234,17 +234,22 @@ def _suite(device: str, result: ResultFile) -> str:
         kind = "device time, TB/s that must move, share of the roof"
     lines = [f"### `{result.name}`: {suite.title}", f"{result.problems[0].dtype}; {kind}"]
     lines += map(_markdown, tables_of(result))
-    plots = sorted((FOLDER / device).glob(f"{result.name}_by_*.png"))
-    lines += [f"![{path.stem}]({path.relative_to(FOLDER).as_posix()})" for path in plots]
+    lines += _plots(device, result)
     lines.append("\n".join(f"* {sentence}" for sentence in sentences(result)))
     return "\n\n".join(filter(None, lines))
 
 
-def _question(result: ResultFile) -> str:
+def _question(device: str, result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
     table = _markdown([["", "measured"], *([x.name, _measured(x)] for x in shown)])
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
-    return "\n\n".join(filter(None, [f"### `{result.name}`: {result.about['title']}", table, remarks]))
+    parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
+    return "\n\n".join(filter(None, parts))
+
+
+def _plots(device: str, result: ResultFile) -> list[str]:
+    paths = sorted((FOLDER / device).glob(f"{result.name}_by_*.png"))
+    return [f"![{path.stem}]({path.relative_to(FOLDER).as_posix()})" for path in paths]
 
 
 def _measured(record: Record) -> str:

@@ -14,6 +14,7 @@ import jflex
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm, SharedPrefix
+from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch, PagedCache
 
 ACTIVATIONS = {
@@ -141,6 +142,7 @@ class Block(nnx.Module):
         batch: PagedBatch,
         layer: int | Int[Array, ""],
         shared_prefix: SharedPrefix | None = None,
+        streaming: Streaming | None = None,
     ) -> tuple[Float[Array, "N width"], PagedCache]:
         """Appends packed tokens to layer `layer` of the cache. Returns their residual stream after this block."""
         reads_all = shared_prefix is not None and self.layer.window is None  # the last token of a request sees all keys
@@ -150,8 +152,9 @@ class Block(nnx.Module):
             batch,
             layer=layer,
             score_mod=mods.score_mod(self.config, self.score_mod),
-            mask_mod=None if reads_all else mods.mask_mod(self.layer.window),
+            mask_mod=None if reads_all else mods.paged_mask(self.layer.window, streaming),
             shared_prefix=shared_prefix if reads_all else None,
+            streaming=streaming,
         )
         return self._add_both(stream, attended), cache
 
@@ -338,7 +341,7 @@ class Decoder(nnx.Module):
         return attention.init_paged_cache(num_pages, page_size, layers=len(self.blocks), dtype=dtype)
 
     def decode_paged(
-        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch
+        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch, streaming: Streaming | None = None
     ) -> tuple[Float[Array, "N vocabulary"], PagedCache]:
         """Appends to requests, each by as many tokens as it has in `tokens`.
 
@@ -347,11 +350,16 @@ class Decoder(nnx.Module):
             cache: From `init_paged_cache` or from the last call. Donate it to `jit` to update it in place.
             batch: The tokens and the pages of each request. The capacity of the page table selects the factors of
                 LongRoPE.
+            streaming: Attends to sinks and a window alone, in sequences of any length; of the same sizes for all calls
+                on a cache. They select the factors of LongRoPE.
 
         Returns:
             For each token the logits of the token after it, and the cache with the tokens.
+
+        Raises:
+            ValueError: Sinks and window together are longer than the model's positions.
         """
-        hidden, cache = self.decode_paged_hidden(tokens, cache, batch)
+        hidden, cache = self.decode_paged_hidden(tokens, cache, batch, streaming=streaming)
         return self.logits(hidden), cache
 
     def decode_paged_hidden(
@@ -360,6 +368,7 @@ class Decoder(nnx.Module):
         cache: PagedCache,
         batch: PagedBatch,
         shared_prefix: SharedPrefix | None = None,
+        streaming: Streaming | None = None,
     ) -> tuple[Float[Array, "N width"], PagedCache]:
         """See `decode_paged`; returns hidden states.
 
@@ -369,10 +378,13 @@ class Decoder(nnx.Module):
             batch: As for `decode_paged`.
             shared_prefix: The first requests begin with the same pages, and each request has one token in this call:
                 layers without a window read these pages once for all.
+            streaming: As for `decode_paged`.
         """
+        if streaming is not None:
+            self._check_length("streaming", streaming.size)
         stream = self._embed(tokens)
         for layer, block in enumerate(self.blocks):
-            stream, cache = block.decode_paged(stream, cache, batch, layer, shared_prefix)
+            stream, cache = block.decode_paged(stream, cache, batch, layer, shared_prefix, streaming)
         return self.norm(stream), cache
 
     def _check_length(self, name: str, length: int) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 import jflex
 from flax_layers.models.config import ModelConfig
 from flax_layers.nnx import DenseCache
+from flax_layers.streaming_llm import Streaming
 from jflex.masks import causal, document, sliding_window
 from jflex.scores import softcap
 
@@ -51,6 +52,21 @@ def mask_mod(window: int | None, documents: Int[Array, "B T"] | None = None) -> 
     """
     mod = causal() if window is None else sliding_window(window - 1)
     return mod if documents is None else jflex.and_masks(document(documents), mod)
+
+
+def paged_mask(window: int | None, streaming: Streaming | None) -> jflex.MaskMod | None:
+    """The mask of a layer over a paged cache.
+
+    Args:
+        window: As for `mask_mod`.
+        streaming: What limits attention to sinks and a window; its positions are those of the mask.
+
+    Returns:
+        The mask_mod, or None where `streaming` masks as much.
+    """
+    if streaming is None:
+        return mask_mod(window)
+    return None if _within(window, streaming.size) is None else mask_mod(window)
 
 
 def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[Array, "B T"] | None) -> Masks:

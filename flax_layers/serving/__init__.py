@@ -3,6 +3,7 @@
 from flax_layers.serving.engine import Closed, Engine, QueueFull, Stats, Ticket
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.requests import Event, FinishReason, Request, TokenLogprobs
+from flax_layers.streaming_llm import Streaming
 
 __all__ = [
     "Closed",
@@ -13,6 +14,7 @@ __all__ = [
     "QueueFull",
     "Request",
     "Stats",
+    "Streaming",
     "Ticket",
     "TokenLogprobs",
 ]

@@ -26,6 +26,7 @@ from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.engine import Engine
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.processes import LeadingExecutor, follow
+from flax_layers.streaming_llm import Streaming
 
 PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
@@ -76,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
+    add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
+    add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
@@ -213,6 +216,8 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
         raise ValueError(f"`--grace` must be finite and at least 0. Got {options.grace}.")
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"`--port` must be from 0 to 65535. Got {options.port}.")
+    if options.sinks is not None and options.streaming_window is None:
+        raise ValueError(f"`--sinks` needs `--streaming-window`, the last tokens. Got {options.sinks}. Set both.")
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
     keys = () if options.api_key_file is None else read_keys(options.api_key_file)
     return keys, bind(options.host, options.port)
@@ -283,7 +288,7 @@ def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions
     page = jax.eval_shape(lambda: model.init_paged_cache(2, options.page_size))
     page_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // 2
     memory = int(options.memory * (1 << 30)) if options.memory is not None else options.devices * _free_memory()
-    wanted = 1 + sizes.max_requests * -(-sizes.context_of(model.config) // options.page_size)
+    wanted = 1 + sizes.max_requests * sizes.most_pages(model.config)
     if memory < 2 * page_bytes:
         raise ValueError(
             f"`--memory` must hold 2 pages, {2 * page_bytes / (1 << 30):.3g} GiB. Got {memory / (1 << 30):.3g}. Raise "
@@ -304,8 +309,13 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
         num_pages=num_pages,
         page_size=options.page_size,
         context=options.context,
+        streaming=_streaming(options.streaming_window, default(options.sinks, Streaming.sinks)),
         max_waiting=options.max_waiting,
     )
+
+
+def _streaming(window: int | None, sinks: int) -> Streaming | None:
+    return None if window is None else Streaming(sinks, window)
 
 
 def _free_memory() -> int:

@@ -111,7 +111,7 @@ class Engine:
         executor: Runs the steps; None: in this process.
 
     Raises:
-        ValueError: `context` is out of range, or the mesh does not divide the KV heads.
+        ValueError: `context`, `streaming` or `num_pages` is out of range, or the mesh does not divide the KV heads.
 
     Example:
         >>> from flax import nnx
@@ -140,8 +140,9 @@ class Engine:
         self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
         self._prefixes = SharedPrefixes(options, self._executor.token_bytes)
-        self._cascades = self._prefixes.shapes(options.shapes(model.config)) if None in windows else []
-        self._pages = Pages(options, None if None in windows else max(filter(None, windows)))
+        can_share = None in windows and options.streaming is None
+        self._cascades = self._prefixes.shapes(options.shapes(model.config)) if can_share else []
+        self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
         self._dispatched: _Dispatched | None = None
         self._numbers = itertools.count()
@@ -167,7 +168,7 @@ class Engine:
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
-        usable = (self.options.num_pages - 1) * self.options.page_size
+        usable = self._pages.longest
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
         with self._changed:
             if self._closed:

@@ -35,7 +35,7 @@ class Executor:
         graph, state = nnx.split(model)
         self._parameters, form = jax.tree.flatten(state)
         self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
-        self._step = make_step(graph, form, self._sharding)
+        self._step = make_step(graph, form, self._sharding, options.streaming)
         self._state = self._empty_state()
 
     @property

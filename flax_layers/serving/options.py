@@ -7,9 +7,13 @@ import dataclasses
 from typing import NamedTuple
 
 from flax_layers.models import ModelConfig
+from flax_layers.streaming_llm import Streaming
 
 _SMALL_TABLE = 64
 """Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
+
+_FARTHEST = 1 << 24
+"""Positions that float32 holds, and up to which `flax_layers.functional.rotate` is exact."""
 
 
 class Shape(NamedTuple):
@@ -38,6 +42,8 @@ class EngineOptions:
         page_size: Tokens in a page, 1 to 256. Prefixes are shared in whole pages.
         context: Positions of a sequence, prompt included; None: those of the model.
         max_waiting: Requests that may wait; more are refused.
+        streaming: Sequences attend to sinks and a window alone, and keep no other pages. `context` may then be longer
+            than the positions of the model and the cache. None: they attend to all their tokens.
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
         cascade_bytes: Requests that share a prefix read it once for all, if that saves so many bytes of a layer in a
             step; see `flax_layers.serving.shared_prefix`. None: never.
@@ -57,6 +63,7 @@ class EngineOptions:
     page_size: int = 64
     context: int | None = None
     max_waiting: int = 1024
+    streaming: Streaming | None = None
     prefix_cache: bool = True
     cascade_bytes: int | None = 100_000_000
     poison: bool = False
@@ -101,12 +108,45 @@ class EngineOptions:
             ValueError: `context` is out of range.
         """
         context = config.max_positions if self.context is None else self.context
+        if self.streaming is not None:
+            return self._streamed(context, config)
         if not 2 <= context <= config.max_positions:
             raise ValueError(
                 f"`context` must be from 2 to the {config.max_positions} positions that the model was made for. Got "
+                f"{context}. `streaming` allows more."
+            )
+        return context
+
+    def _streamed(self, context: int, config: ModelConfig) -> int:
+        assert self.streaming is not None
+        if self.streaming.size > config.max_positions:
+            raise ValueError(
+                f"`sinks` and `window` of `streaming` together must be at most the {config.max_positions} positions "
+                f"that the model was made for. Got {self.streaming.sinks} and {self.streaming.window}. Lower `window`."
+            )
+        if not 2 <= context <= _FARTHEST:
+            raise ValueError(
+                f"`context` must be from 2 to {_FARTHEST} with `streaming`, the positions that float32 holds. Got "
                 f"{context}."
             )
         return context
+
+    def least_pages(self, config: ModelConfig) -> int:
+        """Pages that a request needs to go on to the end of the context, if no prefix is shared."""
+        whole = -(-self.context_of(config) // self.page_size)
+        return whole if self.streaming is None else min(whole, self._streamed_pages(1))
+
+    def _streamed_pages(self, chunk: int) -> int:
+        """Pages that hold the sinks, or a shared prefix, and the windows of a chunk, at whatever offset they begin."""
+        assert self.streaming is not None
+        pages = lambda tokens: -(-tokens // self.page_size)
+        shared = self.streaming.size // self.page_size if chunk > 1 else 0
+        return max(pages(self.streaming.sinks), shared) + pages(self.streaming.window + chunk - 2) + 1
+
+    def most_pages(self, config: ModelConfig) -> int:
+        """Pages that a request holds at most: those of the context, or what `streaming` leaves of them."""
+        whole = -(-self.context_of(config) // self.page_size)
+        return whole if self.streaming is None else min(whole, self._streamed_pages(self.max_step_tokens))
 
     def pages(self, config: ModelConfig) -> tuple[int, ...]:
         """Buckets of the pages of a request: all of the context, and a quarter of it if that makes tables much smaller.
@@ -114,7 +154,7 @@ class EngineOptions:
         The width of a page table decides between the two sets of factors of LongRoPE. All steps must rotate keys alike,
         so such a model has one bucket, and `context` decides.
         """
-        most = min(-(-self.context_of(config) // self.page_size), self.num_pages - 1)
+        most = min(self.most_pages(config), self.num_pages - 1)
         has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1
         return (most,) if has_one else (-(-most // 4), most)
 

@@ -22,7 +22,7 @@ _SAMPLING = (
     ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
 )  # fmt: skip
 _PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
-_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32))
 
 
 class StepInputs(NamedTuple):
@@ -35,6 +35,7 @@ class StepInputs(NamedTuple):
         sampling: Parameters of each row.
         penalties: Penalties of each row.
         shared_prefix: What the first rows share.
+        dropped: With `streaming`, tokens of each row that `batch` leaves out.
     """
 
     tokens: Int32[Array, " N"]
@@ -43,6 +44,7 @@ class StepInputs(NamedTuple):
     sampling: SamplingBatch
     penalties: PenaltyBatch
     shared_prefix: SharedPrefix
+    dropped: Int32[Array, " R"]
 
 
 def pack(
@@ -78,7 +80,7 @@ def pack(
             tokens[end + len(known)] = -1 - sequence.slot
         end += count
         indptr[row + 1 :] = end
-        lengths[row] = first + count
+        lengths[row] = first + count - sequence.dropped
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
@@ -86,7 +88,7 @@ def pack(
             columns[name][row] = getattr(sequence.request.sampling, name)
         for name, _ in _PENALTIES:
             columns[name][row] = getattr(sequence.request.penalties, name)
-        columns["is_edited"][row] = sequence.is_edited
+        columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
     words = [column.view(np.int32) for column in columns.values()]
     return np.concatenate([np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel()])
 
@@ -103,8 +105,8 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     """
     sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
     requests, shared, tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
-    columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
+    *columns, dropped = (jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
     of_sampling = len(_SAMPLING)
     sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
-    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]))
+    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]), dropped)

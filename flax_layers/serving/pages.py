@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Int32
 
+from flax_layers.models import ModelConfig
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.sequence import Sequence
-from jflex.paged import OutOfPages, PagePool, PrefixCache
+from jflex.paged import OutOfPages, PagePool, PrefixCache, PrefixHit
 
 
 class Pages:
@@ -22,16 +23,43 @@ class Pages:
     If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Those of
     its shared prefix stay until it ends.
 
+    With `streaming`, all pages between the sinks and the window are dropped, and a prompt gets its pages chunk by
+    chunk. A prefix that is shared is at most as long as sinks and window, and is given up when the window has left it.
+
     Args:
-        options: Sizes of the cache, and whether prefixes are shared.
+        options: Sizes of the cache, whether prefixes are shared, and what sequences attend to.
+        config: Configuration of the model.
         window: How many keys a token attends to at most, its own included; None: all before it.
+
+    Attributes:
+        longest: Tokens of the longest sequence that can end.
+
+    Raises:
+        ValueError: The pages do not hold the sinks and the window of one sequence.
     """
 
-    def __init__(self, options: EngineOptions, window: int | None = None):
+    def __init__(self, options: EngineOptions, config: ModelConfig, window: int | None = None):
         self._pool = PagePool(options.num_pages, options.page_size)
         self._cache = PrefixCache(self._pool)
         self._shares = options.prefix_cache
-        self._window = window
+        self._streaming = options.streaming
+        self._window, self._sink_pages, self._shared = window, 0, None
+        usable, least = options.num_pages - 1, options.least_pages(config)
+        self._least = least
+        self.longest = usable * options.page_size
+        if self._streaming is None:
+            return
+        if usable < least:
+            raise ValueError(
+                f"`num_pages` must be at least {least + 1}: page 0, and the pages of {self._streaming.sinks} sinks and "
+                f"a window of {self._streaming.window} tokens. Got {options.num_pages}. Raise it, or lower the window."
+            )
+        self.longest = options.context_of(config)
+        self._window, self._sink_pages = self._streaming.window, self._pool.pages_for(self._streaming.sinks)
+        shared = min(self._streaming.size, self.longest) // options.page_size
+        if usable < self._pool.pages_for(self.longest):  # then the window must fit beside a prefix that is still read
+            shared = min(shared, usable - self._pool.pages_for(self._window - 1) - 1)
+        self._shared = shared * options.page_size
 
     @property
     def free(self) -> int:
@@ -51,6 +79,8 @@ class Pages:
     def begin(self, sequence: Sequence, spare: int) -> bool:
         """Gives a sequence pages for all its tokens, the first ones from the prefix cache.
 
+        With `streaming`, not more than sinks and window need: `room` gives it the others.
+
         Args:
             sequence: One without pages.
             spare: Pages that must remain available.
@@ -58,9 +88,9 @@ class Pages:
         Returns:
             Whether there were enough; if not, nothing has changed.
         """
-        tokens = sequence.tokens if self._shares else []
-        prefix = self._cache.match(tokens, namespace=sequence.request.namespace)
-        missing = self._pool.pages_for(sequence.length) - len(prefix.pages)
+        prefix = self._match(sequence)
+        missing = self._pool.pages_for(sequence.length)
+        missing = (missing if self._streaming is None else min(missing, self._least)) - len(prefix.pages)
         if missing + spare > self._pool.num_free + self._cache.num_evictable:
             self._cache.unlock(prefix)
             return False
@@ -72,7 +102,7 @@ class Pages:
     def extend(self, sequence: Sequence) -> bool:
         """Whether a running sequence has a page for its next token; allocates it if it is missing."""
         self._drop_unseen(sequence)
-        if sequence.length <= len(sequence.pages) * self._pool.page_size:
+        if sequence.length - sequence.dropped <= len(sequence.pages) * self._pool.page_size:
             return True
         try:
             sequence.pages += self._cache.alloc(1)
@@ -80,12 +110,32 @@ class Pages:
             return False
         return True
 
+    def room(self, sequence: Sequence, wanted: int, spare: int) -> int:
+        """Allocates the pages of a chunk of a prompt, as far as `begin` has not.
+
+        Args:
+            sequence: The sequence.
+            wanted: Tokens of the chunk.
+            spare: Pages that must remain available.
+
+        Returns:
+            How many of the tokens have pages.
+        """
+        if self._streaming is None:
+            return wanted
+        self._drop_unseen(sequence)
+        begun = sequence.computed - sequence.dropped
+        missing = self._pool.pages_for(begun + wanted) - len(sequence.pages)
+        available = self._pool.num_free + self._cache.num_evictable - spare
+        sequence.pages += self._cache.alloc(max(0, min(missing, available)))
+        return min(wanted, len(sequence.pages) * self._pool.page_size - begun)
+
     def skip_cached(self, sequence: Sequence) -> None:
         """Leaves out what another sequence has computed since this one began."""
-        if not self._shares:
+        if not self._shares or sequence.dropped:
             return
         assert sequence.prefix is not None
-        prefix = self._cache.match(sequence.tokens, namespace=sequence.request.namespace)
+        prefix = self._match(sequence)
         if prefix.num_tokens <= sequence.computed:
             self._cache.unlock(prefix)
             return
@@ -100,10 +150,11 @@ class Pages:
         """Puts the full pages of a sequence into the prefix cache."""
         assert sequence.prefix is not None
         known = min(sequence.computed, len(sequence.tokens))
-        first = len(sequence.prefix.pages)
-        if not self._shares or known // self._pool.page_size <= first or not all(sequence.pages[first:]):
+        known = known if self._shared is None else min(known, self._shared)
+        first, end = len(sequence.prefix.pages), known // self._pool.page_size
+        if not self._shares or sequence.dropped or end <= first or not all(sequence.pages[first:end]):
             return
-        sequence.prefix = self._cache.insert(sequence.tokens[:known], sequence.pages, sequence.prefix)
+        sequence.prefix = self._cache.insert(sequence.tokens[:known], sequence.pages[:end], sequence.prefix)
         sequence.pages[: len(sequence.prefix.pages)] = sequence.prefix.pages
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
@@ -118,16 +169,45 @@ class Pages:
         assert sequence.prefix is not None
         self._cache.unlock(sequence.prefix)
         self._pool.release(sequence.own_pages)
-        sequence.prefix, sequence.pages = None, []
+        sequence.prefix, sequence.pages, sequence.dropped = None, [], 0
+
+    def _match(self, sequence: Sequence) -> PrefixHit:
+        """The cached prefix of a sequence, as far as it may be shared; locked."""
+        tokens = sequence.tokens if self._shares else []
+        limit = None if self._shared is None else min(self._shared, max(0, len(tokens) - 1))
+        return self._cache.match(tokens[:limit], namespace=sequence.request.namespace, limit=limit)
 
     def _drop_unseen(self, sequence: Sequence) -> None:
         if self._window is None or sequence.prefix is None:
             return
+        end = max(0, sequence.computed - sequence.dropped - self._window + 1) // self._pool.page_size
+        if self._streaming is not None:
+            self._drop_streamed(sequence, end)
+            return
         first = len(sequence.prefix.pages)
-        end = max(0, sequence.computed - self._window + 1) // self._pool.page_size
         unseen = [page for page in sequence.pages[first:end] if page]
         self._pool.release(unseen)
         sequence.pages[first:end] = [0] * max(0, end - first)
+
+    def _drop_streamed(self, sequence: Sequence, end: int) -> None:
+        """Takes the pages between the sinks and the page `end` out of the list of a sequence.
+
+        A shared prefix is given up when the window has left it, but for the sinks. It stays in the cache until it is
+        evicted.
+        """
+        prefix, sinks = sequence.prefix, self._sink_pages
+        assert prefix is not None
+        if len(prefix.pages) > sinks:
+            if end < len(prefix.pages):
+                return
+            limit = sinks * self._pool.page_size
+            namespace = sequence.request.namespace
+            sequence.prefix = self._cache.match(sequence.tokens[:limit], namespace=namespace, limit=limit)
+            self._cache.unlock(prefix)
+        if end > sinks:
+            self._pool.release(sequence.pages[max(sinks, len(prefix.pages)) : end])
+            del sequence.pages[sinks:end]
+            sequence.dropped += (end - sinks) * self._pool.page_size
 
     def clear(self) -> None:
         """Forgets all prefixes; no sequence may have pages."""

@@ -25,6 +25,7 @@ from jaxtyping import Array, Int32
 from flax_layers.models import Decoder
 from flax_layers.serving.executor import Executor
 from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.streaming_llm import Streaming
 from jflex.types import AnyArray
 
 _RUN, _PENALTIES, _POISON, _RESET, _CLOSE = range(5)
@@ -99,7 +100,10 @@ def follow(model: Decoder) -> None:
         EOFError: The first process has died.
     """
     with _join() as leader:
-        executor = Executor(model, EngineOptions(**json.loads(leader.recv_bytes())))
+        options = json.loads(leader.recv_bytes())
+        streaming = options.pop("streaming")
+        options["streaming"] = None if streaming is None else Streaming(**streaming)
+        executor = Executor(model, EngineOptions(**options))
         while True:
             message = np.frombuffer(leader.recv_bytes(), np.int32)
             (call, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]

@@ -82,8 +82,14 @@ class Scheduler:
         decoding = self._make_room(may_preempt)
         chunks = [self._chunk(sequence, 1) for sequence in decoding]
         budget = self._options.max_step_tokens - len(chunks)
-        for sequence in [x for x in self.running if x.missing > 1 and not x.is_done]:
+        reading = [x for x in self.running if x.missing > 1 and not x.is_done]
+        for sequence in reading:
             budget -= self._add_chunk(chunks, sequence, budget)
+        if reading and not chunks:  # with `streaming`, prompts get their pages chunk by chunk
+            if not may_preempt:
+                raise OutOfRoom
+            self.preempt(self.running[-1])
+            return self.schedule(may_preempt=True)
         while budget and self.waiting and self._slots and self._admit(self.waiting[0]):
             budget -= self._add_chunk(chunks, self.waiting.popleft(), budget)
         return chunks
@@ -133,7 +139,7 @@ class Scheduler:
         return decoding
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Whether a sequence runs now: there are pages for all its tokens, and one more for each that runs."""
+        """Whether a sequence runs now: it gets pages for its tokens, and one is left for each that runs."""
         if not self._pages.begin(sequence, spare=len(self.running)):
             return False
         if sequence.hit is None:
@@ -148,8 +154,10 @@ class Scheduler:
         if not budget:
             return 0
         self._pages.skip_cached(sequence)
-        chunks.append(self._chunk(sequence, min(budget, sequence.missing)))
-        return chunks[-1].count
+        count = self._pages.room(sequence, min(budget, sequence.missing), spare=len(self.running) - 1)
+        if count:
+            chunks.append(self._chunk(sequence, count))
+        return count
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(sequence, sequence.computed, count, samples=count == sequence.missing)

@@ -25,6 +25,7 @@ class Sequence:
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
         prefix: Its cached prefix, locked while it runs.
         pages: Those of the positions, in order: those of the prefix, then its own; 0 for those that were dropped.
+        dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
         slot: Its place in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that were found in the prefix cache when it was admitted first; None before.
@@ -40,6 +41,7 @@ class Sequence:
     computed: int = 0
     prefix: PrefixHit | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    dropped: int = 0
     slot: int | None = None
     is_edited: bool = False
     hit: int | None = None

@@ -20,6 +20,7 @@ from flax_layers.serving.options import Shape
 from flax_layers.serving.packing import unpack
 from flax_layers.serving.penalties import Edits, apply_penalties
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedCache
 from jflex.types import AnyArray
 
@@ -72,7 +73,9 @@ class Step(Protocol):
 
 
 @functools.cache
-def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None) -> Step:
+def make_step(
+    graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding | None, streaming: Streaming | None = None
+) -> Step:
     """The step of a model; engines of models of one form share its programs.
 
     Graph definition and form are not arguments of the step, because `jax.jit` would hash and flatten them in each call:
@@ -82,6 +85,7 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         graph: Graph definition of the model.
         form: Tree definition of its state, whose leaves are the parameters.
         sharding: Sharding of the cache. None: it is on one device.
+        streaming: What limits attention to sinks and a window.
 
     Returns:
         The step.
@@ -100,9 +104,10 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         inputs = unpack(packed, shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if is_cascade else None
-        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared)
+        streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
+        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streamed)
         logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
+        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths) + inputs.dropped
         if is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]
