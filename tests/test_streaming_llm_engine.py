@@ -115,6 +115,24 @@ def test_preemption_changes_no_token(options):
         check_tokens(client, COUNT + 10 * n if n < 3 else COUNT)
 
 
+def test_prompts_that_starve_each_other(monkeypatch):
+    """If no prompt gets a page for its next token, the last one gives its pages to the others."""
+    engine = engine_of(max_step_tokens=8)
+    room = engine._pages.room
+
+    def short(sequence, wanted, spare):
+        scheduler = engine._scheduler
+        starves = len(scheduler.running) == 2 and sequence.computed > 10 and not scheduler.preemptions
+        return 0 if starves else room(sequence, min(wanted, 3), spare)
+
+    monkeypatch.setattr(engine._pages, "room", short)
+    clients = [Client(engine, prompt, max_tokens=COUNT) for prompt in (SYSTEM * 2, SYSTEM[::-1] * 2)]
+    run(engine)
+    assert engine.stats().preemptions == 1
+    for client in clients:
+        check_tokens(client)
+
+
 def test_prefixes_are_shared_up_to_the_size():
     engine = engine_of()
     hits = []
