@@ -1,15 +1,20 @@
 """Serving: continuous batching over a paged cache, with shared prefixes."""
 
-from flax_layers.serving.engine import Closed, Engine, QueueFull, Stats, Ticket
+from flax_layers.serving.constraints import Constraint
+from flax_layers.serving.engine import Engine, Stats
+from flax_layers.serving.guides import Guides
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.requests import Event, FinishReason, Request, TokenLogprobs
+from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
 __all__ = [
     "Closed",
+    "Constraint",
     "Engine",
     "EngineOptions",
     "Event",
     "FinishReason",
+    "Guides",
     "QueueFull",
     "Request",
     "Stats",

@@ -21,9 +21,10 @@ from flax_layers.models.optional import needs
 from flax_layers.serving.answers import ServedTokenizer
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.engine import Engine
+from flax_layers.serving.guides import Guides
 from flax_layers.serving.options import EngineOptions
 
-PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
+PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
 SHARE_OF_MEMORY = 0.85
 CPU_MEMORY = 1 << 30
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--no-constraints", action="store_true", help="refuse JSON schemas and the like; a third less to compile")
     add("--no-warm-up", action="store_true", help="compile programs when they are needed, not ahead")
     add("--compilation-cache", type=pathlib.Path, metavar="FOLDER", help="keeps compiled programs for the next start")
     return made
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             keys, bound = begin(options)
             opened.enter_context(bound)
             model = load_served(options)
-            engine = Engine(model.decoder, engine_options(options, model.decoder))
+            engine = Engine(model.decoder, engine_options(options, model.decoder), guides_of(options, model))
         except (ValueError, OSError, ModuleNotFoundError) as error:
             reader.error(str(error))
         serve(options, model, engine, keys, bound)
@@ -175,6 +177,27 @@ def load_served(options: argparse.Namespace) -> Model:
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation)
     name = options.name or options.model.resolve().name
     return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
+
+
+def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
+    """What compiles constraints.
+
+    Args:
+        options: Of `parser`.
+        model: The model.
+
+    Returns:
+        It; None with `--no-constraints`.
+
+    Raises:
+        ValueError: The tokenizer cannot be used for constraints.
+    """
+    if options.no_constraints:
+        return None
+    try:
+        return Guides(model.tokenizer, model.decoder.config.vocabulary)
+    except ValueError as error:
+        raise ValueError(f"`--no-constraints` must be given for this model. {error}") from error
 
 
 def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:

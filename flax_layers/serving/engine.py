@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from flax_layers.models import Decoder
+from flax_layers.serving.guides import Guides, begin_guide
 from flax_layers.serving.options import EngineOptions, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
@@ -30,14 +31,7 @@ from flax_layers.serving.step import (
     poison_pages,
     read_row,
 )
-
-
-class QueueFull(RuntimeError):
-    """The queue is full: `max_waiting` requests wait. Try again later."""
-
-
-class Closed(RuntimeError):
-    """The engine takes no more requests: it is shutting down."""
+from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,27 +72,6 @@ class _Dispatched(NamedTuple):
     fields: Array
 
 
-class Ticket:
-    """A submitted request."""
-
-    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
-        self._sequence, self._cancel = sequence, cancel
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, from any thread; does nothing if it has ended."""
-        self._cancel(self._sequence)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._sequence.request.prompt)
-
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache."""
-        return self._sequence.hit or 0
-
-
 class Engine:
     """Generates tokens for many requests at once, from one paged cache.
 
@@ -112,9 +85,13 @@ class Engine:
     Args:
         model: The model.
         options: Sizes.
+        guides: Compiles the constraints of requests; None: there are none. With them, `warm_up` compiles a third
+            program for each shape, whose transfer has a bit for each token and row, and only steps with a constrained
+            request run it. Such a request does not run ahead, so its steps are read one by one, with all in them.
 
     Raises:
-        ValueError: `context` is out of range, or the mesh does not divide the KV heads.
+        ValueError: `context` is out of range, `guides` are of another vocabulary, or the mesh does not divide the KV
+            heads.
 
     Example:
         >>> from flax_layers.models import LayerConfig, ModelConfig
@@ -131,8 +108,17 @@ class Engine:
         (4, 'length')
     """
 
-    def __init__(self, model: Decoder, options: EngineOptions = EngineOptions()):  # noqa: B008  frozen
-        self.config, self.options = model.config, options
+    def __init__(
+        self,
+        model: Decoder,
+        options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+        guides: Guides | None = None,
+    ):
+        self.config, self.options, self._guides = model.config, options, guides
+        if guides is not None and guides.vocabulary != model.config.vocabulary:
+            raise ValueError(
+                f"`guides` must be of the {model.config.vocabulary} tokens of the model. Got {guides.vocabulary}."
+            )
         self.context = options.context_of(model.config)
         self._model = model
         graph, state = nnx.split(model)
@@ -163,12 +149,14 @@ class Engine:
             What cancels it.
 
         Raises:
-            ValueError: The request can never run: too long, or a token that the model does not know.
+            ValueError: The request can never run: too long, a token that the model does not know, or a constraint that
+                does not compile.
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
         usable = (self.options.num_pages - 1) * self.options.page_size
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
+        guide = begin_guide(self._guides, request)
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
@@ -177,7 +165,7 @@ class Engine:
                 raise QueueFull(
                     f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
                 )
-            sequence = Sequence(request, next(self._numbers), limit, deliver)
+            sequence = Sequence(request, next(self._numbers), limit, deliver, guide=guide)
             self._inbox.append(sequence)
             self._changed.notify()
         return Ticket(sequence, self._cancel)
@@ -208,9 +196,10 @@ class Engine:
         shapes = self.options.shapes(self.config)
         nobody = Sequence(Request((0,)), number=-1, limit=1, deliver=lambda event: None, slot=0)
         self._state = begin_penalties(self._state, nobody, self.context, self._sharding)
-        for done, (shape, is_greedy) in enumerate(itertools.product(shapes, (True, False)), 1):
-            jax.block_until_ready(self._run([], shape, is_greedy=is_greedy))
-            report(done, 2 * len(shapes))
+        kinds = [(True, False), (False, False), *([] if self._guides is None else [(False, True)])]
+        for done, (shape, (is_greedy, is_guided)) in enumerate(itertools.product(shapes, kinds), 1):
+            jax.block_until_ready(self._run([], shape, is_greedy=is_greedy, is_guided=is_guided))
+            report(done, len(kinds) * len(shapes))
 
     @property
     def is_running(self) -> bool:
@@ -309,6 +298,7 @@ class Engine:
     def _schedule(self) -> list[Chunk]:
         if not all(sequence.runs_ahead for sequence in self._scheduler.running):
             self._drain()
+            self._follow_constraints()
         try:
             return self._scheduler.schedule(may_preempt=self._dispatched is None)
         except OutOfRoom:
@@ -322,6 +312,18 @@ class Engine:
         except Exception as error:  # as in `step`
             self._fail([], error)
 
+    def _follow_constraints(self) -> None:
+        """Computes which tokens may come next, and ends sequences that none may follow."""
+        guided = [(x, x.guide) for x in self._scheduler.running if x.guide is not None]
+        if self._guides is not None:
+            self._guides.allow([guide for _, guide in guided])
+        for sequence, guide in guided:
+            if guide.is_complete or guide.error:
+                reason: FinishReason = "error" if guide.error else "stop"
+                self._scheduler.finish(sequence, reason)
+                error = f"`constraint` cannot be followed any further: {guide.error}" if guide.error else ""
+                sequence.deliver(Event(finish_reason=reason, error=error))
+
     def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
         shape = self.options.shape_for(
             sum(chunk.count for chunk in chunks),
@@ -334,16 +336,19 @@ class Engine:
                 self._state = begin_penalties(self._state, sequence, self.context, self._sharding)
                 sequence.is_edited = True
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
+        is_guided = any(chunk.samples and chunk.sequence.guide for chunk in chunks)
         if self.options.poison:
             self._state = poison_pages(self._state, self._pages.free_mask())
-        fields = self._run(chunks, shape, is_greedy=is_greedy)
+        fields = self._run(chunks, shape, is_greedy=is_greedy, is_guided=is_guided)
         fields.copy_to_host_async()
         self._counts["steps"] += 1
         return _Dispatched(chunks, fields)
 
-    def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
-        packed = pack(chunks, shape, no_slot=self.options.max_requests)
-        self._state, fields = self._step(self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy)
+    def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool, is_guided: bool) -> Array:
+        packed = pack(chunks, shape, self.options.max_requests, self.config.vocabulary if is_guided else 0)
+        self._state, fields = self._step(
+            self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy, is_guided=is_guided
+        )
         return fields
 
     def _read(self) -> None:
@@ -361,13 +366,16 @@ class Engine:
         sequence.pending -= 1
         sequence.tokens.append(token)
         reason: FinishReason | None = None
-        if token in sequence.request.stop_tokens:
+        stops = token in sequence.request.stop_tokens
+        if sequence.guide is not None and not stops:
+            sequence.guide.advance(token)
+        if stops or (sequence.guide is not None and sequence.guide.is_complete):
             reason = "stop"
         elif len(sequence.tokens) - len(sequence.request.prompt) == sequence.limit:
             reason = "length"
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        tokens = () if reason == "stop" else (token,)
+        tokens = () if stops else (token,)
         self._counts["generated_tokens"] += len(tokens)
         sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
 

@@ -32,6 +32,7 @@ class StepInputs(NamedTuple):
         slots: Slot of each row. For rows that sample no token it is out of range, so that writes to it are dropped.
         sampling: Parameters of each row.
         penalties: Penalties of each row.
+        allowed: A bit for each token that a row may sample; None: all of them.
     """
 
     tokens: Int32[Array, " N"]
@@ -39,15 +40,17 @@ class StepInputs(NamedTuple):
     slots: Int32[Array, " R"]
     sampling: SamplingBatch
     penalties: PenaltyBatch
+    allowed: Int32[Array, "R bits"] | None
 
 
-def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, " words"]:
+def pack(chunks: Items[Chunk], shape: Shape, no_slot: int, guided: int = 0) -> Int32[np.ndarray, " words"]:
     """Packs a step.
 
     Args:
         chunks: The chunks of the step, no more than the shape has rows.
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
+        guided: Vocabulary size if a chunk has a constraint, else 0. A bit for each token and row is packed then.
 
     Returns:
         The packed array.
@@ -58,6 +61,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
+    allowed = np.full((shape.rows, -(-guided // 32)), -1, np.int32)
     end = 0
     for row, (sequence, first, count, samples) in enumerate(chunks):
         assert sequence.slot is not None
@@ -72,28 +76,33 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
+            if sequence.guide is not None:
+                allowed[row] = sequence.guide.allowed
         for name, _ in _SAMPLING:
             columns[name][row] = getattr(sequence.request.sampling, name)
         for name, _ in _PENALTIES:
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row] = sequence.is_edited
     words = [column.view(np.int32) for column in columns.values()]
-    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
+    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel(), allowed.ravel()])
 
 
-def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
+def unpack(packed: Int32[Array, " words"], shape: Shape, guided: int = 0) -> StepInputs:
     """Takes a packed step apart, inside of `jit`.
 
     Args:
         packed: The result of `pack`.
         shape: The shape that it was packed with.
+        guided: As for `pack`.
 
     Returns:
         The inputs.
     """
     sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    tokens, indptr, lengths, slots, *words, table, bits = jnp.split(packed, np.cumsum(sizes).tolist())
     columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
     of_sampling = len(_SAMPLING)
-    return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))
+    allowed = bits.reshape(shape.rows, -1) if guided else None
+    sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
+    return StepInputs(tokens, batch, slots, sampling, penalties, allowed)

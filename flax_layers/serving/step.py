@@ -18,7 +18,7 @@ from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 from flax_layers.serving.options import Shape
 from flax_layers.serving.packing import unpack
-from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
+from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, keep_allowed, padded
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.serving.sequence import Sequence
 from jflex.paged import PagedCache
@@ -52,6 +52,7 @@ class Step(Protocol):
         *,
         shape: Shape,
         is_greedy: bool,
+        is_guided: bool = False,
     ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
         """Reads the tokens of a step and samples the next token of each row.
 
@@ -62,6 +63,7 @@ class Step(Protocol):
             shape: The shape of the step.
             is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
                 another program, which neither draws nor sorts.
+            is_guided: Whether a row has a constraint; not if `is_greedy`. It is a third program.
 
         Returns:
             The state, and the fields that `read_row` reads: the only transfer back.
@@ -86,10 +88,10 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
     """
 
     def run(
-        parameters: Items[Array], state: DeviceState, packed: Array, *, shape: Shape, is_greedy: bool
+        parameters: Items[Array], state: DeviceState, packed: Array, *, shape: Shape, is_greedy: bool, is_guided=False
     ) -> tuple[DeviceState, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
-        inputs = unpack(packed, shape)
+        inputs = unpack(packed, shape, model.config.vocabulary if is_guided else 0)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
         logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
@@ -99,12 +101,14 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
             fields = found[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
+            if inputs.allowed is not None:
+                changed = keep_allowed(changed, inputs.allowed)
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
         return _constrained(state, sharding), fields
 
-    return jax.jit(run, static_argnames=("shape", "is_greedy"), donate_argnames="state")
+    return jax.jit(run, static_argnames=("shape", "is_greedy", "is_guided"), donate_argnames="state")
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding | None:
