@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as opened:
         try:
             for package in PACKAGES:
+                if package == "llguidance" and options.no_constraints:
+                    continue
                 with needs(package, "serve"):
                     __import__(package)
             keys, bound = begin(options)

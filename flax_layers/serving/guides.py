@@ -70,8 +70,9 @@ class Guide:
 class Guides:
     """Compiles constraints for one tokenizer, and computes the allowed tokens of many sequences at once.
 
-    The allowed tokens of 64 sequences take 1.6 ms with a vocabulary of 128256 on two cores of a CPU, in JSON as models
-    write it. `begin` may be called from any thread, `allow` from one.
+    With a vocabulary of 128256, for 64 sequences of JSON with English words that follow a schema of five properties,
+    `allow` takes 1.2 ms on average and 6.3 ms at most, on two busy cores of a CPU. It takes 3.6 and 8.5 ms if strings
+    have a `maxLength`. `advance` takes 0.1 ms for all of them. `begin` may be called from any thread, `allow` from one.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -194,7 +195,7 @@ class Guides:
         allowed = row[: len(self._of_model)] & self._of_model
         if not allowed.any():
             guide.is_complete = may_end
-            guide.error = "" if may_end else "the tokenizer has no token that may come next"
+            guide.error = "" if may_end else "no token of the model may come next"
         elif may_end and guide.stop_tokens:
             allowed |= _bits(guide.stop_tokens, self.vocabulary)
         guide.allowed = allowed.view(np.int32)

@@ -180,7 +180,7 @@ def keep_allowed(logits: Float[Array, "R V"], allowed: Int32[Array, "R words"]) 
         [[1.0, -inf, 3.0]]
     """
     rows, tokens = logits.shape
-    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
     return jnp.where(bits.reshape(rows, -1)[:, :tokens] > 0, logits, -jnp.inf)
 
 
