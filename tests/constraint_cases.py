@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import hypothesis.strategies as st
 from flax import nnx
 
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, Tokenizer
@@ -73,6 +74,49 @@ def texts(engine: Engine, kind: str, clients: list[Client]) -> list[str]:
 
 def schema(value: dict[str, Any]) -> Constraint:
     return Constraint.json_schema({**value, **COMPACT})
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    """Small schemas of the keywords that `matches` knows."""
+    small = st.integers(0, 4)
+    strings = st.builds(
+        lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more}, small, small
+    )
+    integers = st.builds(
+        lambda least, more: {"type": "integer", "minimum": least, "maximum": least + more},
+        st.integers(-1200, 1200),
+        st.integers(0, 1200),
+    )
+    enums = st.lists(st.one_of(st.text(max_size=4), st.integers(-9, 9), st.none()), min_size=1, max_size=4)
+    patterns = st.sampled_from(["^[a-c]{2,5}$", "^(é|😀)+x$", r"^\d{3}-\d{2}$"])
+    leaves = st.one_of(
+        strings,
+        integers,
+        st.sampled_from([{"type": "null"}, {"type": "boolean"}]),
+        enums.map(lambda values: {"enum": values}),
+        patterns.map(lambda pattern: {"type": "string", "pattern": pattern}),
+    )
+
+    def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+        arrays = st.builds(
+            lambda items, least, more: {"type": "array", "items": items, "minItems": least, "maxItems": least + more},
+            inner,
+            st.integers(0, 1),
+            st.integers(0, 2),
+        )
+        objects = st.builds(
+            lambda properties, required: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties)[:required],
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.text(min_size=1, max_size=3), inner, max_size=3),
+            st.integers(0, 3),
+        )
+        return st.one_of(arrays, objects, st.lists(inner, min_size=1, max_size=3).map(lambda x: {"anyOf": x}))
+
+    return st.recursive(leaves, nested, max_leaves=5)
 
 
 def matches(schema: dict[str, Any], value: Any) -> bool:

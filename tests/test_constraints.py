@@ -6,15 +6,16 @@ import dataclasses
 import json
 import re
 import threading
-from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.models import Decoder
+from flax_layers.models import Decoder, from_pretrained
 from flax_layers.sampling import Sampling
 from flax_layers.serving import Constraint, Engine, EngineOptions, Guides, Request
 from flax_layers.serving.penalties import Penalties
@@ -28,11 +29,13 @@ from tests.constraint_cases import (
     is_valid,
     model,
     schema,
+    schemas,
     shared_engine,
     texts,
     tokenizer,
 )
 from tests.engine_cases import Client, fail_once, run
+from tests.golden_models import ROOT
 from tests.train_cases import counted_compilations
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -59,49 +62,7 @@ def test_texts_match(kind):
     assert len(set(found)) > 16
 
 
-def schemas() -> st.SearchStrategy[dict[str, Any]]:
-    small = st.integers(0, 4)
-    strings = st.builds(
-        lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more}, small, small
-    )
-    integers = st.builds(
-        lambda least, more: {"type": "integer", "minimum": least, "maximum": least + more},
-        st.integers(-1200, 1200),
-        st.integers(0, 1200),
-    )
-    enums = st.lists(st.one_of(st.text(max_size=4), st.integers(-9, 9), st.none()), min_size=1, max_size=4)
-    patterns = st.sampled_from(["^[a-c]{2,5}$", "^(é|😀)+x$", r"^\d{3}-\d{2}$"])
-    leaves = st.one_of(
-        strings,
-        integers,
-        st.sampled_from([{"type": "null"}, {"type": "boolean"}]),
-        enums.map(lambda values: {"enum": values}),
-        patterns.map(lambda pattern: {"type": "string", "pattern": pattern}),
-    )
-
-    def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-        arrays = st.builds(
-            lambda items, least, more: {"type": "array", "items": items, "minItems": least, "maxItems": least + more},
-            inner,
-            st.integers(0, 1),
-            st.integers(0, 2),
-        )
-        objects = st.builds(
-            lambda properties, required: {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties)[:required],
-                "additionalProperties": False,
-            },
-            st.dictionaries(st.text(min_size=1, max_size=3), inner, max_size=3),
-            st.integers(0, 3),
-        )
-        return st.one_of(arrays, objects, st.lists(inner, min_size=1, max_size=3).map(lambda x: {"anyOf": x}))
-
-    return st.recursive(leaves, nested, max_leaves=5)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@KINDS
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(value=schemas(), seed=st.integers(0, 1 << 20))
 def test_any_small_schema(kind, value, seed):
@@ -402,3 +363,12 @@ def test_the_schema_keeps_the_order_of_its_properties():
     constraint = schema({**value, "additionalProperties": False})
     client = Client(engine := shared_engine("bytes"), PROMPT, constraint=constraint, max_tokens=99)
     assert texts(engine, "bytes", [client]) == ['{"z":null,"a":null}']
+
+
+def test_tensor_parallel():
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    sharded = from_pretrained(ROOT / "gemma3", dtype=jnp.float32, implementation="xla", mesh=mesh)
+    made = Guides(tokenizer("bytes"), sharded.config.vocabulary)
+    engine = Engine(sharded, EngineOptions(**SIZES | {"context": None}), made)
+    clients = [Client(engine, PROMPT, constraint=JSON, sampling=sampled(n), max_tokens=100) for n in range(3)]
+    assert all(is_valid(PERSON, text) for text in texts(engine, "bytes", clients))
