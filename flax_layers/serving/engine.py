@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from flax_layers.serving.pages import Pages
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.stats import Stats
 from flax_layers.serving.step import (
     DeviceState,
     begin_penalties,
@@ -32,37 +32,6 @@ from flax_layers.serving.step import (
     read_row,
 )
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """The engine at one moment; counts are since it started.
-
-    Attributes:
-        running: Requests that have pages.
-        waiting: Requests that have none yet.
-        free_pages: Pages that nobody uses.
-        cached_pages: Pages that the prefix cache holds.
-        used_pages: Pages of running requests alone.
-        prompt_tokens: Tokens of admitted prompts.
-        hit_tokens: Those of them that were found in the prefix cache.
-        generated_tokens: Sampled tokens that were delivered.
-        steps: Steps that were dispatched.
-        preemptions: How often a request lost its pages and was computed again.
-        failures: Steps that failed.
-    """
-
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    used_pages: int
-    prompt_tokens: int
-    hit_tokens: int
-    generated_tokens: int
-    steps: int
-    preemptions: int
-    failures: int
 
 
 class _Dispatched(NamedTuple):
