@@ -14,7 +14,7 @@ import httpx
 from flax import nnx
 
 from flax_layers.models import Decoder, LayerConfig, ModelConfig
-from flax_layers.serving import Engine, EngineOptions
+from flax_layers.serving import Engine, EngineOptions, Guides
 from flax_layers.serving.demo_model import ByteTokenizer
 from flax_layers.serving.http import Served, create_app
 from tests import evaluation
@@ -40,7 +40,7 @@ def model() -> Decoder:
 def running() -> Iterator[Engine]:
     """An engine that runs in its thread."""
     with evaluation.compiled_in_haste(True):
-        engine = Engine(model(), SIZES)
+        engine = Engine(model(), SIZES, Guides(ByteTokenizer(), CONFIG.vocabulary))
         engine.start()
         yield engine
         engine.stop()
@@ -90,6 +90,16 @@ def texts_of(events: list[dict]) -> list[str]:
             new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
             texts[choice["index"]] = texts.get(choice["index"], "") + new
     return [texts[index] for index in sorted(texts)]
+
+
+def schema(value: dict) -> dict[str, Any]:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "value", "schema": value, "strict": True}}
+
+
+def regex(pattern: str) -> dict[str, Any]:
+    """A `response_format`."""
+    return {"type": "regex", "pattern": pattern}
 
 
 def completion(engine: Engine, **body) -> dict:

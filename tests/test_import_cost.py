@@ -51,7 +51,7 @@ def test_without_flax_the_layers_say_what_to_install():
 
 
 def test_without_the_packages_of_the_server_the_engine_is_imported():
-    names = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+    names = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
     loaded = loaded_by(f"import sys; sys.modules.update(dict.fromkeys({names}))\nimport flax_layers.serving")
     assert "flax_layers.serving.engine" in loaded
 

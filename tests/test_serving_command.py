@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from flax import nnx
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
 from flax_layers.serving import Engine, EngineOptions, Streaming
-from flax_layers.serving.command import begin, engine_options, load_served, main, parser
+from flax_layers.serving.command import begin, engine_options, guides_of, load_served, main, parser
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.http import Served, create_app
 from flax_layers.serving.server import Launch, Server, bind, url_of
@@ -96,10 +97,29 @@ def test_a_port_that_is_taken(folder, capsys):
 
 
 def test_a_missing_package(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(SystemExit):
-        main([])
-    assert "`flax_layers.serve` needs uvicorn for this: pip install 'jflex[serve]'" in capsys.readouterr().err
+    for package in ("llguidance", "uvicorn"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit):
+            main([] if package == "llguidance" else ["--no-constraints"])
+        error = capsys.readouterr().err
+        assert f"`flax_layers.serve` needs {package} for this: pip install 'jflex[serve]'" in error
+
+
+def test_constraints_can_be_left_out(folder, tmp_path):
+    """The tokenizer of a model may be one that llguidance cannot read; then an option says so."""
+    options = read("--model", str(folder))
+    model = load_served(options)
+    made = guides_of(options, model)
+    assert made is not None
+    assert made.vocabulary == 280
+    shutil.copytree(folder, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": None}))
+    options = read("--model", str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"`--no-constraints` must be given for this model\. `tokenizer` must be one"):
+        guides_of(options, load_served(options))
+    options.no_constraints = True
+    assert guides_of(options, load_served(options)) is None
 
 
 def test_defaults(folder):

@@ -28,7 +28,9 @@ from tests.served import (
     completion,
     events_of,
     idle,
+    regex,
     running,
+    schema,
     texts_of,
 )
 
@@ -180,7 +182,7 @@ def test_neutral_values_and_unknown_fields(engine):
 
 
 REFUSED = {
-    "response_format": {"type": "json_object"}, "tools": [{"type": "function"}], "suffix": "x", "echo": True,
+    "guided_json": {"type": "object"}, "tools": [{"type": "function"}], "suffix": "x", "echo": True,
     "best_of": 2, "prompt_logprobs": 1, "min_tokens": 2, "reasoning_effort": "low",
 }  # fmt: skip
 
@@ -217,6 +219,12 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "repetition": (COMPLETIONS, {**GREEDY, "repetition_penalty": 0}, 400, "`repetition_penalty` must be finite"),
     "bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"a": 1}}, 400, "`logit_bias` must be an object of tokens"),
     "bias of no token": (COMPLETIONS, {**GREEDY, "logit_bias": {"256": 1}}, 400, "`logit_bias` must be of tokens from"),
+    "format": (COMPLETIONS, {**GREEDY, "response_format": {"type": "xml"}}, 400, "`response_format` must be .*'xml'"),
+    "no schema": (CHATS, {**HELLO, "response_format": {"type": "json_schema", "json_schema": {}}}, 400, "must be"),
+    "bad schema": (COMPLETIONS, {**GREEDY, "response_format": schema({"not": {}})}, 400, '`resp.*Unimpl.*"not"'),
+    "bad pattern": (COMPLETIONS, {**GREEDY, "response_format": regex("(a")}, 400, "`response_format`.*unclosed group"),
+    "long pattern": (COMPLETIONS, {**GREEDY, "response_format": regex("a" * 200_000)}, 400, "`resp.* Got 200000"),
+    "vast schema": (CHATS, {**HELLO, "response_format": schema({"enum": [float("inf")]})}, 400, "`resp.*must be JSON"),
     "min_p": (COMPLETIONS, {**GREEDY, "min_p": 2}, 400, "`min_p` must be at least 0 and at most 1. Got 2"),
     "no prompts": (COMPLETIONS, {"prompt": []}, 400, "`prompt` must be a text, a list of texts"),
     "mixed prompts": (COMPLETIONS, {"prompt": ["a", 1]}, 400, "`prompt` must be a text, a list of texts"),

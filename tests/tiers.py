@@ -31,6 +31,7 @@ SHORT = {
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
     "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|interrupted|other"
     r"|wrong",
+    "test_constraints": r"refused(?!.*slow)|letter|grammar$|max_tokens|beside.*bytes",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_engine": r"recomputation.*9|preemption|each_step|failed.*3|cancelled",
@@ -66,6 +67,7 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
+    "test_serving_constraints": r"guides|without",
     "test_shared_prefix": r"causal-3-24|wrong|pays|best",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",

@@ -67,6 +67,10 @@ class Tokenizer:
         """The id of a token, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    def serialized(self) -> str:
+        """The text of `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """Encodes text.
 

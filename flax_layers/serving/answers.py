@@ -19,6 +19,10 @@ class ServedTokenizer(Protocol):
 
     chat_templates: dict[str, str]
 
+    def serialized(self) -> str:
+        """The text of its `tokenizer.json`, which constraints need."""
+        ...
+
     def encode(self, text: str, *, special_tokens: bool = True) -> Any:
         """An array of tokens."""
         ...

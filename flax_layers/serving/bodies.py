@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import secrets
 from collections.abc import Hashable, Sequence
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from flax_layers.models.optional import needs
 from flax_layers.sampling import Sampling
+from flax_layers.serving.constraints import Constraint
 from flax_layers.serving.errors import ApiError
 from flax_layers.serving.penalties import Penalties
 from flax_layers.serving.requests import MAX_LOGPROBS, Request
@@ -38,7 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -71,6 +72,29 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError(
             f'`logit_bias` must be an object of tokens and numbers, as {{"50256": -100}}. Got {reprlib.repr(value)}.'
         ) from None
+
+
+def _constraint(value: Any) -> Constraint | None:
+    """Parses `response_format`: that of OpenAI's chats, and a regular expression or a grammar as types of their own."""
+    try:
+        match value:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return Constraint.json_object()
+            case {"type": "json_schema", "json_schema": {"schema": bool() | dict() as schema}}:
+                return Constraint.json_schema(schema)
+            case {"type": "regex", "pattern": str(pattern)}:
+                return Constraint.regex(pattern)
+            case {"type": "lark", "grammar": str(grammar)}:
+                return Constraint.lark(grammar)
+    except ValueError as error:
+        raise ValueError(re.sub("^`(schema|constraint)`", "`response_format`", str(error))) from None
+    raise ValueError(
+        '`response_format` must be {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": '
+        '{"name": "...", "schema": {...}}}, {"type": "regex", "pattern": "..."} or {"type": "lark", "grammar": "..."}. '
+        f"Got {reprlib.repr(value)}."
+    )
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -148,6 +172,7 @@ class GenerationBody(Body):
     user: str | None = None
     cache_salt: str | None = None
     ignore_eos: bool | None = None
+    response_format: Annotated[Constraint | None, PlainValidator(_constraint)] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -215,6 +240,7 @@ class GenerationBody(Body):
                 stop_tokens=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_tokens)),
                 logprobs=self.top,
                 namespace=namespace,
+                constraint=self.response_format,
             )
             for choice in range(self.choices)
         ]

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from flax_layers.generate.command import DTYPES
@@ -22,13 +20,15 @@ from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
 from flax_layers.models.optional import needs
 from flax_layers.serving.answers import ServedTokenizer
+from flax_layers.serving.cluster import connect, follow_first
 from flax_layers.serving.demo_model import FILE, ByteTokenizer, demo_model
 from flax_layers.serving.engine import Engine
+from flax_layers.serving.guides import Guides
 from flax_layers.serving.options import EngineOptions
-from flax_layers.serving.processes import LeadingExecutor, follow
+from flax_layers.serving.processes import LeadingExecutor
 from flax_layers.streaming_llm import Streaming
 
-PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
+PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "tqdm", "uvicorn")
 DEMO_CONTEXT = 2048
 SHARE_OF_MEMORY = 0.85
 CPU_MEMORY = 1 << 30
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
+    add("--no-constraints", action="store_true", help="refuse JSON schemas and the like; a third less to compile")
     add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
     add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the guide")
     add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as opened:
         try:
             for package in PACKAGES:
+                if package == "llguidance" and options.no_constraints:
+                    continue
                 with needs(package, "serve"):
                     __import__(package)
             mesh = connect(options)
@@ -111,69 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             keys, bound = begin(options)
             opened.enter_context(bound)
             model = load_served(options, mesh)
-            engine = create_engine(options, model.decoder)
+            engine = create_engine(options, model)
         except (ValueError, OSError, ModuleNotFoundError) as error:
             reader.error(str(error))
         serve(options, model, engine, keys, bound)
 
 
-def connect(options: argparse.Namespace) -> Mesh | None:
-    """Meets the other processes, if there are any.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The devices that share the model; None for one device.
-
-    Raises:
-        ValueError: An option is missing or out of its range.
-    """
-    given = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
-    if any(given) != all(given):
-        raise ValueError("`--coordinator`, `--processes` and `--process` must be passed together, or none of them.")
-    if all(given):
-        if not 0 <= options.process < options.processes:
-            raise ValueError(
-                f"`--process` must be from 0 to {options.processes - 1}, one of `--processes`. Got {options.process}."
-            )
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    if options.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(options.compilation_cache.absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return create_mesh(options)
-
-
-def create_mesh(options: argparse.Namespace) -> Mesh | None:
-    """The devices that share the model, as many of each process.
-
-    Args:
-        options: Of `parser`.
-
-    Returns:
-        The mesh; None for one device.
-
-    Raises:
-        ValueError: `--devices` is out of its range.
-    """
-    devices, processes = jax.devices(), jax.process_count()
-    if not 1 <= options.devices <= len(devices):
-        raise ValueError(f"`--devices` must be from 1 to {len(devices)}, those that JAX sees. Got {options.devices}.")
-    if options.devices % processes:
-        raise ValueError(
-            f"`--devices` must be a multiple of the {processes} processes, so that each of them takes part. Got "
-            f"{options.devices}."
-        )
-    if options.devices == 1:
-        return None
-    if options.model is None:
-        raise ValueError("`--devices` must be 1 for the demo's model, which has one KV head. Pass `--model`.")
-    each = options.devices // processes
-    chosen = [x for n in range(processes) for x in [x for x in devices if x.process_index == n][:each]]
-    return Mesh(np.array(chosen), ("model",))
-
-
-def create_engine(options: argparse.Namespace, model: Decoder) -> Engine:
+def create_engine(options: argparse.Namespace, model: Model) -> Engine:
     """The engine of the model, and of all processes.
 
     Args:
@@ -184,13 +131,13 @@ def create_engine(options: argparse.Namespace, model: Decoder) -> Engine:
         The engine.
 
     Raises:
-        ValueError: A size is out of its range, or no page fits into the memory.
+        ValueError: A size is out of its range, no page fits into the memory, or the tokenizer cannot be used for
+            constraints.
     """
-    sizes = engine_options(options, model)
-    executor = None
+    sizes, guides, executor = engine_options(options, model.decoder), guides_of(options, model), None
     if options.coordinator is not None:
-        executor = LeadingExecutor(model, sizes, options.coordinator.rpartition(":")[0])
-    return Engine(model, sizes, executor)
+        executor = LeadingExecutor(model.decoder, sizes, options.coordinator.rpartition(":")[0])
+    return Engine(model.decoder, sizes, guides, executor)
 
 
 def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
@@ -267,6 +214,27 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
     loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation, mesh)
     name = options.name or options.model.resolve().name
     return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
+
+
+def guides_of(options: argparse.Namespace, model: Model) -> Guides | None:
+    """What compiles constraints.
+
+    Args:
+        options: Of `parser`.
+        model: The model.
+
+    Returns:
+        It; None with `--no-constraints`.
+
+    Raises:
+        ValueError: The tokenizer cannot be used for constraints.
+    """
+    if options.no_constraints:
+        return None
+    try:
+        return Guides(model.tokenizer, model.decoder.config.vocabulary)
+    except ValueError as error:
+        raise ValueError(f"`--no-constraints` must be given for this model. {error}") from error
 
 
 def engine_options(options: argparse.Namespace, model: Decoder) -> EngineOptions:
@@ -351,21 +319,6 @@ def serve(
         Server(app, launch, options.grace).run(sockets=[bound])
     if launch.failure is not None:
         raise launch.failure
-
-
-def follow_first(model: Decoder) -> None:
-    """Runs what process 0 says, until that one ends.
-
-    Args:
-        model: The model.
-    """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; process 0 ends the others
-    try:
-        follow(model)
-    except EOFError:
-        sys.exit("error: process 0 has ended without a word. Its own output says why.")
 
 
 def _progress_bar() -> Callable[[int, int], None]:

@@ -35,6 +35,18 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.chat_templates = {"default": "the texts of the messages"}
 
+    def serialized(self) -> str:
+        """The text of a `tokenizer.json`: BPE without merges, whose bytes have the names that GPT-2 gave them."""
+        with needs("tokenizers"):
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # by themselves; the others from 256 on
+        hidden = [byte for byte in range(256) if byte not in shown]
+        names = {chr(byte if byte in shown else 256 + hidden.index(byte)): byte for byte in range(256)}
+        made = Tokenizer(models.BPE(names, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+        return made.to_str()
+
     def encode(self, text: str, *, special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """The tokens of a text.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from jaxtyping import Array
 
 from flax_layers.models import Decoder
 from flax_layers.serving.executor import Executor
-from flax_layers.serving.options import EngineOptions
+from flax_layers.serving.guides import Guides, begin_guide
+from flax_layers.serving.options import EngineOptions, Program
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.penalties import Penalties, pack_penalties
@@ -23,48 +23,9 @@ from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, 
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
+from flax_layers.serving.stats import Stats
 from flax_layers.serving.step import read_row
-
-
-class QueueFull(RuntimeError):
-    """The queue is full: `max_waiting` requests wait. Try again later."""
-
-
-class Closed(RuntimeError):
-    """The engine takes no more requests: it is shutting down."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """The engine at one moment; counts are since it started.
-
-    Attributes:
-        running: Requests that have pages.
-        waiting: Requests that have none yet.
-        free_pages: Pages that nobody uses.
-        cached_pages: Pages that the prefix cache holds.
-        used_pages: Pages of running requests alone.
-        prompt_tokens: Tokens of admitted prompts.
-        hit_tokens: Those of them that were found in the prefix cache.
-        generated_tokens: Sampled tokens that were delivered.
-        steps: Steps that were dispatched.
-        cascade_steps: Those of them in which requests read the prefix that they share once for all.
-        preemptions: How often a request lost its pages and was computed again.
-        failures: Steps that failed.
-    """
-
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    used_pages: int
-    prompt_tokens: int
-    hit_tokens: int
-    generated_tokens: int
-    steps: int
-    cascade_steps: int
-    preemptions: int
-    failures: int
+from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
 
 class _Dispatched(NamedTuple):
@@ -72,27 +33,6 @@ class _Dispatched(NamedTuple):
 
     chunks: list[Chunk]
     fields: Array
-
-
-class Ticket:
-    """A submitted request."""
-
-    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]):
-        self._sequence, self._cancel = sequence, cancel
-
-    def cancel(self) -> None:
-        """Ends the request before the next step, from any thread; does nothing if it has ended."""
-        self._cancel(self._sequence)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._sequence.request.prompt)
-
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache."""
-        return self._sequence.hit or 0
 
 
 class Engine:
@@ -108,10 +48,14 @@ class Engine:
     Args:
         model: The model.
         options: Sizes.
+        guides: Compiles the constraints of requests; None: there are none. With them, `warm_up` compiles a third
+            program for each shape, whose transfer has a bit for each token and row, and only steps with a constrained
+            request run it. Such a request does not run ahead, so its steps are read one by one, with all in them.
         executor: Runs the steps; None: in this process.
 
     Raises:
-        ValueError: `context`, `streaming` or `num_pages` is out of range, or the mesh does not divide the KV heads.
+        ValueError: `context`, `streaming` or `num_pages` is out of range, `guides` are of another vocabulary, or the
+            mesh does not divide the KV heads.
 
     Example:
         >>> from flax import nnx
@@ -133,9 +77,14 @@ class Engine:
         self,
         model: Decoder,
         options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
+        guides: Guides | None = None,
         executor: Executor | None = None,
     ):
-        self.config, self.options = model.config, options
+        self.config, self.options, self._guides = model.config, options, guides
+        if guides is not None and guides.vocabulary != model.config.vocabulary:
+            raise ValueError(
+                f"`guides` must be of the {model.config.vocabulary} tokens of the model. Got {guides.vocabulary}."
+            )
         self.context = options.context_of(model.config)
         self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
@@ -164,12 +113,14 @@ class Engine:
             What cancels it.
 
         Raises:
-            ValueError: The request can never run: too long, or a token that the model does not know.
+            ValueError: The request can never run: too long, a token that the model does not know, or a constraint that
+                does not compile.
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
         usable = self._pages.longest
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
+        guide = begin_guide(self._guides, request)
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
@@ -178,7 +129,7 @@ class Engine:
                 raise QueueFull(
                     f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
                 )
-            sequence = Sequence(request, next(self._numbers), limit, deliver)
+            sequence = Sequence(request, next(self._numbers), limit, deliver, guide=guide)
             self._inbox.append(sequence)
             self._changed.notify()
         return Ticket(sequence, self._cancel)
@@ -208,11 +159,12 @@ class Engine:
         """
         shapes = self.options.shapes(self.config)
         self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
-        programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
-        for done, ((shape, is_cascade), is_greedy) in enumerate(itertools.product(programs, (True, False)), 1):
-            nothing = pack([], shape, self.options.max_requests)
-            jax.block_until_ready(self._executor.run(nothing, shape, is_greedy=is_greedy, is_cascade=is_cascade))
-            report(done, 2 * len(programs))
+        kinds = [(True, False), (False, False), *([] if self._guides is None else [(False, True)])]
+        programs = [Program(shape, greedy, is_guided=guided) for shape in shapes for greedy, guided in kinds]
+        programs += [Program(shape, greedy, is_cascade=True) for shape in self._cascades for greedy in (True, False)]
+        for done, program in enumerate(programs, 1):
+            jax.block_until_ready(self._run([], program))
+            report(done, len(programs))
 
     @property
     def is_running(self) -> bool:
@@ -312,6 +264,7 @@ class Engine:
     def _schedule(self) -> list[Chunk]:
         if not all(sequence.runs_ahead for sequence in self._scheduler.running):
             self._drain()
+            self._follow_constraints()
         try:
             return self._scheduler.schedule(may_preempt=self._dispatched is None)
         except OutOfRoom:
@@ -325,6 +278,18 @@ class Engine:
         except Exception as error:  # as in `step`
             self._fail([], error)
 
+    def _follow_constraints(self) -> None:
+        """Computes which tokens may come next, and ends sequences that none may follow."""
+        guided = [(x, x.guide) for x in self._scheduler.running if x.guide is not None]
+        if self._guides is not None:
+            self._guides.allow([guide for _, guide in guided])
+        for sequence, guide in guided:
+            if guide.is_complete or guide.error:
+                reason: FinishReason = "error" if guide.error else "stop"
+                self._scheduler.finish(sequence, reason)
+                error = f"`constraint` cannot be followed any further: {guide.error}" if guide.error else ""
+                sequence.deliver(Event(finish_reason=reason, error=error))
+
     def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
         shape = self.options.shape_for(
             sum(chunk.count for chunk in chunks),
@@ -337,14 +302,21 @@ class Engine:
                 self._begin_penalties(sequence)
         if self.options.poison:
             self._executor.poison(self._pages.free_mask())
-        chunks, shared = self._prefixes.arrange(chunks) if shape in self._cascades else (chunks, Shared())
-        packed = pack(chunks, shape, self.options.max_requests, shared)
+        shared = Shared()
+        is_guided = any(chunk.samples and chunk.sequence.guide for chunk in chunks)
+        if shape in self._cascades and not is_guided:
+            chunks, shared = self._prefixes.arrange(chunks)
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
-        fields = self._executor.run(packed, shape, is_greedy=is_greedy, is_cascade=shared.requests > 0)
+        fields = self._run(chunks, Program(shape, is_greedy, shared.requests > 0, is_guided), shared)
         self._counts["cascade_steps"] += shared.requests > 0
         fields.copy_to_host_async()
         self._counts["steps"] += 1
         return _Dispatched(chunks, fields)
+
+    def _run(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> Array:  # noqa: B008  a tuple
+        guided = self.config.vocabulary if program.is_guided else 0
+        packed = pack(chunks, program.shape, self.options.max_requests, shared, guided)
+        return self._executor.run(packed, program)
 
     def _begin_penalties(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -369,13 +341,16 @@ class Engine:
         sequence.pending -= 1
         sequence.tokens.append(token)
         reason: FinishReason | None = None
-        if token in sequence.request.stop_tokens:
+        stops = token in sequence.request.stop_tokens
+        if sequence.guide is not None and not stops:
+            sequence.guide.advance(token)
+        if stops or (sequence.guide is not None and sequence.guide.is_complete):
             reason = "stop"
         elif len(sequence.tokens) - len(sequence.request.prompt) == sequence.limit:
             reason = "length"
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        tokens = () if reason == "stop" else (token,)
+        tokens = () if stops else (token,)
         self._counts["generated_tokens"] += len(tokens)
         sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
 

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
-from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.serving.options import EngineOptions, Program
 from flax_layers.serving.step import (
     DeviceState,
     begin_penalties,
@@ -46,23 +46,17 @@ class Executor:
             cache.num_kv_heads // mesh.get("model", 1)
         )
 
-    def run(
-        self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool, is_cascade: bool = False
-    ) -> Int32[Array, "R fields"]:
+    def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
         """Runs a step; see `flax_layers.serving.step.Step`.
 
         Args:
             packed: The result of `flax_layers.serving.packing.pack`.
-            shape: The shape of the step.
-            is_greedy: Whether all rows are greedy.
-            is_cascade: Whether the first rows share a prefix.
+            program: Which program.
 
         Returns:
             The fields that `read_row` reads.
         """
-        self._state, fields = self._step(
-            self._parameters, self._state, packed, shape=shape, is_greedy=is_greedy, is_cascade=is_cascade
-        )
+        self._state, fields = self._step(self._parameters, self._state, packed, program=program)
         return fields
 
     def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:

@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
-from flax_layers.serving.engine import Closed, Engine, QueueFull, Ticket
+from flax_layers.serving.engine import Engine
 from flax_layers.serving.errors import ApiError
 from flax_layers.serving.metrics import Metrics
 from flax_layers.serving.requests import Deliver, Event, Request
 from flax_layers.serving.text import ChoiceText, Piece
+from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
 
 class Usage(NamedTuple):
@@ -71,7 +72,8 @@ class Generation:
             status = {QueueFull: 429, Closed: 503}.get(type(error), 400)
             is_long = any(len(x.prompt) + (x.max_tokens or 1) > engine.context for x in self._requests)
             code = "context_length_exceeded" if status == 400 and is_long else None
-            raise ApiError(status, str(error), code=code) from error
+            message = str(error).replace("`constraint`", "`response_format`")  # as in the body
+            raise ApiError(status, message, code=code) from error
 
     def cancel(self) -> None:
         """Ends what still runs, before the next step; does nothing at the end."""
@@ -142,7 +144,8 @@ class Generation:
             self._metrics.ended(event.finish_reason)
             if event.finish_reason == "cancelled":
                 raise ApiError(503, event.error or "The request was cancelled.")
-            raise ApiError(500, f"The request failed in a step of the engine. {event.error}. Try again.")
+            error = event.error.replace("`constraint`", "`response_format`")
+            raise ApiError(500, f"The request failed in a step of the engine. {error}. Try again.")
         if event.tokens:
             kind = self._metrics.next_token if text.num_tokens else self._metrics.first_token
             kind.observe(moment - self._last[index])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import hmac
@@ -126,6 +127,7 @@ class _Api:
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
         self._metrics = Metrics(engine.stats)
         self._created = int(time.time())
+        self._compiling = concurrent.futures.ThreadPoolExecutor(2, "jflex-constraints")
         self._keys = [key.encode() for key in served.keys]
         self._page = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -201,7 +203,9 @@ class _Api:
         with contextlib.ExitStack() as unfinished:
             unfinished.callback(generation.cancel)
             try:
-                await asyncio.to_thread(generation.submit, self._engine)
+                # Constraints have threads of their own: while some compile, other requests are tokenised and submitted.
+                pool = None if body.response_format is None else self._compiling
+                await asyncio.get_running_loop().run_in_executor(pool, generation.submit, self._engine)
             except ApiError as error:
                 error.param = answer.source if error.param == "prompt" else error.param
                 raise

@@ -17,7 +17,7 @@ _FARTHEST = 1 << 24
 
 
 class Shape(NamedTuple):
-    """The shape of a step. Each shape is one compiled program.
+    """The shape of a step.
 
     Attributes:
         tokens: Packed tokens, with padding.
@@ -28,6 +28,23 @@ class Shape(NamedTuple):
     tokens: int
     rows: int
     pages: int
+
+
+class Program(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+        shape: The shape of the step.
+        is_greedy: Whether all rows take the most probable token, without penalties, constraints and log probabilities:
+            it neither draws nor sorts.
+        is_cascade: Whether the first rows share a prefix, which is read once, and each row has one token.
+        is_guided: Whether a row has a constraint; not if it is greedy or a cascade.
+    """
+
+    shape: Shape
+    is_greedy: bool = False
+    is_cascade: bool = False
+    is_guided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

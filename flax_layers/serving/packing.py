@@ -36,6 +36,7 @@ class StepInputs(NamedTuple):
         penalties: Penalties of each row.
         shared_prefix: What the first rows share.
         dropped: With `streaming`, tokens of each row that `batch` leaves out.
+        allowed: A bit for each token that a row may sample; None: all of them.
     """
 
     tokens: Int32[Array, " N"]
@@ -45,6 +46,7 @@ class StepInputs(NamedTuple):
     penalties: PenaltyBatch
     shared_prefix: SharedPrefix
     dropped: Int32[Array, " R"]
+    allowed: Int32[Array, "R bits"] | None
 
 
 def pack(
@@ -52,6 +54,7 @@ def pack(
     shape: Shape,
     no_slot: int,
     shared: Shared = Shared(),  # noqa: B008  a tuple
+    guided: int = 0,
 ) -> Int32[np.ndarray, " words"]:
     """Packs a step.
 
@@ -60,6 +63,7 @@ def pack(
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
         shared: What the first chunks share.
+        guided: Vocabulary size if a chunk has a constraint, else 0. A bit for each token and row is packed then.
 
     Returns:
         The packed array.
@@ -70,6 +74,7 @@ def pack(
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
+    allowed = np.full((shape.rows, -(-guided // 32)), -1, np.int32)
     end = 0
     for row, (sequence, first, count, samples) in enumerate(chunks):
         assert sequence.slot is not None
@@ -84,29 +89,36 @@ def pack(
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
+            if sequence.guide is not None:
+                allowed[row] = sequence.guide.allowed
         for name, _ in _SAMPLING:
             columns[name][row] = getattr(sequence.request.sampling, name)
         for name, _ in _PENALTIES:
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
     words = [column.view(np.int32) for column in columns.values()]
-    return np.concatenate([np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel()])
+    return np.concatenate(
+        [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), allowed.ravel()]
+    )
 
 
-def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
+def unpack(packed: Int32[Array, " words"], shape: Shape, guided: int = 0) -> StepInputs:
     """Takes a packed step apart, inside of `jit`.
 
     Args:
         packed: The result of `pack`.
         shape: The shape that it was packed with.
+        guided: As for `pack`.
 
     Returns:
         The inputs.
     """
     sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    requests, shared, tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    parts = jnp.split(packed, np.cumsum(sizes).tolist())
+    requests, shared, tokens, indptr, lengths, slots, *words, table, bits = parts
     *columns, dropped = (jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
     of_sampling = len(_SAMPLING)
     sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
-    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]), dropped)
+    allowed = bits.reshape(shape.rows, -1) if guided else None
+    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]), dropped, allowed)

@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred, and biases on tokens: what changes logits before a token is drawn."""
+"""Penalties on tokens that have occurred, biases on tokens, and allowed tokens: what changes logits before a draw."""
 
 from __future__ import annotations
 
@@ -156,6 +156,25 @@ def apply_penalties(
     changed -= column(rows.frequency_penalty) * counts.astype(jnp.float32)
     changed -= column(rows.presence_penalty) * (counts > 0).astype(jnp.float32)
     return jnp.where(column(rows.is_edited) > 0, changed, logits)
+
+
+def keep_allowed(logits: Float[Array, "R V"], allowed: Int32[Array, "R words"]) -> Float[Array, "R V"]:
+    """Sets the logits of tokens that are not allowed to `-inf`.
+
+    Args:
+        logits: Logits.
+        allowed: A bit for each token, the lowest bit of the first word first.
+
+    Returns:
+        Logits.
+
+    Example:
+        >>> keep_allowed(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[0b101]], jnp.int32)).tolist()
+        [[1.0, -inf, 3.0]]
+    """
+    rows, tokens = logits.shape
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
+    return jnp.where(bits.reshape(rows, -1)[:, :tokens] > 0, logits, -jnp.inf)
 
 
 def pack_penalties(

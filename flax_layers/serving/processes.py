@@ -24,12 +24,12 @@ from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.serving.executor import Executor
-from flax_layers.serving.options import EngineOptions, Shape
+from flax_layers.serving.options import EngineOptions, Program, Shape
 from flax_layers.streaming_llm import Streaming
 from jflex.types import AnyArray
 
 _RUN, _PENALTIES, _POISON, _RESET, _CLOSE = range(5)
-_HEADER = 6
+_HEADER = len(Shape._fields) + len(Program._fields)  # with the number of the call
 _SECRET = 32
 _ANSWER = 512
 
@@ -52,12 +52,10 @@ class LeadingExecutor(Executor):
             follower.send_bytes(json.dumps(dataclasses.asdict(options)).encode())
         super().__init__(model, options)
 
-    def run(
-        self, packed: Int32[AnyArray, " words"], shape: Shape, *, is_greedy: bool, is_cascade: bool = False
-    ) -> Int32[Array, "R fields"]:
+    def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
         """See `Executor.run`."""
-        self._tell(_RUN, packed, *shape, is_greedy, is_cascade)
-        return super().run(packed, shape, is_greedy=is_greedy, is_cascade=is_cascade)
+        self._tell(_RUN, packed, *program.shape, *program[1:])
+        return super().run(packed, program)
 
     def begin_penalties(self, words: Int32[AnyArray, " words"]) -> None:
         """See `Executor.begin_penalties`."""
@@ -108,8 +106,8 @@ def follow(model: Decoder) -> None:
             message = np.frombuffer(leader.recv_bytes(), np.int32)
             (call, *numbers), words = message[:_HEADER].tolist(), message[_HEADER:]
             if call == _RUN:
-                is_greedy, is_cascade = map(bool, numbers[3:])
-                executor.run(words, Shape(*numbers[:3]), is_greedy=is_greedy, is_cascade=is_cascade)
+                shape, kind = numbers[: len(Shape._fields)], numbers[len(Shape._fields) :]
+                executor.run(words, Program(Shape(*shape), *map(bool, kind)))
             elif call == _PENALTIES:
                 executor.begin_penalties(words)
             elif call == _POISON:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Hashable
 from typing import Literal, NamedTuple
 
 from flax_layers.sampling import Sampling, checked_integer
+from flax_layers.serving.constraints import Constraint
 from flax_layers.serving.penalties import Penalties
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""`stop`: a stop token was sampled. `length`: `max_tokens` or the context length was reached. `cancelled`: by the
-client or by shutdown. `error`: the step of the request failed."""
+"""`stop`: a stop token was sampled, or the text of a constraint is complete. `length`: `max_tokens` or the context
+length was reached. `cancelled`: by the client or by shutdown. `error`: the step of the request failed, or no token can
+follow its constraint."""
 
 MAX_LOGPROBS = 20
 """Top log probabilities that a request may ask for; as in OpenAI's API."""
@@ -31,6 +33,7 @@ class Request:
         stop_tokens: End the sequence; the one that does is not part of the output.
         logprobs: None: no log probabilities. Otherwise those of the sampled tokens and of so many top tokens.
         namespace: Requests share cached prefixes only within a namespace: a tenant, an adapter, a salt.
+        constraint: What the generated text must match; None for any text. The engine needs `guides` for it.
 
     Raises:
         TypeError: A field has a wrong type.
@@ -51,6 +54,7 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     namespace: Hashable = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "stop_tokens"):
@@ -71,8 +75,9 @@ class Request:
 
     @functools.cached_property
     def is_greedy(self) -> bool:
-        """Whether the most probable tokens are all that is wanted: no draws, no penalties, no log probabilities."""
-        return self.sampling.temperature == 0 and not self.penalties and self.logprobs is None
+        """Whether the most probable tokens are all that is wanted: no draws, no log probabilities, no other logits."""
+        is_plain = not self.penalties and self.constraint is None
+        return self.sampling.temperature == 0 and is_plain and self.logprobs is None
 
 
 class TokenLogprobs(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flax_layers.serving.guides import Guide
 from flax_layers.serving.requests import Deliver, FinishReason, Request
 from jflex.paged import PrefixHit
 
@@ -30,6 +31,7 @@ class Sequence:
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that were found in the prefix cache when it was admitted first; None before.
         finish_reason: None until it ends.
+        guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class Sequence:
     is_edited: bool = False
     hit: int | None = None
     finish_reason: FinishReason | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -78,7 +81,7 @@ class Sequence:
     @property
     def runs_ahead(self) -> bool:
         """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
-        return True
+        return self.guide is None
 
     @property
     def top_logprobs(self) -> int:

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int32
 
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
-from flax_layers.serving.options import Shape
+from flax_layers.serving.options import Program
 from flax_layers.serving.packing import unpack
-from flax_layers.serving.penalties import Edits, apply_penalties
+from flax_layers.serving.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedCache
@@ -50,9 +50,7 @@ class Step(Protocol):
         state: DeviceState,
         packed: Int32[AnyArray, " words"],
         *,
-        shape: Shape,
-        is_greedy: bool,
-        is_cascade: bool = False,
+        program: Program,
     ) -> tuple[DeviceState, Int32[Array, "R fields"]]:
         """Reads the tokens of a step and samples the next token of each row.
 
@@ -60,11 +58,7 @@ class Step(Protocol):
             parameters: Parameters of the model.
             state: Donated.
             packed: The result of `flax_layers.serving.packing.pack`.
-            shape: The shape of the step.
-            is_greedy: Whether all rows take the most probable token, without penalties and log probabilities. It is
-                another program, which neither draws nor sorts.
-            is_cascade: Whether the first rows share a prefix, and each row has one token. It is another program, which
-                reads the prefix once.
+            program: Which program this is.
 
         Returns:
             The state, and the fields that `read_row` reads: the only transfer back.
@@ -92,33 +86,29 @@ def make_step(
     """
 
     def run(
-        parameters: Items[Array],
-        state: DeviceState,
-        packed: Array,
-        *,
-        shape: Shape,
-        is_greedy: bool,
-        is_cascade: bool = False,
+        parameters: Items[Array], state: DeviceState, packed: Array, *, program: Program
     ) -> tuple[DeviceState, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
-        inputs = unpack(packed, shape)
+        inputs = unpack(packed, program.shape, model.config.vocabulary if program.is_guided else 0)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
-        shared = inputs.shared_prefix if is_cascade else None
+        shared = inputs.shared_prefix if program.is_cascade else None
         streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streamed)
         logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
         edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths) + inputs.dropped
-        if is_greedy:
+        if program.is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
+            if inputs.allowed is not None:
+                changed = keep_allowed(changed, inputs.allowed)
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
-    return jax.jit(run, static_argnames=("shape", "is_greedy", "is_cascade"), donate_argnames="state")
+    return jax.jit(run, static_argnames="program", donate_argnames="state")
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding | None:

@@ -1,0 +1,273 @@
+"""Follows the constraints of sequences on the host: which tokens may come next, as bits. llguidance does the work."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int32, UInt32
+
+from flax_layers.models.optional import needs
+from flax_layers.serving import grammar_check
+from flax_layers.serving.constraints import Constraint
+from flax_layers.serving.requests import Request
+
+WALL_SECONDS = 15
+"""A check of a grammar ends after so many seconds, on a machine that is too busy for its seconds of CPU time."""
+
+_KEPT = 32
+"""Compiled constraints that are kept. The lexer of one has at most 250,000 states, 40 MB; most have a few hundred."""
+
+_END = "<|end of a constrained text|>"
+
+
+class SerializedTokenizer(Protocol):
+    """What constraints need of a tokenizer: `flax_layers.models.Tokenizer` has it."""
+
+    def serialized(self) -> str:
+        """The text of its `tokenizer.json`."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class Guide:
+    """A constraint that a sequence follows. Its state depends on the generated tokens alone.
+
+    Attributes:
+        constraint: The constraint.
+        stop_tokens: End the sequence; they are allowed where the text may end.
+        matcher: That of llguidance, after the tokens so far.
+        allowed: A bit for each token of the model, those that may come next; of the time before `advance` if stale.
+        is_stale: Whether `Guides.allow` must compute `allowed` anew.
+        is_complete: Whether the text is complete, and nothing may follow.
+        error: Why the constraint cannot be followed any further; empty if it can.
+    """
+
+    constraint: Constraint
+    stop_tokens: tuple[int, ...]
+    matcher: Any
+    allowed: Int32[np.ndarray, " words"]
+    is_stale: bool = False
+    is_complete: bool = False
+    error: str = ""
+
+    def advance(self, token: int) -> None:
+        """Takes the next token, which must be an allowed one and no stop token."""
+        if not self.matcher.consume_token(token):
+            self.error = _words(self.matcher.get_error())
+        self.is_complete = not self.error and self.matcher.is_stopped()
+        self.is_stale = True
+
+
+class Guides:
+    """Compiles constraints for one tokenizer, and computes the allowed tokens of many sequences at once.
+
+    With a vocabulary of 128256, for 64 sequences of JSON with English words that follow a schema of five properties,
+    `allow` takes 1.2 ms on average and 6.3 ms at most, on two busy cores of a CPU. It takes 3.6 and 8.5 ms if strings
+    have a `maxLength`. `advance` takes 0.1 ms for all of them. `begin` may be called from any thread, `allow` from one.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        vocabulary: Vocabulary size of the model. Tokens that the tokenizer does not have are never allowed.
+
+    Raises:
+        ModuleNotFoundError: llguidance is not installed.
+        ValueError: llguidance cannot read the tokenizer.
+
+    Example:
+        >>> from flax_layers.serving.demo_model import ByteTokenizer
+        >>> guides = Guides(ByteTokenizer(), vocabulary=256)
+        >>> guide = guides.begin(Constraint.regex("no"))
+        >>> guide.allowed[ord("n") // 32] == 1 << ord("n") % 32
+        np.True_
+        >>> guide.advance(ord("n"))
+        >>> guide.advance(ord("o"))
+        >>> guide.is_complete
+        True
+    """
+
+    def __init__(self, tokenizer: SerializedTokenizer, vocabulary: int):
+        with needs("llguidance", "serve"):
+            import llguidance
+            import llguidance.numpy
+        with needs("tokenizers"):
+            import tokenizers
+        self.vocabulary = vocabulary
+        self._library = llguidance
+        self._limits = llguidance.LLParserLimits(**grammar_check.LIMITS)
+        self._executor = llguidance.LLExecutor()
+        # The end is a token of its own. So it does not matter which tokens end a request, or if there are any.
+        extended = tokenizers.Tokenizer.from_str(tokenizer.serialized())
+        known = extended.get_vocab()
+        extended.add_special_tokens([_END])
+        self._end = extended.get_vocab()[_END]
+        size = max(self._end, *known.values(), vocabulary - 1) + 1
+        try:
+            self._tokenizer = llguidance.LLTokenizer(extended.to_str(), n_vocab=size, eos_token=self._end)
+        except ValueError as error:
+            raise ValueError(
+                f"`tokenizer` must be one that llguidance can read, as byte-level BPE is. Got one that it cannot: "
+                f"{_words(str(error))}. Serve the model without constraints."
+            ) from error
+        self._row_words = -(-size // 32)
+        self._of_model = _bits([token for token in known.values() if token < vocabulary], vocabulary)
+        self._compiled: collections.OrderedDict[Constraint, Guide] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, constraint: Constraint, stop_tokens: Sequence[int] = ()) -> Guide:
+        """Compiles a constraint, or copies one that is compiled. Takes 0.1 s for a new one, and 2 s or so at most.
+
+        Args:
+            constraint: The constraint.
+            stop_tokens: End a sequence.
+
+        Returns:
+            A guide at the beginning of the text.
+
+        Raises:
+            ValueError: The constraint does not compile, takes too long, or allows no token.
+        """
+        first = self._first(constraint)
+        ended = [token for token in stop_tokens if 0 <= token < self.vocabulary]
+        with self._lock:
+            matcher, may_end = first.matcher.deep_copy(), first.matcher.is_accepting()
+        allowed = first.allowed | _bits(ended, self.vocabulary).view(np.int32) if may_end else first.allowed
+        return Guide(constraint, tuple(ended), matcher, allowed)
+
+    def allow(self, guides: Sequence[Guide]) -> None:
+        """Computes the allowed tokens of those that have advanced, on several cores.
+
+        Args:
+            guides: The guides. Those that cannot go on are complete afterwards, or have an error.
+        """
+        stale = [guide for guide in guides if guide.is_stale and not (guide.is_complete or guide.error)]
+        rows = np.zeros((len(stale), self._row_words), np.uint32)
+        jobs = [(guide.matcher, row) for row, guide in enumerate(stale)]
+        if jobs:
+            self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, rows.strides[0], len(rows))
+        for guide, row in zip(stale, rows, strict=True):
+            self._settle(guide, row)
+        for guide in guides:
+            guide.is_stale = False
+            if guide.error:  # copies share what the lexer has built, and its limits
+                with self._lock:
+                    self._compiled.pop(guide.constraint, None)
+
+    def _first(self, constraint: Constraint) -> Guide:
+        """The guide at the beginning that is copied for each request."""
+        with self._lock:
+            if constraint in self._compiled:
+                self._compiled.move_to_end(constraint)
+                return self._compiled[constraint]
+        if constraint != Constraint.json_object():
+            check(constraint)
+        grammar = getattr(self._library.LLMatcher, f"grammar_from_{constraint.kind}")(constraint.text)
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        guide = Guide(constraint, (), matcher, self._of_model.view(np.int32))
+        row = np.zeros(self._row_words, np.uint32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._settle(guide, row)
+        if guide.error:
+            raise ValueError(f"`constraint` must be one that llguidance can follow. It says: {guide.error}.")
+        if guide.is_complete:
+            raise ValueError("`constraint` must allow a text. Got one that allows only an empty one. Leave it out.")
+        with self._lock:
+            self._compiled[constraint] = guide
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return guide
+
+    def _settle(self, guide: Guide, row: UInt32[np.ndarray, " words"]) -> None:
+        """Reads a row of llguidance."""
+        if guide.matcher.is_error():
+            guide.error = _words(guide.matcher.get_error())
+            return
+        may_end = bool(row[self._end // 32] >> np.uint32(self._end % 32) & 1)
+        allowed = row[: len(self._of_model)] & self._of_model
+        if not allowed.any():
+            guide.is_complete = may_end
+            guide.error = "" if may_end else "no token of the model may come next"
+        elif may_end and guide.stop_tokens:
+            allowed |= _bits(guide.stop_tokens, self.vocabulary)
+        guide.allowed = allowed.view(np.int32)
+
+
+def begin_guide(guides: Guides | None, request: Request) -> Guide | None:
+    """The guide of a request at its beginning.
+
+    Args:
+        guides: Compile constraints; None if the engine has none.
+        request: The request.
+
+    Returns:
+        The guide; None if the request has no constraint.
+
+    Raises:
+        ValueError: The constraint does not compile, or there are no `guides`.
+    """
+    if request.constraint is None:
+        return None
+    if guides is None:
+        raise ValueError(
+            "`constraint` is not supported by this engine: it was made without `guides`. Leave it out, or make the "
+            "engine with `guides=Guides(tokenizer, vocabulary)`."
+        )
+    return guides.begin(request.constraint, request.stop_tokens)
+
+
+def check(constraint: Constraint) -> None:
+    """Compiles a constraint in a process of its own, with limits of time and memory.
+
+    Args:
+        constraint: The constraint.
+
+    Raises:
+        ValueError: It does not compile within the limits.
+    """
+    text = json.dumps(dataclasses.asdict(constraint)).encode()
+    command = [sys.executable, "-P", str(pathlib.Path(grammar_check.__file__).absolute())]
+    try:
+        found = subprocess.run(command, input=text, capture_output=True, timeout=WALL_SECONDS, check=False)
+        failure = found.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"signal {-found.returncode}"
+    except subprocess.TimeoutExpired:
+        found, failure = None, f"{WALL_SECONDS} s were over"
+    if found is None or found.returncode:
+        raise ValueError(
+            f"`constraint` must compile within {grammar_check.CPU_SECONDS} s and {grammar_check.MEMORY >> 20} MiB. Got "
+            f"one that does not: {_words(failure)}. Simplify it."
+        )
+    if found.stdout:
+        words = _words(found.stdout.decode(errors="replace"))
+        raise ValueError(f"`constraint` must be one that llguidance can follow. It says: {words}.")
+
+
+def _words(message: str) -> str:
+    r"""A message of llguidance on one line, without the state of its parser.
+
+    >>> _words("regex parse error:\n    (a\n    ^\nunclosed group\n")
+    'regex parse error: (a ^ unclosed group'
+    """
+    text = " ".join(message.partition("<state>")[0].replace("<non-verbose/>", "").split()).rstrip(".")
+    if text.startswith("NoExtension"):
+        return "no text matches what is left of it"
+    return text if len(text) <= 240 else f"{text[:160]} ... {text[-60:]}"
+
+
+def _bits(tokens: Sequence[int], vocabulary: int) -> UInt32[np.ndarray, " words"]:
+    """Tokens as bits, the lowest bit of the first word first.
+
+    >>> _bits([0, 33], 40).tolist()
+    [1, 2]
+    """
+    chosen = np.zeros(-(-vocabulary // 32) * 32, bool)
+    chosen[list(tokens)] = True
+    return np.packbits(chosen, bitorder="little").view(np.uint32)
