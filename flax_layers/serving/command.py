@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     room.add_argument("--num-pages", type=int, metavar="N", help="of the cache, instead of --memory")
     add("--page-size", type=int, default=64, metavar="N", help="tokens in a page; default: 64")
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
+    add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
@@ -218,6 +219,7 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
         page_size=options.page_size,
         context=options.context,
         max_waiting=options.max_waiting,
+        draft_tokens=options.draft_tokens,
     )
 
 

@@ -15,10 +15,11 @@ from flax import nnx
 from jaxtyping import Array
 
 from flax_layers.models import Decoder
+from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.options import EngineOptions, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
-from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
+from flax_layers.serving.requests import Deliver, Event, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.step import (
@@ -53,6 +54,8 @@ class Stats:
         prompt_tokens: Tokens of admitted prompts.
         hit_tokens: Those of them that were found in the prefix cache.
         generated_tokens: Sampled tokens that were delivered.
+        drafted_tokens: Drafted tokens that were verified.
+        accepted_tokens: Those of them that were accepted.
         steps: Steps that were dispatched.
         preemptions: How often a request lost its pages and was computed again.
         failures: Steps that failed.
@@ -66,15 +69,21 @@ class Stats:
     prompt_tokens: int
     hit_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     steps: int
     preemptions: int
     failures: int
 
 
+_COUNTS = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "failures")
+
+
 class _Dispatched(NamedTuple):
-    """A step on its way: what was asked, and what comes back."""
+    """A step on its way: what was asked, in which shape, and what comes back."""
 
     chunks: list[Chunk]
+    shape: Shape
     fields: Array
 
 
@@ -105,6 +114,10 @@ class Engine:
     The host runs one step ahead: it dispatches a step before it reads the tokens of the one before, which the device
     hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one. `start` runs
     it in a thread of its own.
+
+    With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
+    `flax_layers.serving.drafts` and `flax_layers.serving.verification`. Tokens stay the same. Drafts need known tokens,
+    so the host does not run ahead while a request is speculated. Requests with penalties or log probabilities are not.
 
     A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
     the cache is sharded by KV heads.
@@ -169,6 +182,8 @@ class Engine:
         """
         usable = (self.options.num_pages - 1) * self.options.page_size
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
+        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
+        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
@@ -177,7 +192,7 @@ class Engine:
                 raise QueueFull(
                     f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
                 )
-            sequence = Sequence(request, next(self._numbers), limit, deliver)
+            sequence = Sequence(request, next(self._numbers), limit, deliver, lookup=lookup)
             self._inbox.append(sequence)
             self._changed.notify()
         return Ticket(sequence, self._cancel)
@@ -226,7 +241,7 @@ class Engine:
             cached_pages=self._pages.cached,
             used_pages=self._pages.used,
             **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
-            **{name: self._counts[name] for name in ("generated_tokens", "steps", "failures")},
+            **{name: self._counts[name] for name in _COUNTS},
         )
 
     def check(self) -> None:
@@ -324,10 +339,11 @@ class Engine:
 
     def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
         shape = self.options.shape_for(
-            sum(chunk.count for chunk in chunks),
+            sum(chunk.size for chunk in chunks),
             len(chunks),
             max(len(chunk.sequence.pages) for chunk in chunks),
             self.config,
+            drafts=any(chunk.draft.tokens for chunk in chunks),
         )
         for sequence, *_ in chunks:
             if not sequence.is_edited and sequence.request.penalties:
@@ -339,7 +355,7 @@ class Engine:
         fields = self._run(chunks, shape, is_greedy=is_greedy)
         fields.copy_to_host_async()
         self._counts["steps"] += 1
-        return _Dispatched(chunks, fields)
+        return _Dispatched(chunks, shape, fields)
 
     def _run(self, chunks: list[Chunk], shape: Shape, *, is_greedy: bool) -> Array:
         packed = pack(chunks, shape, no_slot=self.options.max_requests)
@@ -351,23 +367,22 @@ class Engine:
         if self._dispatched is None:
             return
         fields = np.asarray(self._dispatched.fields)  # may raise; then the requests of the step fail
-        chunks, self._dispatched = self._dispatched.chunks, None
-        for (sequence, *_, samples), row in zip(chunks, fields[: len(chunks)], strict=True):
-            if samples and sequence.finish_reason is None:
-                self._append(sequence, *read_row(row, sequence.top_logprobs))
+        (chunks, shape, _), self._dispatched = self._dispatched, None
+        for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
+            sequence = chunk.sequence
+            if chunk.samples and sequence.finish_reason is None:
+                tokens, logprobs = read_row(row, sequence.top_logprobs, shape.drafts)
+                self._counts["drafted_tokens"] += len(chunk.draft.tokens)
+                self._counts["accepted_tokens"] += len(tokens) - 1
+                self._append(sequence, tokens, logprobs)
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Makes a pending token of a sequence known."""
-        sequence.pending -= 1
-        sequence.tokens.append(token)
-        reason: FinishReason | None = None
-        if token in sequence.request.stop_tokens:
-            reason = "stop"
-        elif len(sequence.tokens) - len(sequence.request.prompt) == sequence.limit:
-            reason = "length"
+    def _append(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> None:
+        """Makes a pending token of a sequence known, and those after accepted drafts."""
+        tokens, reason = sequence.append(tokens)
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        tokens = () if reason == "stop" else (token,)
+        elif sequence.lookup is not None:
+            self._pages.trim(sequence)
         self._counts["generated_tokens"] += len(tokens)
         sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
 

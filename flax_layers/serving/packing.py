@@ -57,9 +57,10 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
     lengths = np.zeros(shape.rows, np.int32)
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
+    ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
     end = 0
-    for row, (sequence, first, count, samples) in enumerate(chunks):
+    for row, (sequence, first, count, samples, draft) in enumerate(chunks):
         assert sequence.slot is not None
         known = sequence.tokens[first : first + count]
         tokens[end : end + len(known)] = known
@@ -67,8 +68,12 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
             assert count - len(known) == 1
             tokens[end + len(known)] = -1 - sequence.slot
         end += count
+        if draft.tokens:
+            tokens[end : end + len(draft.tokens)] = draft.tokens
+            end += len(draft.tokens)
+            ancestors[row, : 1 + len(draft.tokens)] = draft.bits
         indptr[row + 1 :] = end
-        lengths[row] = first + count
+        lengths[row] = first + count + len(draft.tokens)
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
@@ -78,7 +83,7 @@ def pack(chunks: Items[Chunk], shape: Shape, no_slot: int) -> Int32[np.ndarray, 
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row] = sequence.is_edited
     words = [column.view(np.int32) for column in columns.values()]
-    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel()])
+    return np.concatenate([tokens, indptr, lengths, slots, *words, table.ravel(), ancestors.ravel()])
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
@@ -92,8 +97,9 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
         The inputs.
     """
     sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    tokens, indptr, lengths, slots, *words, table = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    tokens, indptr, lengths, slots, *words, table, rest = jnp.split(packed, np.cumsum(sizes).tolist())
+    ancestors = rest.reshape(shape.rows, 1 + shape.drafts) if shape.drafts else None
     columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
-    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
+    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages), ancestors)
     of_sampling = len(_SAMPLING)
     return StepInputs(tokens, batch, slots, SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:]))

@@ -74,6 +74,11 @@ class Request:
         """Whether the most probable tokens are all that is wanted: no draws, no penalties, no log probabilities."""
         return self.sampling.temperature == 0 and not self.penalties and self.logprobs is None
 
+    @property
+    def may_be_speculated(self) -> bool:
+        """Whether its tokens may be drafted and verified: no token changes the logits after it, and no logits return."""
+        return not self.penalties and self.logprobs is None
+
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.

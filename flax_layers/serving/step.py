@@ -21,6 +21,7 @@ from flax_layers.serving.packing import unpack
 from flax_layers.serving.penalties import MAX_BIASES, Edits, apply_penalties, padded
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.verification import DraftRows, accept, compact, sample_drafts
 from jflex.paged import PagedCache
 from jflex.types import AnyArray
 
@@ -92,8 +93,15 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         inputs = unpack(packed, shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
-        logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths)
+        if shape.drafts:
+            nodes = DraftRows.of(inputs.batch)
+            of_nodes = model.logits(hidden[nodes.rows])
+            logits, positions = of_nodes[:, 0], nodes.positions[:, 0]
+        else:
+            nodes, of_nodes = None, None
+            logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
+            positions = jnp.asarray(inputs.batch.kv_lengths)
+        edits = state.edits
         if is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]
@@ -101,6 +109,11 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+        if nodes is not None:
+            after = sample_drafts(of_nodes[:, 1:], SamplingBatch() if is_greedy else inputs.sampling, nodes.positions)
+            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
+            cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
+            fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
         return _constrained(state, sharding), fields
 
@@ -174,22 +187,28 @@ def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Arr
     return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
 
 
-def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, TokenLogprobs | None]:
-    """The sampled token of a row, and its log probabilities.
+def read_row(
+    fields: Int32[np.ndarray, " fields"], top: int, drafts: int
+) -> tuple[tuple[int, ...], TokenLogprobs | None]:
+    """The sampled tokens of a row, and the log probabilities of the first.
 
     Args:
         fields: One row of what a step returned.
         top: How many of the most probable tokens; -1 for no log probabilities.
+        drafts: Those of the shape of the step.
 
     Returns:
-        Both; None for the second if there are none.
+        Both; None for the second if there are none. There are several tokens if drafts were accepted.
     """
-    token = int(fields[0])
+    tokens = (int(fields[0]),)
+    if drafts:
+        tokens += tuple(fields[-1 - drafts : -1][: int(fields[-1]) - 1].tolist())
+        fields = fields[: -1 - drafts]
     if top < 0:
-        return token, None
+        return tokens, None
     own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
     which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
-    return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+    return tokens, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
 
 
 def begin_penalties(
