@@ -21,7 +21,8 @@ H, HKV, D, PAGE = 4, 2, 16, 4
 TREE, WIDE = [-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 0, 4, 1, 0, 7, 8, 8, 3]
 FULL = [-1, *[max(0, node // 2 - 1) for node in range(1, 32)]]
 # Of each request: rows before its queries, and the parents of these; a number for consecutive tokens.
-REQUESTS = [(13, TREE), (3, 20), (9, 1), (7, [-1, 0, 1, 2, 3]), (22, WIDE), (0, [-1, 0, 0]), (5, [-1]), (30, FULL), (4, 0)]
+CHAIN, FORK = [-1, 0, 1, 2, 3], [-1, 0, 0]
+REQUESTS = [(13, TREE), (3, 20), (9, 1), (7, CHAIN), (22, WIDE), (0, FORK), (5, [-1]), (30, FULL), (4, 0)]
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 IDS = np.sort(np.random.default_rng(3).integers(0, 3, 64)).astype(np.int32)
 
@@ -143,7 +144,7 @@ def test_words_are_data():
 
 
 def test_rows_and_positions():
-    _, cache, batch, _ = drawn([(5, [-1, 0, 0, 2, 1]), (2, 3)])
+    batch = drawn([(5, [-1, 0, 0, 2, 1]), (2, 3)])[2]
     assert token_positions(batch, 9).tolist() == [5, 6, 6, 7, 7, 2, 3, 4, -1]
     plain = dataclasses.replace(batch, ancestors=None)
     np.testing.assert_array_equal(token_slots(batch, 9, PAGE), token_slots(plain, 9, PAGE))
@@ -177,7 +178,7 @@ ERRORS = [
     (WORDS.astype(np.int16), TypeError, r"`batch\.ancestors` must be an int32 array of words"),
     (WORDS[:3], ValueError, r"must be \[R, nodes\].* 9 requests"),
     (np.pad(WORDS, ((0, 0), (0, 1))), ValueError, r"at most 32 nodes"),
-    (np.where(np.arange(32) < 6, WORDS, 0), ValueError, r"Request 0 has 7 queries and 6 words.*`jflex\.masks\.tree_bits`"),
+    (np.where(np.arange(32) < 6, WORDS, 0), ValueError, r"Request 0 has 7 queries and 6 words.*`jflex\.masks"),
     (WORDS * np.where(np.arange(32) == 2, 2, 1).astype(np.int32), ValueError, r"Node 2 of request 0 has the word 10\."),
     (np.where(np.arange(32) == 31, WORDS & 0x7FFFFFFF, WORDS), ValueError, r"Node 31 of request 7"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from flax_layers.serving.pages import Pages
 from flax_layers.serving.requests import Deliver, Event, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import (
     DeviceState,
     begin_penalties,
@@ -39,44 +39,6 @@ class QueueFull(RuntimeError):
 
 class Closed(RuntimeError):
     """The engine takes no more requests: it is shutting down."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """The engine at one moment; counts are since it started.
-
-    Attributes:
-        running: Requests that have pages.
-        waiting: Requests that have none yet.
-        free_pages: Pages that nobody uses.
-        cached_pages: Pages that the prefix cache holds.
-        used_pages: Pages of running requests alone.
-        prompt_tokens: Tokens of admitted prompts.
-        hit_tokens: Those of them that were found in the prefix cache.
-        generated_tokens: Sampled tokens that were delivered.
-        drafted_tokens: Drafted tokens that were verified.
-        accepted_tokens: Those of them that were accepted.
-        steps: Steps that were dispatched.
-        preemptions: How often a request lost its pages and was computed again.
-        failures: Steps that failed.
-    """
-
-    running: int
-    waiting: int
-    free_pages: int
-    cached_pages: int
-    used_pages: int
-    prompt_tokens: int
-    hit_tokens: int
-    generated_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    steps: int
-    preemptions: int
-    failures: int
-
-
-_COUNTS = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "failures")
 
 
 class _Dispatched(NamedTuple):
@@ -241,7 +203,7 @@ class Engine:
             cached_pages=self._pages.cached,
             used_pages=self._pages.used,
             **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
-            **{name: self._counts[name] for name in _COUNTS},
+            **{name: self._counts[name] for name in COUNTED},
         )
 
     def check(self) -> None:

@@ -68,7 +68,8 @@ class EngineOptions:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_requests", 1), ("max_step_tokens", 1), ("num_pages", 2), ("max_waiting", 0), ("draft_match", 1)):
+        sizes = {"max_requests": 1, "max_step_tokens": 1, "num_pages": 2, "max_waiting": 0, "draft_match": 1}
+        for name, least in sizes.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}.")
         if not 0 <= self.draft_tokens <= MAX_DRAFTS:

@@ -76,7 +76,7 @@ class Request:
 
     @property
     def may_be_speculated(self) -> bool:
-        """Whether its tokens may be drafted and verified: no token changes the logits after it, and no logits return."""
+        """Whether its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
         return not self.penalties and self.logprobs is None
 
 

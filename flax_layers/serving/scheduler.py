@@ -2,8 +2,9 @@
 
 Continuous batching with chunked prefill (Orca, Yu et al., OSDI 2022; Sarathi-Serve, Agrawal et al., OSDI 2024): every
 decoding request gets its token in each step, and what is left of the budget goes to chunks of prompts, in the order of
-arrival, and then to drafts. When pages run out, cached prefixes are evicted; then the request that came last is preempted: its pages are
-released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5).
+arrival, and then to drafts. When pages run out, cached prefixes are evicted; then the request that came last is
+preempted: its pages are released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5). Drafts preempt
+nobody.
 """
 
 from __future__ import annotations

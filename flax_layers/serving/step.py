@@ -93,15 +93,11 @@ def make_step(graph: nnx.GraphDef[Decoder], form: Any, sharding: NamedSharding |
         inputs = unpack(packed, shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch)
-        if shape.drafts:
-            nodes = DraftRows.of(inputs.batch)
-            of_nodes = model.logits(hidden[nodes.rows])
-            logits, positions = of_nodes[:, 0], nodes.positions[:, 0]
-        else:
-            nodes, of_nodes = None, None
-            logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-            positions = jnp.asarray(inputs.batch.kv_lengths)
-        edits = state.edits
+        nodes = DraftRows.of(inputs.batch) if shape.drafts else None
+        rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
+        of_nodes = model.logits(hidden[rows])
+        logits = of_nodes if nodes is None else of_nodes[:, 0]
+        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
         if is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]

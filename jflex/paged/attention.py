@@ -153,7 +153,8 @@ def _of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> A
     """A mod on indices of packed queries: the last query of a request is in the row of its last key."""
     if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
         trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
-        mod = trees.of_mask(mod) if role == "mask" else trees.of_score(mod)
+        of_role: Any = trees.of_mask if role == "mask" else trees.of_score
+        mod = of_role(mod)
 
     def rows(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
         lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
