@@ -64,6 +64,7 @@ ERRORS = {
     "page size": (("--page-size", "0"), "`page_size` must be from 1 to 256. Got 0"),
     "requests": (("--max-requests", "0"), "`max_requests` must be at least 1. Got 0"),
     "context": (("--context", "257"), "`context` must be from 2 to the 256 positions .* Got 257"),
+    "drafts": (("--draft-tokens", "32"), "`draft_tokens` must be from 0 to 31. Got 32"),
     "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),

@@ -97,8 +97,9 @@ def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
         The inputs.
     """
     sizes = [shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    tokens, indptr, lengths, slots, *words, table, rest = jnp.split(packed, np.cumsum(sizes).tolist())
-    ancestors = rest.reshape(shape.rows, 1 + shape.drafts) if shape.drafts else None
+    parts = jnp.split(packed, np.cumsum(sizes)[: None if shape.drafts else -1].tolist())
+    ancestors = parts.pop().reshape(shape.rows, 1 + shape.drafts) if shape.drafts else None
+    tokens, indptr, lengths, slots, *words, table = parts
     columns = [jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True)]
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages), ancestors)
     of_sampling = len(_SAMPLING)

@@ -64,7 +64,7 @@ class Trees:
             position = self.position(b, q)
             before = kv < self.starts[b]
             word = self.words[b, self._clip(q - self.starts[b])]
-            above = ((word >> self._clip(kv - self.starts[b])) & 1) > 0
+            above = (word & jnp.left_shift(1, self._clip(kv - self.starts[b]))) != 0
             if mod is None:
                 return before | above
             # Not `&` with the value, which may be of a type that tracing refuses, in the words of the user's function.
