@@ -136,6 +136,20 @@ def test_preemption_and_prefixes_change_nothing(kind):
     assert all(is_valid(PERSON, text) for text in outputs[0][:-1])
 
 
+def test_speculated_requests_beside_a_constrained_one():
+    """The constrained one is not speculated; the others get the tokens that they get without both."""
+    tokens = []
+    for draft_tokens in (0, 5):
+        engine = engine_of("bytes", draft_tokens=draft_tokens)
+        plain = [Client(engine, (*PROMPT, n) * 4, sampling=sampled(n) if n else Sampling()) for n in range(3)]
+        constrained = Client(engine, PROMPT, constraint=JSON, max_tokens=200)
+        run(engine)
+        tokens.append([client.tokens for client in plain])
+        assert is_valid(PERSON, tokenizer("bytes").decode(constrained.tokens))
+        assert (engine.stats().drafted_tokens > 0) == (draft_tokens > 0)
+    assert tokens[0] == tokens[1]
+
+
 def test_an_end_token_is_allowed_where_the_text_may_end():
     engine = shared_engine("bpe")
     ending = {"penalties": Penalties(logit_bias=((BPE_END, 100.0),)), "stop_tokens": (BPE_END,), "max_tokens": 30}

@@ -47,6 +47,8 @@ def test_write_and_copy_in_place(dtype, layers):
     check(compiled(write, cache, tokens, tokens, slots, jnp.int32(1), donate_argnums=0), cache, aliased=True)
     pages = jnp.array([1, 2, 3], jnp.int32), jnp.array([7, -1, 2], jnp.int32)
     check(compiled(paged.copy_pages, cache, *pages, donate_argnums=0), cache, aliased=True)
+    slots = jnp.array([20, 21, 700], jnp.int32), jnp.array([19, -1, 600], jnp.int32)
+    check(compiled(paged.copy_slots, cache, *slots, donate_argnums=0), cache, aliased=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

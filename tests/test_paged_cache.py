@@ -14,6 +14,7 @@ from jflex.paged import (
     PagePool,
     check_batch,
     copy_pages,
+    copy_slots,
     debug_check_batch,
     slots_of,
     token_positions,
@@ -126,6 +127,17 @@ def test_copies_read_before_they_write():
     assert_holds(jax.jit(copy_pages)(single, INT([4]), INT([5])), (single.k[order], single.v[order]))
 
 
+@pytest.mark.parametrize("layers", [None, L])
+def test_copies_of_slots_read_before_they_write(layers):
+    cache = drawn(layers)
+    new = jax.jit(copy_slots)(cache, INT([6, 7, 9, 23, 5, 4]), INT([5, 6, -1, 2, P * SIZE, 7]))
+    order = np.arange(P * SIZE)
+    order[[5, 6, 2, 7]] = [6, 7, 23, 4]
+    by_slot = lambda x: x.reshape(*x.shape[:-4], P * SIZE, *x.shape[-2:])
+    for x, old in ((new.k, cache.k), (new.v, cache.v)):
+        np.testing.assert_array_equal(by_slot(x), np.take(np.asarray(by_slot(old)), order, axis=-3))
+
+
 def test_a_fork_leaves_the_reader_what_it_reads():
     pool, cache, (k, v) = PagePool(P, SIZE), drawn(L), tokens(1)
     pages = pool.alloc(2)
@@ -150,6 +162,7 @@ STEPS = {
     "one of several layers": (L, lambda cache, k, v, slots: write(cache, k, v, slots, layer=slots[0] % L)),
     "scan over layers": (L, by_layer),
     "copied pages": (L, lambda cache, k, v, slots: copy_pages(cache, slots[:1] % P, slots[1:2] % P)),
+    "copied slots": (L, lambda cache, k, v, slots: copy_slots(cache, slots, slots - 1)),
     "written, then copied": (
         None,
         lambda cache, k, v, slots: copy_pages(write(cache, k, v, slots), slots[:1] % P, slots[1:2] % P),
@@ -372,6 +385,12 @@ WRONG = [
      ValueError, r"`src` must hold.*and 5.*Got 6"),
     ("copies onto one", lambda: copy_pages(CACHE, INT([1, 2]), INT([3, 3])), ValueError,
      r"`dst` must not hold a page twice. Got page 3 more than once. Replace"),
+    ("copied slots", lambda: copy_slots(CACHE, INT([1, 2]), INT([3])), ValueError,
+     r"`src` and `dst` must have one shape.*src: int32\[2\], dst: int32\[1\]. Pad the shorter one"),
+    ("copied slots of a type", lambda: copy_slots(CACHE, INT([1]), np.array([1])), TypeError,
+     r"`dst` must be an int32 array of slots"),
+    ("slots onto one", lambda: copy_slots(CACHE, INT([1, 2]), INT([6, 6])), ValueError,
+     r"`dst` must not give a slot twice. Got slot 6"),
     ("no table", lambda: slots_of(BATCH.page_table, NEW, 4),
      ValueError, r"`page_table` and `positions` must be.*\(4, 3\)"),
     ("no batch", lambda: check_batch(BATCH.page_table, CACHE, 9),

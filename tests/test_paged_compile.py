@@ -12,7 +12,7 @@ from tests import gpu_compile
 
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
-KNOWN_SPILLS: dict[str, int] = {}
+KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384}
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 SHOWN = jnp.arange(4096) % 3 == 0
 WINDOW = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
@@ -31,13 +31,14 @@ def part_of_streaming(number, score_mod):
     return {"score_mod": part.score_mod, "mask_mod": part.mask_mod}
 
 
-def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, **options):
-    """`paged_attention` of up to 4096 keys, and the shapes of its arguments."""
+def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=None, **options):
+    """`paged_attention` of up to 4096 keys, and the shapes of its arguments; with trees if there are nodes."""
     max_pages = 4096 // page_size
     shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
     integers = functools.partial(shape, dtype=jnp.int32)
     cache = jflex.paged.PagedCache(*[shape(1 + R * max_pages, page_size, 8, D)] * 2)
-    batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages))
+    words = None if nodes is None else integers(R, nodes)
+    batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages), words)
     attend = functools.partial(jflex.paged_attention, implementation="triton", return_lse=True, **options)
     return attend, shape(N, Hq, D), cache, batch
 
@@ -57,6 +58,10 @@ CASES = {
     "decode_streaming_alibi": part_of_streaming(0, alibi),
     "mixed_sinks_alibi": {"N": 2048 + 63, "R": 64, **part_of_streaming(1, alibi)},
     "speculative": {"N": 128, "mask_mod": CAUSAL},
+    "trees": {"N": 256, "nodes": 8, "mask_mod": CAUSAL},
+    "trees_in_windows": {"N": 256, "nodes": 8, "mask_mod": WINDOW, "score_mod": softcap},
+    "trees_with_alibi": {"N": 512, "nodes": 32, "mask_mod": CAUSAL, "score_mod": alibi},
+    "trees_beside_prompts": {"N": 2048 + 64 * 8, "R": 64, "nodes": 8, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
     "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},
     "mixed_float32": {"N": 2048 + 63, "R": 64, "dtype": jnp.float32, "mask_mod": CAUSAL},

@@ -68,6 +68,7 @@ ERRORS = {
     "sinks": (("--sinks", "4"), "`--sinks` needs `--streaming-window`, the last tokens. Got 4"),
     "window": (("--streaming-window", "0"), "`window` of `Streaming` must be at least 1. Got 0"),
     "streaming": (("--streaming-window", "253"), "at most the 256 positions .* Got 4 and 253"),
+    "drafts": (("--draft-tokens", "32"), "`draft_tokens` must be from 0 to 31. Got 32"),
     "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),

@@ -380,5 +380,7 @@ def test_metrics(engine):
     assert float(read["jflex_inter_token_latency_seconds_count"]) == 38
     assert float(read["jflex_generated_tokens_total"]) == stats.generated_tokens
     assert float(read["jflex_hit_tokens_total"]) == stats.hit_tokens
+    for name in ("drafted_tokens", "accepted_tokens"):
+        assert float(read[f"jflex_{name}_total"]) == getattr(stats, name) == 0
     assert sum(float(read[f'jflex_pages{{state="{x}"}}']) for x in ("free", "cached", "used")) == SIZES.num_pages - 1
     app_of(engine)  # a second one: no name is registered twice

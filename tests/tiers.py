@@ -34,7 +34,9 @@ SHORT = {
     "test_constraints": r"refused(?!.*slow)|letter|grammar$|max_tokens|beside.*bytes",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
+    "test_drafts": r"naive|longer|bits|follows.*8",
     "test_engine": r"recomputation.*9|preemption|each_step|failed.*3|cancelled",
+    "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
     "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
@@ -61,6 +63,7 @@ SHORT = {
     "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed)",
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
+    "test_paged_trees": r"float64.*xla-alibi|refus|dense_masks.*7",
     "test_prefix_machine": r"^(?!.*10000)",
     "test_primitives": r"\[select-bfloat16-bfloat16",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*(xla|triton).*causal_grouped",

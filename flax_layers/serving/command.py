@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=int, metavar="N", help=f"tokens of a text; default: the model's, of the demo {DEMO_CONTEXT}")
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
+    add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
@@ -279,6 +280,7 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
         context=options.context,
         streaming=_streaming(options.streaming_window, default(options.sinks, Streaming.sinks)),
         max_waiting=options.max_waiting,
+        draft_tokens=options.draft_tokens,
     )
 
 

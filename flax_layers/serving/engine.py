@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Array
 
 from flax_layers.models import Decoder
+from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.executor import Executor
 from flax_layers.serving.guides import Guides, begin_guide
-from flax_layers.serving.options import EngineOptions, Program
+from flax_layers.serving.options import EngineOptions, Program, Shape
 from flax_layers.serving.packing import pack
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.penalties import Penalties, pack_penalties
@@ -23,15 +24,16 @@ from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, 
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
 from flax_layers.serving.sequence import Sequence
 from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
-from flax_layers.serving.stats import Stats
+from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
 
 
 class _Dispatched(NamedTuple):
-    """A step on its way: what was asked, and what comes back."""
+    """A step on its way: what was asked, in which shape, and what comes back."""
 
     chunks: list[Chunk]
+    shape: Shape
     fields: Array
 
 
@@ -41,6 +43,10 @@ class Engine:
     The host runs one step ahead: it dispatches a step before it reads the tokens of the one before, which the device
     hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one. `start` runs
     it in a thread of its own.
+
+    With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
+    `flax_layers.serving.drafts` and `flax_layers.serving.verification`. Tokens stay the same. Drafts need known tokens,
+    so the host does not run ahead while a request is speculated. Requests with penalties or log probabilities are not.
 
     A model whose parameters are sharded over a mesh (`from_pretrained(folder, mesh=mesh)`) is served tensor parallel:
     the cache is sharded by KV heads.
@@ -120,6 +126,8 @@ class Engine:
         """
         usable = self._pages.longest
         limit = token_limit(request, self.context, usable, self.config.vocabulary)
+        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
+        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
         guide = begin_guide(self._guides, request)
         with self._changed:
             if self._closed:
@@ -129,7 +137,7 @@ class Engine:
                 raise QueueFull(
                     f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
                 )
-            sequence = Sequence(request, next(self._numbers), limit, deliver, guide=guide)
+            sequence = Sequence(request, next(self._numbers), limit, deliver, lookup=lookup, guide=guide)
             self._inbox.append(sequence)
             self._changed.notify()
         return Ticket(sequence, self._cancel)
@@ -180,7 +188,7 @@ class Engine:
             cached_pages=self._pages.cached,
             used_pages=self._pages.used,
             **{name: getattr(self._scheduler, name) for name in ("preemptions", "prompt_tokens", "hit_tokens")},
-            **{name: self._counts[name] for name in ("generated_tokens", "steps", "cascade_steps", "failures")},
+            **{name: self._counts[name] for name in COUNTED},
         )
 
     def check(self) -> None:
@@ -292,10 +300,11 @@ class Engine:
 
     def _dispatch(self, chunks: list[Chunk]) -> _Dispatched:
         shape = self.options.shape_for(
-            sum(chunk.count for chunk in chunks),
+            sum(chunk.size for chunk in chunks),
             len(chunks),
             max(len(chunk.sequence.pages) for chunk in chunks),
             self.config,
+            drafts=any(chunk.draft.tokens for chunk in chunks),
         )
         for sequence, *_ in chunks:
             if not sequence.is_edited and sequence.request.penalties:
@@ -311,7 +320,7 @@ class Engine:
         self._counts["cascade_steps"] += shared.requests > 0
         fields.copy_to_host_async()
         self._counts["steps"] += 1
-        return _Dispatched(chunks, fields)
+        return _Dispatched(chunks, shape, fields)
 
     def _run(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> Array:  # noqa: B008  a tuple
         guided = self.config.vocabulary if program.is_guided else 0
@@ -331,26 +340,22 @@ class Engine:
         if self._dispatched is None:
             return
         fields = np.asarray(self._dispatched.fields)  # may raise; then the requests of the step fail
-        chunks, self._dispatched = self._dispatched.chunks, None
-        for (sequence, *_, samples), row in zip(chunks, fields[: len(chunks)], strict=True):
-            if samples and sequence.finish_reason is None:
-                self._append(sequence, *read_row(row, sequence.top_logprobs))
+        (chunks, shape, _), self._dispatched = self._dispatched, None
+        for chunk, row in zip(chunks, fields[: len(chunks)], strict=True):
+            sequence = chunk.sequence
+            if chunk.samples and sequence.finish_reason is None:
+                tokens, logprobs = read_row(row, sequence.top_logprobs, shape.drafts)
+                self._counts["drafted_tokens"] += len(chunk.draft.tokens)
+                self._counts["accepted_tokens"] += len(tokens) - 1
+                self._append(sequence, tokens, logprobs)
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Makes a pending token of a sequence known."""
-        sequence.pending -= 1
-        sequence.tokens.append(token)
-        reason: FinishReason | None = None
-        stops = token in sequence.request.stop_tokens
-        if sequence.guide is not None and not stops:
-            sequence.guide.advance(token)
-        if stops or (sequence.guide is not None and sequence.guide.is_complete):
-            reason = "stop"
-        elif len(sequence.tokens) - len(sequence.request.prompt) == sequence.limit:
-            reason = "length"
+    def _append(self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> None:
+        """Makes a pending token of a sequence known, and those after accepted drafts."""
+        tokens, reason = sequence.append(tokens)
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        tokens = () if stops else (token,)
+        elif sequence.lookup is not None:
+            self._pages.trim(sequence)
         self._counts["generated_tokens"] += len(tokens)
         sequence.deliver(Event(tokens, () if logprobs is None else (logprobs,) * len(tokens), reason))
 

@@ -18,6 +18,8 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of admitted prompts",
     "hit_tokens": "Tokens of prompts that were found in the prefix cache",
     "generated_tokens": "Sampled tokens that were delivered",
+    "drafted_tokens": "Drafted tokens that were verified",
+    "accepted_tokens": "Drafted tokens that were accepted",
     "steps": "Steps that were dispatched",
     "preemptions": "How often a request lost its pages and was computed again",
     "failures": "Steps that failed",

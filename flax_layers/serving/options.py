@@ -7,6 +7,7 @@ import dataclasses
 from typing import NamedTuple
 
 from flax_layers.models import ModelConfig
+from flax_layers.serving.drafts import MAX_DRAFTS
 from flax_layers.streaming_llm import Streaming
 
 _SMALL_TABLE = 64
@@ -23,11 +24,13 @@ class Shape(NamedTuple):
         tokens: Packed tokens, with padding.
         rows: Requests, with padding.
         pages: Width of the page table.
+        drafts: Drafted tokens of a request at most; 0 for a program that verifies none.
     """
 
     tokens: int
     rows: int
     pages: int
+    drafts: int = 0
 
 
 class Program(NamedTuple):
@@ -64,6 +67,10 @@ class EngineOptions:
         prefix_cache: Whether pages of prompts and outputs are kept for requests that begin alike.
         cascade_bytes: Requests that share a prefix read it once for all, if that saves so many bytes of a layer in a
             step; see `flax_layers.serving.shared_prefix`. None: never.
+        draft_tokens: Tokens of a request that are drafted and verified in a step at most, 0 to 31; 0: no speculation.
+            Drafts are what followed the last tokens at earlier places of the request. They make steps fewer and
+            larger: worth it for text that repeats its prompt, while a step takes as long for a few more tokens.
+        draft_match: Tokens that must match for that.
         poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
 
     Raises:
@@ -83,16 +90,28 @@ class EngineOptions:
     streaming: Streaming | None = None
     prefix_cache: bool = True
     cascade_bytes: int | None = 100_000_000
+    draft_tokens: int = 0
+    draft_match: int = 2
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_requests", 1), ("max_step_tokens", 1), ("num_pages", 2), ("max_waiting", 0)):
+        sizes = {"max_requests": 1, "max_step_tokens": 1, "num_pages": 2, "max_waiting": 0, "draft_match": 1}
+        for name, least in sizes.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}.")
         if self.cascade_bytes is not None and self.cascade_bytes < 1:
             raise ValueError(
                 f"`cascade_bytes` must be at least 1. Got {self.cascade_bytes}. Pass None to read prefixes for each "
                 "request."
+            )
+        if not 0 <= self.draft_tokens <= MAX_DRAFTS:
+            raise ValueError(
+                f"`draft_tokens` must be from 0 to {MAX_DRAFTS}. Got {self.draft_tokens}. Use 0 for no speculation."
+            )
+        if self.draft_tokens and self.streaming is not None:
+            raise ValueError(
+                "`draft_tokens` must be 0 with `streaming`, which does not verify trees of drafts. Got "
+                f"{self.draft_tokens}. Leave one of them out."
             )
         if not 1 <= self.page_size <= 256:
             raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
@@ -180,9 +199,13 @@ class EngineOptions:
         widths = self.pages(config)
         decoding = [Shape(rows, rows, pages) for rows in self.rows for pages in widths]
         mixed = [Shape(tokens, self.max_requests, pages) for tokens in self.tokens for pages in widths]
-        return tuple(dict.fromkeys(decoding + mixed))
+        drafted = []
+        if self.draft_tokens:
+            drafted = [Shape(self._drafted(rows), rows, pages, self.draft_tokens) for rows, _, pages, _ in decoding]
+            drafted += [shape._replace(drafts=self.draft_tokens) for shape in mixed]
+        return tuple(dict.fromkeys(decoding + mixed + drafted))
 
-    def shape_for(self, tokens: int, rows: int, pages: int, config: ModelConfig) -> Shape:
+    def shape_for(self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False) -> Shape:
         """The least shape that holds a step.
 
         Args:
@@ -190,14 +213,21 @@ class EngineOptions:
             rows: Number of requests in it.
             pages: The largest number of pages of a request.
             config: Configuration of the model.
+            drafts: Whether some of the tokens are drafted.
 
         Returns:
             The shape.
         """
-        width = _least(self.pages(config), pages)
+        width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
+        if drafts and tokens <= self._drafted(bucket):
+            return Shape(self._drafted(bucket), bucket, width, self.draft_tokens)
         if tokens == rows:
-            return Shape(_least(self.rows, rows), _least(self.rows, rows), width)
-        return Shape(_least(self.tokens, tokens), self.max_requests, width)
+            return Shape(bucket, bucket, width)
+        return Shape(_least(self.tokens, tokens), self.max_requests, width, self.draft_tokens if drafts else 0)
+
+    def _drafted(self, rows: int) -> int:
+        """Tokens of so many requests with drafts."""
+        return min(rows * (1 + self.draft_tokens), self.max_step_tokens)
 
 
 def _ladder(first: int, last: int) -> tuple[int, ...]:

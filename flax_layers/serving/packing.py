@@ -73,10 +73,11 @@ def pack(
     lengths = np.zeros(shape.rows, np.int32)
     table = np.zeros((shape.rows, shape.pages), np.int32)
     slots = np.full(shape.rows, no_slot, np.int32)
+    ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
     allowed = np.full((shape.rows, -(-guided // 32)), -1, np.int32)
     end = 0
-    for row, (sequence, first, count, samples) in enumerate(chunks):
+    for row, (sequence, first, count, samples, draft) in enumerate(chunks):
         assert sequence.slot is not None
         known = sequence.tokens[first : first + count]
         tokens[end : end + len(known)] = known
@@ -84,8 +85,12 @@ def pack(
             assert count - len(known) == 1
             tokens[end + len(known)] = -1 - sequence.slot
         end += count
+        if draft.tokens:
+            tokens[end : end + len(draft.tokens)] = draft.tokens
+            end += len(draft.tokens)
+            ancestors[row, : 1 + len(draft.tokens)] = draft.bits
         indptr[row + 1 :] = end
-        lengths[row] = first + count - sequence.dropped
+        lengths[row] = first + count + len(draft.tokens) - sequence.dropped
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
@@ -97,8 +102,9 @@ def pack(
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
     words = [column.view(np.int32) for column in columns.values()]
+    trees = ancestors.ravel()
     return np.concatenate(
-        [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), allowed.ravel()]
+        [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), trees, allowed.ravel()]
     )
 
 
@@ -113,11 +119,13 @@ def unpack(packed: Int32[Array, " words"], shape: Shape, guided: int = 0) -> Ste
     Returns:
         The inputs.
     """
+    nodes = 1 + shape.drafts if shape.drafts else 0
     sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    parts = jnp.split(packed, np.cumsum(sizes).tolist())
-    requests, shared, tokens, indptr, lengths, slots, *words, table, bits = parts
+    parts = jnp.split(packed, np.cumsum([*sizes, shape.rows * nodes]).tolist())
+    requests, shared, tokens, indptr, lengths, slots, *words, table, trees, bits = parts
     *columns, dropped = (jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
-    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages))
+    ancestors = trees.reshape(shape.rows, nodes) if nodes else None
+    batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages), ancestors)
     of_sampling = len(_SAMPLING)
     sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
     allowed = bits.reshape(shape.rows, -1) if guided else None

@@ -130,6 +130,26 @@ class Pages:
         sequence.pages += self._cache.alloc(max(0, min(missing, available)))
         return min(wanted, len(sequence.pages) * self._pool.page_size - begun)
 
+    def extend_for_drafts(self, sequence: Sequence, drafts: int) -> int:
+        """Gives a running sequence pages for drafts after its last token, as far as any are available.
+
+        Args:
+            sequence: One whose last token has a page.
+            drafts: How many there are.
+
+        Returns:
+            How many of them have a page.
+        """
+        missing = self._pool.pages_for(sequence.computed + drafts) - len(sequence.pages)
+        sequence.pages += self._cache.alloc(max(0, min(missing, self._pool.num_free + self._cache.num_evictable)))
+        return min(drafts, len(sequence.pages) * self._pool.page_size - sequence.computed)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Takes the pages of a running sequence after that of its last token: only rejected drafts are on them."""
+        needed = self._pool.pages_for(sequence.length)
+        self._pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
+
     def skip_cached(self, sequence: Sequence) -> None:
         """Leaves out what another sequence has computed since this one began."""
         if not self._shares or sequence.dropped:

@@ -79,6 +79,11 @@ class Request:
         is_plain = not self.penalties and self.constraint is None
         return self.sampling.temperature == 0 and is_plain and self.logprobs is None
 
+    @property
+    def may_be_speculated(self) -> bool:
+        """Whether its tokens may be drafted: no token changes the logits after it, and no log probabilities return."""
+        return not self.penalties and self.logprobs is None and self.constraint is None
+
 
 class TokenLogprobs(NamedTuple):
     """Log probabilities (natural) at one position, of the model's own distribution: before temperature and truncation.

@@ -2,8 +2,9 @@
 
 Continuous batching with chunked prefill (Orca, Yu et al., OSDI 2022; Sarathi-Serve, Agrawal et al., OSDI 2024): every
 decoding request gets its token in each step, and what is left of the budget goes to chunks of prompts, in the order of
-arrival. When pages run out, cached prefixes are evicted; then the request that came last is preempted: its pages are
-released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5).
+arrival, and then to drafts. When pages run out, cached prefixes are evicted; then the request that came last is
+preempted: its pages are released, and it is computed again later (vLLM, Kwon et al., 2023, section 4.5). Drafts preempt
+nobody.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import bisect
 import collections
 from typing import NamedTuple
 
+from flax_layers.serving.drafts import Draft
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.requests import FinishReason
@@ -26,12 +28,19 @@ class Chunk(NamedTuple):
         first: Position of the first token.
         count: Number of tokens.
         samples: Whether they end the sequence, so that the next token is sampled.
+        draft: Drafted tokens after them, to be verified.
     """
 
     sequence: Sequence
     first: int
     count: int
     samples: bool
+    draft: Draft = Draft()
+
+    @property
+    def size(self) -> int:
+        """Tokens to compute, drafts included."""
+        return self.count + len(self.draft.tokens)
 
 
 class OutOfRoom(Exception):
@@ -92,6 +101,9 @@ class Scheduler:
             return self.schedule(may_preempt=True)
         while budget and self.waiting and self._slots and self._admit(self.waiting[0]):
             budget -= self._add_chunk(chunks, self.waiting.popleft(), budget)
+        for place in range(len(decoding)):
+            chunks[place] = self._with_draft(chunks[place], budget)
+            budget -= len(chunks[place].draft.tokens)
         return chunks
 
     def finish(self, sequence: Sequence, reason: FinishReason, *, keep: bool = True) -> None:
@@ -166,6 +178,16 @@ class Scheduler:
         if count > 1:
             self._pages.share(sequence)
         return chunk
+
+    def _with_draft(self, chunk: Chunk, budget: int) -> Chunk:
+        """A chunk of one token with drafts after it, as many as there is room for."""
+        sequence = chunk.sequence
+        if sequence.lookup is None:
+            return chunk
+        # Before the last token that it may generate: so drafts are within the context, too.
+        most = min(self._options.draft_tokens, budget, sequence.limit - sequence.generated)
+        draft = sequence.lookup.draft(sequence.tokens, most)
+        return chunk._replace(draft=draft.first(self._pages.extend_for_drafts(sequence, len(draft.tokens))))
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._pages.end(sequence, keep=keep)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.guides import Guide
 from flax_layers.serving.requests import Deliver, FinishReason, Request
 from jflex.paged import PrefixHit
@@ -30,6 +31,7 @@ class Sequence:
         slot: Its place in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
         hit: Tokens that were found in the prefix cache when it was admitted first; None before.
+        lookup: Drafts its next tokens; None: it is not speculated.
         finish_reason: None until it ends.
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
     """
@@ -47,11 +49,35 @@ class Sequence:
     slot: int | None = None
     is_edited: bool = False
     hit: int | None = None
+    lookup: PromptLookup | None = None
     finish_reason: FinishReason | None = None
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+
+    def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Makes a pending token known, and the tokens after accepted drafts, whose keys are in the cache.
+
+        Args:
+            tokens: The tokens.
+
+        Returns:
+            Those to deliver, and why the sequence ends; what follows its end is dropped.
+        """
+        self.pending -= 1
+        self.computed += len(tokens) - 1
+        for number, token in enumerate(tokens):
+            self.tokens.append(token)
+            if token in self.request.stop_tokens:
+                return tokens[:number], "stop"
+            if self.guide is not None:
+                self.guide.advance(token)
+                if self.guide.is_complete:
+                    return tokens[: number + 1], "stop"
+            if len(self.tokens) - len(self.request.prompt) == self.limit:
+                return tokens[: number + 1], "length"
+        return tokens, None
 
     @property
     def length(self) -> int:
@@ -81,7 +107,7 @@ class Sequence:
     @property
     def runs_ahead(self) -> bool:
         """Whether its next step can be dispatched before the last one is read: it depends on no token but by value."""
-        return self.guide is None
+        return self.guide is None and self.lookup is None
 
     @property
     def top_logprobs(self) -> int:

@@ -65,7 +65,8 @@ class SharedPrefixes:
             Some of them.
         """
         width = lambda shape: shape.pages * self._page_size
-        return [shape for shape in shapes if shape.tokens == shape.rows and self.pays(shape.rows, width(shape))]
+        decoding = [shape for shape in shapes if shape.tokens == shape.rows and not shape.drafts]
+        return [shape for shape in decoding if self.pays(shape.rows, width(shape))]
 
     def arrange(self, chunks: list[Chunk]) -> tuple[list[Chunk], Shared]:
         """Puts the requests that share a prefix first, if a cascade pays.

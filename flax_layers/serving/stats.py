@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+COUNTED = ("generated_tokens", "drafted_tokens", "accepted_tokens", "steps", "cascade_steps", "failures")
+"""What the engine itself counts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -18,6 +21,8 @@ class Stats:
         prompt_tokens: Tokens of admitted prompts.
         hit_tokens: Those of them that were found in the prefix cache.
         generated_tokens: Sampled tokens that were delivered.
+        drafted_tokens: Drafted tokens that were verified.
+        accepted_tokens: Those of them that were accepted.
         steps: Steps that were dispatched.
         cascade_steps: Those of them in which requests read the prefix that they share once for all.
         preemptions: How often a request lost its pages and was computed again.
@@ -32,6 +37,8 @@ class Stats:
     prompt_tokens: int
     hit_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     steps: int
     cascade_steps: int
     preemptions: int

@@ -20,6 +20,7 @@ from flax_layers.serving.options import Program
 from flax_layers.serving.packing import unpack
 from flax_layers.serving.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
+from flax_layers.serving.verification import DraftRows, accept, compact, sample_drafts
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedCache
 from jflex.types import AnyArray
@@ -94,8 +95,12 @@ def make_step(
         shared = inputs.shared_prefix if program.is_cascade else None
         streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streamed)
-        logits = model.logits(hidden[jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0)])
-        edits, positions = state.edits, jnp.asarray(inputs.batch.kv_lengths) + inputs.dropped
+        nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
+        rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
+        of_nodes = model.logits(hidden[rows])
+        logits = of_nodes if nodes is None else of_nodes[:, 0]
+        ends = jnp.asarray(inputs.batch.kv_lengths) if nodes is None else nodes.positions[:, 0]
+        edits, positions = state.edits, ends + inputs.dropped
         if program.is_greedy:
             found = sample(logits, SamplingBatch(), positions)
             fields = found[:, None]
@@ -105,6 +110,13 @@ def make_step(
                 changed = keep_allowed(changed, inputs.allowed)
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
+        if nodes is not None:
+            after = sample_drafts(
+                of_nodes[:, 1:], SamplingBatch() if program.is_greedy else inputs.sampling, nodes.positions
+            )
+            accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
+            cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
+            fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
@@ -184,22 +196,28 @@ def _fields(found: Int32[Array, " R"], logits: Float[Array, "R V"]) -> Int32[Arr
     return jnp.concatenate([found[:, None], bits(own), which.astype(jnp.int32), bits(best)], axis=-1)
 
 
-def read_row(fields: Int32[np.ndarray, " fields"], top: int) -> tuple[int, TokenLogprobs | None]:
-    """The sampled token of a row, and its log probabilities.
+def read_row(
+    fields: Int32[np.ndarray, " fields"], top: int, drafts: int
+) -> tuple[tuple[int, ...], TokenLogprobs | None]:
+    """The sampled tokens of a row, and the log probabilities of the first.
 
     Args:
         fields: One row of what a step returned.
         top: How many of the most probable tokens; -1 for no log probabilities.
+        drafts: Those of the shape of the step.
 
     Returns:
-        Both; None for the second if there are none.
+        Both; None for the second if there are none. There are several tokens if drafts were accepted.
     """
-    token = int(fields[0])
+    tokens = (int(fields[0]),)
+    if drafts:
+        tokens += tuple(fields[-1 - drafts : -1][: int(fields[-1]) - 1].tolist())
+        fields = fields[: -1 - drafts]
     if top < 0:
-        return token, None
+        return tokens, None
     own, tops = fields[1:2].view(np.float32), (len(fields) - 2) // 2
     which, best = fields[2 : 2 + tops].tolist(), fields[2 + tops :].view(np.float32).tolist()
-    return token, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
+    return tokens, TokenLogprobs(float(own[0]), tuple(zip(which, best, strict=True))[:top])
 
 
 @functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")

@@ -19,3 +19,5 @@ from jflex.masks.prefix_lm import prefix_lm as prefix_lm
 from jflex.masks.sliding_window import sliding_window as sliding_window
 from jflex.masks.tree import tree as tree
 from jflex.masks.tree import tree_ancestors as tree_ancestors
+from jflex.masks.tree import tree_bits as tree_bits
+from jflex.masks.tree import trees as trees

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Int32
 
 from jflex.mods.array_sizes import ReadyMod, Requirement
 from jflex.mods.arrays import checked_array, known_count
 from jflex.mods.compose import MaskMod
+
+MAX_NODES = 32
+"""Nodes of a tree whose ancestors are the bits of a word."""
 
 
 def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N N"]) -> MaskMod:
@@ -51,6 +54,74 @@ def tree(prefix_length: int | Int[ArrayLike, ""], ancestors: Bool[ArrayLike, "N 
         remedy = "Pass `kv_lengths` to the call if the keys after the nodes are unused."
         required.append(Requirement("kv_idx", prefix + nodes, rule, remedy))
     return ReadyMod(mask, tuple(required))
+
+
+def trees(prefix_lengths: Int[ArrayLike, " B"], ancestor_bits: Int[ArrayLike, "B N"]) -> MaskMod:
+    """`tree` with a different tree, and a different prefix, in each batch entry: one word for each node.
+
+    Queries are the nodes; keys are the prefix and then the nodes. `jflex.paged.PagedBatch` takes the same words.
+
+    Args:
+      prefix_lengths: Keys before the first node of each batch entry.
+      ancestor_bits: For node ``i`` a word whose bit ``j`` tells whether node ``j`` is node ``i`` or an ancestor of it;
+        from `tree_bits`, padded with 0. A node of padding attends to the prefix alone.
+
+    Returns:
+      A mask_mod; it uses ``b``.
+
+    Raises:
+      TypeError: The arrays are not of integers.
+      ValueError: Their shapes do not match, or a tree has more than 32 nodes.
+
+    >>> from jflex.block_mask.dense import create_mask
+    >>> bits = jnp.array([tree_bits([-1, 0, 0]), tree_bits([-1, 0, 1])])
+    >>> create_mask(trees(jnp.array([1, 0]), bits), 2, None, 3, 4)[:, 0].astype(int).tolist()
+    [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]], [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]]
+    """
+    prefix = checked_array(prefix_lengths, "`prefix_lengths` of `trees`", "integers", "[B]")
+    argument = "`ancestor_bits` of `trees`"
+    words = checked_array(ancestor_bits, argument, "integers", "[B, N]").astype(jnp.int32)
+    if words.shape[0] != prefix.shape[0] or words.shape[1] > MAX_NODES:
+        raise ValueError(
+            f"{argument} must be [B, N], a word for each of at most {MAX_NODES} nodes, and `prefix_lengths` [B]. Got "
+            f"shapes {words.shape} and {prefix.shape}. Pad the words of `tree_bits` with 0."
+        )
+
+    def mask(b, h, q_idx, kv_idx):
+        node = jnp.clip(kv_idx - prefix[b], 0, MAX_NODES - 1)
+        return (kv_idx < prefix[b]) | (((words[b, q_idx] >> node) & 1) > 0)
+
+    of_batch = f"{argument} must hold the words of one tree for each batch entry"
+    of_queries = f"{argument} must hold one word for each query"
+    required = (
+        Requirement("b", words.shape[0], of_batch, "Pass words [{}, N]."),
+        Requirement("q_idx", words.shape[1], of_queries, "Pass the words of {} nodes."),
+    )
+    return ReadyMod(mask, required)
+
+
+def tree_bits(parents: Sequence[int]) -> Int32[np.ndarray, " N"]:
+    """The rows of `tree_ancestors` as words: bit ``j`` of word ``i`` tells whether ``j`` is ``i`` or an ancestor of it.
+
+    Args:
+      parents: The parent of each of at most 32 nodes, which must come before it; -1 for a root.
+
+    Returns:
+      The words; bit 31 is the sign.
+
+    Raises:
+      ValueError: There are more nodes, or a parent does not come before its child.
+
+    >>> tree_bits([-1, 0, 1, 0]).tolist()
+    [1, 3, 7, 9]
+    """
+    if len(parents) > MAX_NODES:
+        raise ValueError(
+            f"`parents` must be of at most {MAX_NODES} nodes, the bits of a word. Got {len(parents)}. Draft fewer, or "
+            "use `tree_ancestors`."
+        )
+    weights = np.left_shift(np.uint32(1), np.arange(len(parents), dtype=np.uint32))
+    return (tree_ancestors(parents) * weights).sum(axis=1, dtype=np.uint32).view(np.int32)
 
 
 def tree_ancestors(parents: Sequence[int]) -> Bool[np.ndarray, "N N"]:

@@ -9,6 +9,7 @@ from jflex.paged.batch import token_requests as token_requests
 from jflex.paged.batch import token_slots as token_slots
 from jflex.paged.cache import PagedCache as PagedCache
 from jflex.paged.cache import copy_pages as copy_pages
+from jflex.paged.cache import copy_slots as copy_slots
 from jflex.paged.cache import write as write
 from jflex.paged.convert import clear_unused as clear_unused
 from jflex.paged.convert import convert_block_mask as convert_block_mask

@@ -20,6 +20,7 @@ from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
+from jflex.paged.trees import Trees
 from jflex.types import AnyArray
 
 
@@ -57,7 +58,8 @@ def paged_attention(
 
     The queries of a request are its last tokens, and mods see logical, absolute positions: ``b`` is the request,
     ``q_idx`` of its i-th query is ``kv_length - q_len + i``, ``kv_idx`` counts the keys of the request. So mods written
-    for training work unchanged. No mask is implied: pass a causal one for a prefill.
+    for training work unchanged. No mask is implied: pass a causal one for a prefill. Trees of drafted tokens are in
+    ``batch.ancestors``, a different one for each request.
 
     The result does not depend on physical pages: it is the same to the last bit wherever they are. Slots at or beyond a
     request's length have no effect, even if they hold NaN. A request without keys gives zeros and an lse of ``-inf``,
@@ -124,7 +126,7 @@ def prepare(
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    how = How(_of_packed(score_mod, batch), _of_packed(mask_mod, batch), scale, config)
+    how = How(_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"), scale, config)
     return prepare_pages("paged_attention", q, pages, how)
 
 
@@ -147,16 +149,20 @@ def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> P
     return Pages(cache.k, cache.v, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
 
 
-def _of_packed(mod: Any, batch: PagedBatch) -> Any:
-    """A mod on indices of packed queries: the last query of a request has the position of its last key."""
+def _of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
+    """A mod on indices of packed queries: the last query of a request is in the row of its last key."""
+    if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
+        trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+        of_role: Any = trees.of_mask if role == "mask" else trees.of_score
+        mod = of_role(mod)
 
-    def positions(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
+    def rows(b: Any, h: Any, n: Any, kv_idx: Any) -> Positions:
         lengths, indptr = jnp.asarray(batch.kv_lengths), jnp.asarray(batch.qo_indptr)
         if not lengths.size:  # no requests: the mod is traced, but there is nothing to read
             return Positions(b, h, n, kv_idx)
         return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
 
-    return ReindexedMod(mod, positions) if callable(mod) else mod  # tracing refuses anything else
+    return ReindexedMod(mod, rows) if callable(mod) else mod  # tracing refuses anything else
 
 
 def check_queries(q: AnyArray, cache: object) -> None:

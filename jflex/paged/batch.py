@@ -17,9 +17,10 @@ from jflex.block_mask.lengths import checked_size
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known
 from jflex.paged.sizes import checked_page_size
+from jflex.paged.trees import Trees, check_ancestors, tree_rules
 from jflex.types import AnyArray
 
-_FIELDS = ("qo_indptr", "kv_lengths", "page_table")
+_FIELDS = ("qo_indptr", "kv_lengths", "page_table", "ancestors")
 
 
 @jax.tree_util.register_dataclass
@@ -34,10 +35,18 @@ class PagedBatch:
     The key at position ``p`` of request ``r`` is on page ``page_table[r, p // page_size]`` at offset ``p % page_size``.
     Entries past the pages that ``kv_lengths[r]`` needs are ignored; put 0 there, the reserved page.
 
+    With `ancestors`, the queries of some requests are the nodes of a tree, a different one for each request: a known
+    token and drafted continuations of it, to be verified in one call (SpecInfer, https://arxiv.org/abs/2305.09781).
+    Node ``i`` is at row ``kv_length - q_len + i``. Its position is its depth in the tree, plus the rows before the
+    tree. It attends to those rows, to its ancestors and to itself, as far as the mask_mod lets it; mods see positions,
+    of nodes as queries and as keys.
+
     Attributes:
       qo_indptr: Where the queries of each request begin, ascending from 0, and where the last ones end.
       kv_lengths: Keys of each request, those of its queries included.
       page_table: Pages of each request, in order.
+      ancestors: For each node of a request's tree the word of `jflex.masks.tree_bits`, padded with 0; all are 0 where
+        the queries are consecutive tokens. None: they are for all requests.
 
     >>> batch = PagedBatch(  # a prompt of three tokens, a request that has just ended, one token after four others
     ...     jnp.array([0, 3, 3, 4]), jnp.array([3, 0, 5]), jnp.array([[1, 2, 0], [0, 0, 0], [3, 4, 5]]))
@@ -45,11 +54,16 @@ class PagedBatch:
     (3, 3)
     >>> token_positions(batch, 5).tolist()  # the fifth row is padding
     [0, 1, 2, 4, -1]
+    >>> from jflex.masks import tree_bits
+    >>> words = jnp.zeros((3, 4), jnp.int32).at[0, :3].set(tree_bits([-1, 0, 0]))  # two children of the first token
+    >>> token_positions(dataclasses.replace(batch, ancestors=words), 5).tolist()
+    [0, 1, 1, 4, -1]
     """
 
     qo_indptr: Int32[AnyArray, " R_and_1"]
     kv_lengths: Int32[AnyArray, " R"]
     page_table: Int32[AnyArray, "R max_pages"]
+    ancestors: Int32[AnyArray, "R nodes"] | None = None
 
     @property
     def requests(self) -> int:
@@ -86,6 +100,8 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
 def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     """The position of every packed query within its request: ``q_idx`` of mods, and the one for rotary embeddings.
 
+    That of a node of a tree counts its ancestors, not the rows before it.
+
     Args:
       batch: The batch.
       num_tokens: N, the number of packed rows.
@@ -98,10 +114,19 @@ def token_positions(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     [0, 1, 7, -1]
     """
     request = token_requests(batch, num_tokens)
+    rows = _token_rows(batch, request)
+    if batch.ancestors is None or not batch.requests:
+        return rows
+    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    return jnp.where(request < 0, -1, trees.position(request, rows))
+
+
+def _token_rows(batch: PagedBatch, request: Int32[Array, " N"]) -> Int32[Array, " N"]:
+    """Where the key of every packed query is among those of its request; -1 for padding."""
     if not batch.requests:
         return request
     last = jnp.asarray(batch.kv_lengths) - jnp.asarray(batch.qo_indptr)[1:]
-    return jnp.where(request < 0, -1, last[request] + jnp.arange(num_tokens, dtype=jnp.int32))
+    return jnp.where(request < 0, -1, last[request] + jnp.arange(request.shape[0], dtype=jnp.int32))
 
 
 def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Array, " N"]:
@@ -119,8 +144,8 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
     >>> token_slots(batch, 4, page_size=4).tolist()
     [4, 5, 15, -1]
     """
-    request, positions = token_requests(batch, num_tokens), token_positions(batch, num_tokens)
-    return _slots(jnp.asarray(batch.page_table), request, positions, checked_page_size(page_size))
+    request = token_requests(batch, num_tokens)
+    return _slots(jnp.asarray(batch.page_table), request, _token_rows(batch, request), checked_page_size(page_size))
 
 
 def slots_of(
@@ -184,8 +209,9 @@ def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
     uses 3 entries, and entry 2 is 8. Take pages from the `PagePool` of this cache.
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
-    fields = (batch.qo_indptr, batch.kv_lengths, batch.page_table)
-    check_rules(_rules([np.asarray(x) if is_known(x) else None for x in fields], batch.max_pages, cache, num_tokens))
+    values = (getattr(batch, name) for name in _FIELDS)
+    fields = [np.asarray(x) if x is not None and is_known(x) else None for x in values]
+    check_rules(_rules(fields, batch.max_pages, cache, num_tokens))
 
 
 def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
@@ -215,7 +241,7 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
     `page_table` must hold pages within 1 and 7, the last page of the cache; ...
     """
     num_tokens = _check_shapes(batch, cache, num_tokens)
-    fields = [jnp.asarray(getattr(batch, name)) for name in _FIELDS]
+    fields = [None if x is None else jnp.asarray(x) for x in (getattr(batch, name) for name in _FIELDS)]
     for rule in _rules(fields, batch.max_pages, cache, num_tokens):
         if rule.fault.size:
             first = jnp.argmax(rule.fault)
@@ -225,9 +251,11 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
 
 def _rules(fields: Sequence[AnyArray | None], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
     """The rules on values, in numpy or in JAX; those on a field that is None are left out."""
-    qo_indptr, kv_lengths, page_table = fields
+    qo_indptr, kv_lengths, page_table, ancestors = fields
     if qo_indptr is not None:
         yield from indptr_rules(qo_indptr, num_tokens)
+        if ancestors is not None:
+            yield from tree_rules(qo_indptr, ancestors)
     if kv_lengths is not None:
         yield from length_rules(kv_lengths, max_pages, cache.num_pages, cache.page_size)
         if page_table is not None:
@@ -250,7 +278,7 @@ def check_fields(batch: object) -> None:
             f"`batch` must be a `PagedBatch`. Got {type(batch).__name__}. Make one with `PagedBatch(qo_indptr, "
             "kv_lengths, page_table)`."
         )
-    fields = {name: getattr(batch, name) for name in _FIELDS}
+    fields = {name: getattr(batch, name) for name in _FIELDS[:3]}
     for name, x in fields.items():
         check_int32(f"batch.{name}", x, "pages" if name == "page_table" else "counts")
     qo_indptr, kv_lengths, page_table = fields.values()
@@ -261,6 +289,8 @@ def check_fields(batch: object) -> None:
             f"`batch` must have `qo_indptr` [R + 1], `kv_lengths` [R] and `page_table` [R, max_pages]. Got {got}. "
             "Requests without queries or keys need an entry in all three."
         )
+    if batch.ancestors is not None:
+        check_ancestors(batch.ancestors, batch.requests)
 
 
 def _slots(

@@ -147,7 +147,7 @@ def write(
     """
     check_cache(cache)
     _check_tokens(cache, k, v, slots)
-    _check_slots_differ(slots, cache.num_pages, cache.page_size)
+    _check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
     slots = jnp.asarray(slots)
     index: tuple[jax.Array, ...] = (slots // cache.page_size, slots % cache.page_size)
     checked = checked_layer(cache, layer)
@@ -189,7 +189,41 @@ def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
         )
     _check_copies(src, dst, cache.num_pages)
     src, dst = jnp.asarray(src), jnp.asarray(dst)
-    return jax.tree.map(lambda pages: _copied(pages, src, dst), cache)
+    return jax.tree.map(lambda pages: _copied(pages, (src,), (dst,)), cache)
+
+
+def copy_slots(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> PagedCache:
+    """Copies keys and values of single tokens, in all layers: such as those of an accepted branch of a drafted tree.
+
+    All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
+
+    Args:
+      cache: The cache.
+      src: Slots to read; one outside of the cache reads another.
+      dst: Slots to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped.
+
+    Returns:
+      The new cache.
+
+    Raises:
+      TypeError: `cache` is not a PagedCache, or the slots are not int32.
+      ValueError: Shapes do not match; or, if values are known, a slot in `dst` repeats.
+
+    >>> cache = PagedCache(*jnp.arange(8.0).reshape(2, 2, 2, 1, 1))
+    >>> copy_slots(cache, jnp.array([3, 2, 0]), jnp.array([2, 1, -1])).k.ravel().tolist()
+    [0.0, 2.0, 3.0, 3.0]
+    """
+    check_cache(cache)
+    for name, slots in (("src", src), ("dst", dst)):
+        check_int32(name, slots, "slots")
+    if src.shape != dst.shape or src.ndim != 1:
+        raise ValueError(
+            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
+            "the shorter one; a -1 in `dst` copies nothing."
+        )
+    _check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
+    split = lambda slots: (jnp.asarray(slots) // cache.page_size, jnp.asarray(slots) % cache.page_size)
+    return jax.tree.map(lambda x: _copied(x, split(src), split(dst)), cache)
 
 
 def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
@@ -298,7 +332,7 @@ def _check_tokens(cache: PagedCache, k: AnyArray, v: AnyArray, slots: AnyArray) 
         )
 
 
-def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int) -> None:
+def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: str) -> None:
     """Raises if known slots repeat: such a slot would hold either token."""
     if not is_known(slots):
         return
@@ -306,7 +340,7 @@ def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int) -> None
     twice = used[(counts > 1) & (used >= page_size) & (used < num_pages * page_size)]
     if twice.size:
         raise ValueError(
-            f"`slots` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
+            f"`{name}` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
             f"{counts[used == twice[0]][0]} tokens. Give all but one of them the slot -1."
         )
 
@@ -326,7 +360,9 @@ def _check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
         )
 
 
-def _copied(pages: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
-    layers = () if pages.ndim == 4 else (jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None],)
-    part = lambda: pages.at[(*layers, src)].get(mode="clip")
-    return set_rows(pages, (*layers, dst), read(part, jnp.any(dst >= 0), current_device(pages)[0]))
+def _copied(x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]) -> jax.Array:
+    """Copies from and to indices of pages, or of pages and offsets, in all layers."""
+    layers = () if x.ndim == 4 else (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None],)
+    at = lambda index: (*layers, *(i[None] for i in index)) if layers else index
+    part = lambda: x.at[at(src)].get(mode="clip")
+    return set_rows(x, at(dst), read(part, jnp.any(dst[0] >= 0), current_device(x)[0]))
