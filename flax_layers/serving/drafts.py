@@ -64,7 +64,7 @@ class PromptLookup:
         >>> lookup.draft((1, 2, 3, 4, 1, 2), most=3)
         Draft(tokens=(3, 4, 1), parents=(-1, 0, 1))
         >>> lookup.draft((1, 2, 3, 4, 1, 2, 5, 1, 2), most=3)  # followed by 5 and by 3
-        Draft(tokens=(5, 1, 3), parents=(-1, 0, -1))
+        Draft(tokens=(5, 3, 1), parents=(-1, -1, 0))
     """
 
     def __init__(self, tokens: Sequence[int], least_match: int):

@@ -100,9 +100,9 @@ def check_ancestors(ancestors: AnyArray, requests: int) -> None:
 def tree_rules(qo_indptr: AnyArray, ancestors: AnyArray) -> Iterator[Rule]:
     """The rules on trees: a word for each query, and none for others; a node is its own ancestor, and no later one is.
 
-    >>> words = np.array([[1, 3, 0], [1, 2, 0]], np.int32)
-    >>> [rule.fault.tolist() for rule in tree_rules(np.array([0, 3, 5]), words)]
-    [[True, False], [[False, False, False], [False, False, False]]]
+    >>> words = np.array([[1, 3, 0], [1, 5, 0]], np.int32)
+    >>> [rule.fault.tolist() for rule in tree_rules(np.array([0, 2, 4]), words)]
+    [[False, False], [[False, False, False], [False, True, False]]]
     """
     numpy = np if isinstance(ancestors, np.ndarray) else jnp
     begins, ends = qo_indptr[:-1], qo_indptr[1:]
