@@ -140,8 +140,11 @@ def test_speculated_requests_beside_a_constrained_one():
     """The constrained one is not speculated; the others get the tokens that they get without both."""
     tokens = []
     for draft_tokens in (0, 5):
-        engine = engine_of("bytes", draft_tokens=draft_tokens)
-        plain = [Client(engine, (*PROMPT, n) * 4, sampling=sampled(n) if n else Sampling()) for n in range(3)]
+        engine = engine_of("bytes", draft_tokens=draft_tokens, draft_match=1)
+        options = {"max_tokens": 60}
+        plain = [
+            Client(engine, (*PROMPT, n) * 4, sampling=sampled(n) if n else Sampling(), **options) for n in range(3)
+        ]
         constrained = Client(engine, PROMPT, constraint=JSON, max_tokens=200)
         run(engine)
         tokens.append([client.tokens for client in plain])
