@@ -61,14 +61,14 @@ def attend(
 
 
 def logits(model: Decoder, tokens, streaming: Streaming) -> np.ndarray:
-    """Logits of a whole text, one layer after the other."""
-    stream = model._embed(jnp.asarray(tokens))
+    """Logits of a whole text, one layer after the other; texts of up to 128 tokens compile once."""
+    stream = model._embed(jnp.pad(jnp.asarray(tokens), (0, -len(tokens) % 128)))
     for block in model.blocks:
         score_mod = mods.score_mod(model.config, block.score_mod)
         normal = block.attention_norm(stream)
         attended = attend(block.attention, normal, streaming, score_mod, block.layer.window)
         stream = block._add_both(stream, jnp.asarray(attended, stream.dtype))
-    return np.asarray(model.logits(model.norm(stream)))
+    return np.asarray(model.logits(model.norm(stream)))[: len(tokens)]
 
 
 def decode(layer: FlexAttention, inputs, chunks: list[int], streaming: Streaming, page_size: int = 4, **options):
