@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=pathlib.Path, metavar="FILE", help="clients must send one of its lines as a key")
     add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
-    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 256")
+    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128")
     room = made.add_mutually_exclusive_group()
     room.add_argument(
         "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
     add("--implementation", metavar="NAME", help="the jflex backend; default: the first that can run here")
-    add("--no-constraints", action="store_true", help="refuse JSON schemas and the like; a third less to compile")
+    add("--no-constraints", action="store_true", help="refuse JSON schemas and the like, and do without llguidance")
     add("--devices", type=int, default=1, metavar="N", help="share the model, by heads (tensor parallel); default: 1")
     add("--coordinator", metavar="HOST:PORT", help="of process 0, if devices are on several hosts; see the guide")
     add("--processes", type=int, metavar="N", help="of the same command, with --coordinator")
@@ -274,7 +274,7 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
     requests = default(options.max_requests, 16 if on_cpu else 64)
     return EngineOptions(
         max_requests=requests,
-        max_step_tokens=default(options.max_step_tokens, max(requests, 256 if on_cpu else 2048)),
+        max_step_tokens=default(options.max_step_tokens, max(requests, 128 if on_cpu else 2048)),
         num_pages=num_pages,
         page_size=options.page_size,
         context=options.context,

@@ -54,9 +54,9 @@ class Engine:
     Args:
         model: The model.
         options: Sizes.
-        guides: Compiles the constraints of requests; None: there are none. With them, `warm_up` compiles a third
-            program for each shape, whose transfer has a bit for each token and row, and only steps with a constrained
-            request run it. Such a request does not run ahead, so its steps are read one by one, with all in them.
+        guides: Compiles the constraints of requests; None: there are none. A step with a constrained request has a
+            second transfer, a bit for each token and request. Such a request does not run ahead, so its steps are read
+            one by one, with all in them.
         executor: Runs the steps; None: in this process.
 
     Raises:
@@ -167,9 +167,9 @@ class Engine:
         """
         shapes = self.options.shapes(self.config)
         self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
-        kinds = [(True, False), (False, False), *([] if self._guides is None else [(False, True)])]
-        programs = [Program(shape, greedy, is_guided=guided) for shape in shapes for greedy, guided in kinds]
-        programs += [Program(shape, greedy, is_cascade=True) for shape in self._cascades for greedy in (True, False)]
+        self._allow([])
+        programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
+        programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in (True, False)]
         for done, program in enumerate(programs, 1):
             jax.block_until_ready(self._run([], program))
             report(done, len(programs))
@@ -311,21 +311,26 @@ class Engine:
                 self._begin_penalties(sequence)
         if self.options.poison:
             self._executor.poison(self._pages.free_mask())
-        shared = Shared()
-        is_guided = any(chunk.samples and chunk.sequence.guide for chunk in chunks)
-        if shape in self._cascades and not is_guided:
-            chunks, shared = self._prefixes.arrange(chunks)
+        if any(chunk.sequence.guide is not None for chunk in chunks):
+            self._allow(chunks)
+        chunks, shared = self._prefixes.arrange(chunks) if shape in self._cascades else (chunks, Shared())
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
-        fields = self._run(chunks, Program(shape, is_greedy, shared.requests > 0, is_guided), shared)
+        fields = self._run(chunks, Program(shape, is_greedy, shared.requests > 0), shared)
         self._counts["cascade_steps"] += shared.requests > 0
         fields.copy_to_host_async()
         self._counts["steps"] += 1
         return _Dispatched(chunks, shape, fields)
 
     def _run(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> Array:  # noqa: B008  a tuple
-        guided = self.config.vocabulary if program.is_guided else 0
-        packed = pack(chunks, program.shape, self.options.max_requests, shared, guided)
-        return self._executor.run(packed, program)
+        return self._executor.run(pack(chunks, program.shape, self.options.max_requests, shared), program)
+
+    def _allow(self, chunks: list[Chunk]) -> None:
+        """Tells the device what constraints allow; a second transfer, in steps that have any."""
+        bits = np.zeros((self.options.max_requests, -(-self.config.vocabulary // 32)), np.int32)
+        for chunk in chunks:
+            if chunk.samples and chunk.sequence.guide is not None:
+                bits[chunk.sequence.slot] = chunk.sequence.guide.allowed
+        self._executor.allow(bits.ravel())
 
     def _begin_penalties(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -10,6 +10,7 @@ from flax_layers.models import Decoder
 from flax_layers.serving.options import EngineOptions, Program
 from flax_layers.serving.step import (
     DeviceState,
+    allow_tokens,
     begin_penalties,
     cache_sharding,
     empty_state,
@@ -66,6 +67,14 @@ class Executor:
             words: The result of `flax_layers.serving.penalties.pack_penalties`.
         """
         self._state = begin_penalties(self._state, words, sharding=self._sharding)
+
+    def allow(self, words: Int32[AnyArray, " words"]) -> None:
+        """Writes which tokens the constraints of all slots allow next.
+
+        Args:
+            words: A bit for each token of each slot, the lowest bit of the first word first.
+        """
+        self._state = allow_tokens(self._state, words, sharding=self._sharding)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
         """Overwrites pages with NaN.

@@ -41,13 +41,11 @@ class Program(NamedTuple):
         is_greedy: Whether all rows take the most probable token, without penalties, constraints and log probabilities:
             it neither draws nor sorts.
         is_cascade: Whether the first rows share a prefix, which is read once, and each row has one token.
-        is_guided: Whether a row has a constraint; not if it is greedy or a cascade.
     """
 
     shape: Shape
     is_greedy: bool = False
     is_cascade: bool = False
-    is_guided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

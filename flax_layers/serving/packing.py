@@ -22,7 +22,7 @@ _SAMPLING = (
     ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
 )  # fmt: skip
 _PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
-_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32))
+_COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32), ("is_guided", np.int32))
 
 
 class StepInputs(NamedTuple):
@@ -36,7 +36,7 @@ class StepInputs(NamedTuple):
         penalties: Penalties of each row.
         shared_prefix: What the first rows share.
         dropped: With `streaming`, tokens of each row that `batch` leaves out.
-        allowed: A bit for each token that a row may sample; None: all of them.
+        is_guided: 1 for each row with a constraint, else 0.
     """
 
     tokens: Int32[Array, " N"]
@@ -46,7 +46,7 @@ class StepInputs(NamedTuple):
     penalties: PenaltyBatch
     shared_prefix: SharedPrefix
     dropped: Int32[Array, " R"]
-    allowed: Int32[Array, "R bits"] | None
+    is_guided: Int32[Array, " R"]
 
 
 def pack(
@@ -54,7 +54,6 @@ def pack(
     shape: Shape,
     no_slot: int,
     shared: Shared = Shared(),  # noqa: B008  a tuple
-    guided: int = 0,
 ) -> Int32[np.ndarray, " words"]:
     """Packs a step.
 
@@ -63,7 +62,6 @@ def pack(
         shape: The shape of the step.
         no_slot: The slot of rows that sample no token.
         shared: What the first chunks share.
-        guided: Vocabulary size if a chunk has a constraint, else 0. A bit for each token and row is packed then.
 
     Returns:
         The packed array.
@@ -75,7 +73,6 @@ def pack(
     slots = np.full(shape.rows, no_slot, np.int32)
     ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
-    allowed = np.full((shape.rows, -(-guided // 32)), -1, np.int32)
     end = 0
     for row, (sequence, first, count, samples, draft) in enumerate(chunks):
         assert sequence.slot is not None
@@ -94,39 +91,36 @@ def pack(
         table[row, : len(sequence.pages)] = sequence.pages
         if samples:
             slots[row] = sequence.slot
-            if sequence.guide is not None:
-                allowed[row] = sequence.guide.allowed
         for name, _ in _SAMPLING:
             columns[name][row] = getattr(sequence.request.sampling, name)
         for name, _ in _PENALTIES:
             columns[name][row] = getattr(sequence.request.penalties, name)
         columns["is_edited"][row], columns["dropped"][row] = sequence.is_edited, sequence.dropped
+        columns["is_guided"][row] = sequence.guide is not None
     words = [column.view(np.int32) for column in columns.values()]
-    trees = ancestors.ravel()
-    return np.concatenate(
-        [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), trees, allowed.ravel()]
-    )
+    arrays = [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), ancestors.ravel()]
+    return np.concatenate(arrays)
 
 
-def unpack(packed: Int32[Array, " words"], shape: Shape, guided: int = 0) -> StepInputs:
+def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:
     """Takes a packed step apart, inside of `jit`.
 
     Args:
         packed: The result of `pack`.
         shape: The shape that it was packed with.
-        guided: As for `pack`.
 
     Returns:
         The inputs.
     """
     nodes = 1 + shape.drafts if shape.drafts else 0
     sizes = [1, 1, shape.tokens, shape.rows + 1, *[shape.rows] * (2 + len(_COLUMNS)), shape.rows * shape.pages]
-    parts = jnp.split(packed, np.cumsum([*sizes, shape.rows * nodes]).tolist())
-    requests, shared, tokens, indptr, lengths, slots, *words, table, trees, bits = parts
-    *columns, dropped = (jax.lax.bitcast_convert_type(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
+    parts = jnp.split(packed, np.cumsum(sizes).tolist())
+    requests, shared, tokens, indptr, lengths, slots, *words, table, trees = parts
+    cast = jax.lax.bitcast_convert_type
+    *columns, dropped, guided = (cast(x, dtype) for (_, dtype), x in zip(_COLUMNS, words, strict=True))
     ancestors = trees.reshape(shape.rows, nodes) if nodes else None
     batch = PagedBatch(indptr, lengths, table.reshape(shape.rows, shape.pages), ancestors)
     of_sampling = len(_SAMPLING)
     sampling, penalties = SamplingBatch(*columns[:of_sampling]), PenaltyBatch(*columns[of_sampling:])
-    allowed = bits.reshape(shape.rows, -1) if guided else None
-    return StepInputs(tokens, batch, slots, sampling, penalties, SharedPrefix(requests[0], shared[0]), dropped, allowed)
+    prefix = SharedPrefix(requests[0], shared[0])
+    return StepInputs(tokens, batch, slots, sampling, penalties, prefix, dropped, guided)

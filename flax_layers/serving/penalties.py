@@ -158,23 +158,27 @@ def apply_penalties(
     return jnp.where(column(rows.is_edited) > 0, changed, logits)
 
 
-def keep_allowed(logits: Float[Array, "R V"], allowed: Int32[Array, "R words"]) -> Float[Array, "R V"]:
-    """Sets the logits of tokens that are not allowed to `-inf`.
+def keep_allowed(
+    logits: Float[Array, "R V"], allowed: Int32[Array, "R words"], is_guided: Int32[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Sets the logits of tokens that are not allowed to `-inf`, in rows that have a constraint.
 
     Args:
         logits: Logits.
         allowed: A bit for each token, the lowest bit of the first word first.
+        is_guided: 1 for each row with a constraint, else 0.
 
     Returns:
         Logits.
 
     Example:
-        >>> keep_allowed(jnp.array([[1.0, 2.0, 3.0]]), jnp.array([[0b101]], jnp.int32)).tolist()
-        [[1.0, -inf, 3.0]]
+        >>> keep_allowed(jnp.ones((2, 3)), jnp.full((2, 1), 0b101, jnp.int32), jnp.array([1, 0])).tolist()
+        [[1.0, -inf, 1.0], [1.0, 1.0, 1.0]]
     """
     rows, tokens = logits.shape
     bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
-    return jnp.where(bits.reshape(rows, -1)[:, :tokens] > 0, logits, -jnp.inf)
+    is_allowed = (bits.reshape(rows, -1)[:, :tokens] > 0) | (is_guided[:, None] == 0)
+    return jnp.where(is_allowed, logits, -jnp.inf)
 
 
 def pack_penalties(

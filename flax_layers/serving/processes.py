@@ -28,7 +28,7 @@ from flax_layers.serving.options import EngineOptions, Program, Shape
 from flax_layers.streaming_llm import Streaming
 from jflex.types import AnyArray
 
-_RUN, _PENALTIES, _POISON, _RESET, _CLOSE = range(5)
+_RUN, _PENALTIES, _ALLOW, _POISON, _RESET, _CLOSE = range(6)
 _HEADER = len(Shape._fields) + len(Program._fields)  # with the number of the call
 _SECRET = 32
 _ANSWER = 512
@@ -61,6 +61,11 @@ class LeadingExecutor(Executor):
         """See `Executor.begin_penalties`."""
         self._tell(_PENALTIES, words)
         super().begin_penalties(words)
+
+    def allow(self, words: Int32[AnyArray, " words"]) -> None:
+        """See `Executor.allow`."""
+        self._tell(_ALLOW, words)
+        super().allow(words)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
         """See `Executor.poison`."""
@@ -110,6 +115,8 @@ def follow(model: Decoder) -> None:
                 executor.run(words, Program(Shape(*shape), *map(bool, kind)))
             elif call == _PENALTIES:
                 executor.begin_penalties(words)
+            elif call == _ALLOW:
+                executor.allow(words)
             elif call == _POISON:
                 executor.poison(words)
             elif call == _RESET:

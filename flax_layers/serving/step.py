@@ -35,11 +35,13 @@ class DeviceState:
         cache: Keys and values of all layers.
         sampled: The last sampled token of each slot.
         edits: Token counts and biases of each slot.
+        allowed: A bit for each token that the constraint of a slot allows next.
     """
 
     cache: PagedCache
     sampled: Int32[Array, " slots"]
     edits: Edits
+    allowed: Int32[Array, "slots words"]
 
 
 class Step(Protocol):
@@ -90,7 +92,7 @@ def make_step(
         parameters: Items[Array], state: DeviceState, packed: Array, *, program: Program
     ) -> tuple[DeviceState, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(form, parameters))
-        inputs = unpack(packed, program.shape, model.config.vocabulary if program.is_guided else 0)
+        inputs = unpack(packed, program.shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if program.is_cascade else None
         streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
@@ -106,8 +108,7 @@ def make_step(
             fields = found[:, None]
         else:
             changed = apply_penalties(logits, inputs.penalties, edits, inputs.slots)
-            if inputs.allowed is not None:
-                changed = keep_allowed(changed, inputs.allowed)
+            changed = keep_allowed(changed, state.allowed.at[inputs.slots].get(mode="clip"), inputs.is_guided)
             found = sample(changed, inputs.sampling, positions)
             fields, edits = _fields(found, logits), edits.sampled(inputs.slots, found)
         if nodes is not None:
@@ -117,7 +118,7 @@ def make_step(
             accepted = accept(nodes, tokens[nodes.rows], jnp.concatenate([found[:, None], after], axis=1))
             cache, found = compact(cache, inputs.batch, nodes, accepted), accepted.last
             fields = jnp.concatenate([fields, accepted.tokens[:, 1:], accepted.counts[:, None]], axis=1)
-        state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits)
+        state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits, state.allowed)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
     return jax.jit(run, static_argnames="program", donate_argnames="state")
@@ -166,8 +167,10 @@ def empty_state(
     """
 
     def make() -> DeviceState:
-        cache, edits = model.init_paged_cache(num_pages, page_size), Edits.empty(slots, model.config.vocabulary)
-        return _constrained(DeviceState(cache, jnp.zeros(slots, jnp.int32), edits), sharding)
+        cache, vocabulary = model.init_paged_cache(num_pages, page_size), model.config.vocabulary
+        allowed = jnp.zeros((slots, -(-vocabulary // 32)), jnp.int32)
+        state = DeviceState(cache, jnp.zeros(slots, jnp.int32), Edits.empty(slots, vocabulary), allowed)
+        return _constrained(state, sharding)
 
     return jax.jit(make)()
 
@@ -177,7 +180,8 @@ def _constrained(state: DeviceState, sharding: NamedSharding | None) -> DeviceSt
     if sharding is None:
         return state
     cache = jax.lax.with_sharding_constraint(state.cache, sharding)
-    return DeviceState(cache, _replicated(state.sampled, sharding), _replicated(state.edits, sharding))
+    others = (state.sampled, state.edits, state.allowed)
+    return DeviceState(cache, *_replicated(others, sharding))
 
 
 def _replicated(tree: Any, sharding: NamedSharding | None) -> Any:
@@ -235,6 +239,23 @@ def begin_penalties(
         The state.
     """
     return _constrained(dataclasses.replace(state, edits=state.edits.begin(words)), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def allow_tokens(
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Writes which tokens the constraints of all slots allow next.
+
+    Args:
+        state: Donated.
+        words: The bits of all slots, one after the other.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+    return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
