@@ -18,7 +18,8 @@ from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
 from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
-QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *numerics.QUESTIONS, "training", "generation", "engine", "serving", "streaming"}
+COMMANDS = {"training", "generation", "engine", "serving", "streaming"}
+QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *numerics.QUESTIONS, *COMMANDS}
 ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
          "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
 
