@@ -126,7 +126,7 @@ class CascadeLevel:
 
         Raises:
           TypeError: An argument has a wrong type.
-          ValueError: `start` has another shape.
+          ValueError: `start` has another shape, or `groups` have trees.
 
         >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
         >>> prefix = PagedBatch(jnp.array([0, 4]), jnp.array([128]), jnp.array([[3, 9]]))  # four queries share it
@@ -136,6 +136,11 @@ class CascadeLevel:
         if not isinstance(groups, PagedBatch):
             raise TypeError(
                 f"`groups` must be a `PagedBatch`, of groups instead of requests. Got {type(groups).__name__}."
+            )
+        if groups.ancestors is not None:
+            raise ValueError(
+                "`groups` must have no `ancestors`: levels have no trees. Got some. Use `paged_attention`, or a "
+                "mask_mod that says which drafted tokens a query sees."
             )
         return cls(cache, groups, _starts(start, groups.requests), layer)
 

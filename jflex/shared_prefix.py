@@ -37,7 +37,7 @@ def shared_prefix_levels(
 
     Raises:
       TypeError: An argument has a wrong type.
-      ValueError: `requests` or `tokens` is known and out of range.
+      ValueError: `requests` or `tokens` is known and out of range, or the batch has trees.
 
     >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
     >>> table = jnp.array([[3, 9, 1], [3, 9, 5], [7, 0, 0]])
@@ -47,6 +47,8 @@ def shared_prefix_levels(
     ([128], [2, 1, 20], [128, 128, 0])
     """
     check_fields(batch)
+    if batch.ancestors is not None:
+        raise ValueError("`batch` must have no `ancestors`: levels have no trees. Got some. Use `paged_attention`.")
     size, rows = cache.page_size, batch.requests
     count = _checked_number("requests", requests, rows)
     keys = _checked_number("tokens", tokens, batch.max_pages * size, size)

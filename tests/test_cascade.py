@@ -1,5 +1,6 @@
 """Levels of shared keys, merged: the same as attention over all keys at once, for every mod."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -372,6 +373,8 @@ ROWS = [
     ("lengths_beyond", lambda: dense(K, K, lengths=jnp.array([6, 7])), ValueError,
      r"`lengths` must lie between 0 and S.*Batch entry 1 has 7.*`jnp.clip\(lengths, 0, 6\)`"),
     ("groups", lambda: CascadeLevel.paged(LEVEL.cache, INDPTR), TypeError, "`groups` must be a `PagedBatch`"),
+    ("trees", lambda: CascadeLevel.paged(LEVEL.cache, dataclasses.replace(LEVEL.groups, ancestors=jnp.ones((2, 1)))),
+     ValueError, "`groups` must have no `ancestors`: levels have no trees"),
     ("one_level", lambda: attend(LEVEL), TypeError, "`levels` must be a sequence of `CascadeLevel`"),
     ("no_level", lambda: attend([LEVEL, K]), TypeError, "Element 1 is of type ArrayImpl"),
     ("head_sizes", lambda: attend([LEVEL, dense(K, K[..., :4])]), ValueError, r"values of one head size.*\[4, 8\]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -112,6 +113,12 @@ def test_wrong_numbers(name):
     numbers, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         jflex.shared_prefix_levels(*paged_case()[1:], *numbers)
+
+
+def test_trees_are_refused():
+    _, cache, batch = paged_case()
+    with pytest.raises(ValueError, match="`batch` must have no `ancestors`: levels have no trees"):
+        jflex.shared_prefix_levels(cache, dataclasses.replace(batch, ancestors=jnp.zeros((6, 3), jnp.int32)), 3, 8)
 
 
 # --- the engine
