@@ -75,6 +75,12 @@ def require_gpu() -> None:
         raise pytest.UsageError(f"`-m gpu` needs a GPU that JAX can use, and there is none here: {error}") from error
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Leaves out tests of the server under `-m gpu`: none needs a GPU, and machines with one may lack its packages."""
+    is_of_server = collection_path.name.startswith(("test_serving_", "test_benchmarks_serving"))
+    return True if is_of_server and config.option.markexpr == "gpu" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results."""
     for item in items:
