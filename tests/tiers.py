@@ -31,20 +31,20 @@ SHORT = {
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
     "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|interrupted|other"
     r"|wrong",
-    "test_constraints": r"refused(?!.*slow)|letter|grammar$|max_tokens|beside.*bytes",
+    "test_constraints": r"refused(?!.*slow)|letter|max_tokens",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_drafts": r"naive|longer|bits|follows.*8",
-    "test_engine": r"preemption|each_step|failed.*3|cancelled",
+    "test_engine": r"preemption|failed.*3",
     "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
     "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|without|unbatched_res|shared|numbers",
-    "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|shape0|take|signature|message",
+    "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
     "test_generate": r"greedy_tokens|not_the_others|compile_nothing|in_place|window|wrong|buckets"
-    r"|longrope_beyond.*dense-16|consumer.*1|dropped",
+    r"|consumer.*1|dropped",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
@@ -71,7 +71,7 @@ SHORT = {
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
-    "test_shared_prefix": r"causal-3-24|wrong|pays|best",
+    "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_streaming_llm": r"rotating_anew\[\(9, 2\)-\[45|wrong|angles_are_exact|longer",
