@@ -68,7 +68,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# They differ little from `trees_with_alibi`, and take 12 s each.
+LONG = ("trees", "trees_in_windows")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])
 def test_compiles(name):
     attend, *shapes = program(**CASES[name])
     if gpu_compile.missing():

@@ -146,7 +146,7 @@ def test_drawn_tokens_are_the_same():
 
 
 def test_nothing_is_compiled_after_warm_up():
-    engine, reports = engine_of(model(), cascade_bytes=1), []
+    engine, reports = engine_of(model(), cascade_bytes=1, max_requests=4, max_step_tokens=16, poison=False), []
     engine.warm_up(lambda done, total: reports.append((done, total)))
     assert reports[-1] == (len(reports), len(reports))
     for prompt in PROMPTS:
