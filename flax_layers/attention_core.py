@@ -251,6 +251,10 @@ def decode_paged(
             f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
             "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
         )
+    if shared is not None and streaming is not None:
+        raise ValueError(
+            "`shared_prefix` and `streaming` must not be passed together. Got both. Leave one of them out."
+        )
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()

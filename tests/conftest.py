@@ -3,6 +3,7 @@
 import os
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -56,6 +57,24 @@ def in_haste() -> Iterator[None]:
 
     with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
         yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    """The engine of `tests.served`, which the tests of a module share. Its packages are imported here alone."""
+    from tests.served import running
+
+    with running() as engine:
+        yield engine
+
+
+@pytest.fixture
+def no_page_is_lost(engine) -> Iterator[None]:
+    """Checks after a test that every page of the engine is free or cached."""
+    from tests.served import idle
+
+    yield
+    idle(engine)
 
 
 @pytest.fixture

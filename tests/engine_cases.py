@@ -66,6 +66,17 @@ def run(engine: Engine) -> None:
     assert stats.free_pages + stats.cached_pages == engine.options.num_pages - 1
 
 
+def check_staggered_arrivals(engine: Engine) -> None:
+    """Sixteen requests arrive while others run, and get the tokens of full recomputation."""
+    clients = []
+    for arrival in range(16):
+        clients.append(Client(engine, PROMPTS[arrival % len(PROMPTS)]))
+        for _ in range(arrival % 3):
+            engine.step()
+    run(engine)
+    assert [x.tokens for x in clients] == [recomputed(PROMPTS[n % len(PROMPTS)]) for n in range(16)]
+
+
 def engine_of(decoder: Decoder, **options) -> Engine:
     return Engine(decoder, EngineOptions(**SIZES | options))
 

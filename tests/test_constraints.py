@@ -256,7 +256,7 @@ def test_an_engine_without_guides():
         engine.submit(Request(PROMPT, constraint=REGEX), print)
 
 
-class _Told:
+class _Fixed:
     def __init__(self, text: str):
         self._text = text
 
@@ -264,17 +264,17 @@ class _Told:
         return self._text
 
 
-def of_letters(letters: str) -> _Told:
+def of_letters(letters: str) -> _Fixed:
     """A tokenizer of these letters alone."""
     value = json.loads(tokenizer("bytes").serialized())
     value["model"]["vocab"] = {letter: n for n, letter in enumerate(letters)}
-    return _Told(json.dumps(value))
+    return _Fixed(json.dumps(value))
 
 
 def test_a_tokenizer_that_cannot_be_read():
     value = json.loads(tokenizer("bytes").serialized())
     with pytest.raises(ValueError, match=r"`tokenizer` must be one that llguidance can read.*can't determine decoder"):
-        Guides(_Told(json.dumps({**value, "decoder": None})), 256)
+        Guides(_Fixed(json.dumps({**value, "decoder": None})), 256)
 
 
 def test_a_tokenizer_that_lacks_a_letter():

@@ -45,14 +45,7 @@ def test_tokens_are_those_of_full_recomputation(options, model):
 
 
 def test_sixteen_staggered_arrivals(model):
-    engine = engine_of(model, max_step_tokens=11)
-    clients = []
-    for arrival in range(16):
-        clients.append(Client(engine, PROMPTS[arrival % len(PROMPTS)]))
-        for _ in range(arrival % 3):
-            engine.step()
-    run(engine)
-    assert [x.tokens for x in clients] == [recomputed(PROMPTS[n % len(PROMPTS)]) for n in range(16)]
+    engine_cases.check_staggered_arrivals(engine_of(model, max_step_tokens=11))
 
 
 def test_preemption_changes_no_token(model):

@@ -123,13 +123,7 @@ def test_tokens_are_those_of_full_recomputation(options, model, foresee):
 def test_staggered_arrivals(model, foresee):
     foresee({prompt: recomputed(prompt) for prompt in PROMPTS})
     engine = engine_of(model, max_step_tokens=19, draft_tokens=6)
-    clients = []
-    for arrival in range(16):
-        clients.append(Client(engine, PROMPTS[arrival % len(PROMPTS)]))
-        for _ in range(arrival % 3):
-            engine.step()
-    run(engine)
-    assert [x.tokens for x in clients] == [recomputed(PROMPTS[n % len(PROMPTS)]) for n in range(16)]
+    engine_cases.check_staggered_arrivals(engine)
     assert accepted(engine) > 16
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,24 +32,11 @@ from tests.served import (
     idle,
     model,
     regex,
-    running,
     schema,
     texts_of,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with running() as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _no_page_is_lost(engine) -> Iterator[None]:
-    yield
-    idle(engine)
+pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import random
 import re
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -30,22 +29,9 @@ from tests.served import (
     events_of,
     idle,
     model,
-    running,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with running() as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _no_page_is_lost(engine) -> Iterator[None]:
-    yield
-    idle(engine)
+pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
 
 
 def test_a_full_queue_and_a_closed_engine():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from flax_layers.serving import Engine, Request
+from flax_layers.serving import Request
 from flax_layers.serving.demo_model import ByteTokenizer
 from flax_layers.serving.http import Limits, Served, create_app
 from tests.served import (
@@ -29,24 +28,11 @@ from tests.served import (
     events_of,
     idle,
     regex,
-    running,
     schema,
     texts_of,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with running() as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _no_page_is_lost(engine) -> Iterator[None]:
-    yield
-    idle(engine)
+pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
 
 
 def test_the_text_is_that_of_the_engine(engine):

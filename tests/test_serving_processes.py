@@ -26,8 +26,8 @@ PROMPT = tuple(range(5, 40))
 SIZES = ["--num-pages=40", "--page-size=8", "--context=100", "--max-requests=4", "--max-step-tokens=32"]
 
 ERRORS = {
-    "none": (["--devices=0"], "`--devices` must be from 1 to 8, those that JAX sees. Got 0"),
-    "many": (["--devices=9"], "`--devices` must be from 1 to 8, those that JAX sees. Got 9"),
+    "none": (["--devices=0"], "`--devices` must be from 1 to 8, the devices that JAX finds. Got 0"),
+    "many": (["--devices=9"], "`--devices` must be from 1 to 8, the devices that JAX finds. Got 9"),
     "the demo's": (["--devices=2"], "`--devices` must be 1 for the demo's model, .* Pass `--model`"),
     "alone": (["--processes=2"], "`--coordinator`, `--processes` and `--process` must be passed together"),
     "beyond": (

@@ -14,7 +14,7 @@ from flax import nnx
 import jflex
 from flax_layers import functional
 from flax_layers.models import Decoder, LayerConfig
-from flax_layers.nnx import AlibiBias, FlexAttention, RelativeBias
+from flax_layers.nnx import AlibiBias, FlexAttention, RelativeBias, SharedPrefix
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch, PagedCache, token_positions
@@ -176,6 +176,13 @@ def test_a_cache_that_is_not_full_is_full_attention():
 def test_wrong_sizes(options, error, message):
     with pytest.raises(error, match=message):
         Streaming(**options)
+
+
+def test_a_shared_prefix_is_refused():
+    model = Decoder(SMALL, rngs=nnx.Rngs(0))
+    batch, prefix = PagedBatch(jnp.array([0, 1]), jnp.array([1]), jnp.ones((1, 1), jnp.int32)), SharedPrefix(0, 0)
+    with pytest.raises(ValueError, match=r"`shared_prefix` and `streaming` must not be passed together\. Got both"):
+        model.decode_paged_hidden(jnp.zeros(1, jnp.int32), model.init_paged_cache(2, 4), batch, prefix, Streaming(4, 8))
 
 
 def test_a_cache_longer_than_the_model_was_trained_for():

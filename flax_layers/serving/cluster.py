@@ -55,7 +55,9 @@ def create_mesh(options: argparse.Namespace) -> Mesh | None:
     """
     devices, processes = jax.devices(), jax.process_count()
     if not 1 <= options.devices <= len(devices):
-        raise ValueError(f"`--devices` must be from 1 to {len(devices)}, those that JAX sees. Got {options.devices}.")
+        raise ValueError(
+            f"`--devices` must be from 1 to {len(devices)}, the devices that JAX finds. Got {options.devices}."
+        )
     if options.devices % processes:
         raise ValueError(
             f"`--devices` must be a multiple of the {processes} processes, so that each of them takes part. Got "
@@ -71,15 +73,14 @@ def create_mesh(options: argparse.Namespace) -> Mesh | None:
 
 
 def follow_first(model: Decoder) -> None:
-    """Runs what process 0 says, until that one ends.
+    """Runs the calls of process 0 until it ends.
 
     Args:
         model: The model.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; process 0 ends the others
+    # Ctrl-C reaches all processes of a terminal. Process 0 ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         follow(model)
     except EOFError:
-        sys.exit("error: process 0 has ended without a word. Its own output says why.")
+        sys.exit("error: the connection to process 0 is lost. Its output says why.")

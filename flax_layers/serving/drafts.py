@@ -116,7 +116,7 @@ class PromptLookup:
         return sorted(found, reverse=True)
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Adds the places of new tokens, each of which follows an n-gram."""
+        """Indexes the places of new tokens by the n-gram before each."""
         least, before, last = self._least, self._before, self._last
         for place in range(len(before), len(tokens)):
             if place < least:

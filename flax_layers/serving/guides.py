@@ -45,8 +45,8 @@ class Guide:
         constraint: The constraint.
         stop_tokens: End the sequence; they are allowed where the text may end.
         matcher: That of llguidance, after the tokens so far.
-        allowed: A bit for each token of the model, those that may come next; of the time before `advance` if stale.
-        is_stale: Whether `Guides.allow` must compute `allowed` anew.
+        allowed: A bit for each token of the model: whether it may come next.
+        is_stale: Whether a token was taken since `Guides.allow` computed `allowed`.
         is_complete: Whether the text is complete, and nothing may follow.
         error: Why the constraint cannot be followed any further; empty if it can.
     """
@@ -143,10 +143,10 @@ class Guides:
         return Guide(constraint, tuple(ended), matcher, allowed)
 
     def allow(self, guides: Sequence[Guide]) -> None:
-        """Computes the allowed tokens of those that have advanced, on several cores.
+        """Computes the allowed tokens of all guides that have advanced, on several cores.
 
         Args:
-            guides: The guides. Those that cannot go on are complete afterwards, or have an error.
+            guides: The guides. If no token may come next, a guide is complete afterwards, or has an error.
         """
         stale = [guide for guide in guides if guide.is_stale and not (guide.is_complete or guide.error)]
         rows = np.zeros((len(stale), self._row_words), np.uint32)

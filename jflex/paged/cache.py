@@ -179,14 +179,7 @@ def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
     >>> copy_pages(cache, jnp.array([2, 0]), jnp.array([1, -1])).k.ravel().tolist()
     [0.0, 2.0, 2.0]
     """
-    check_cache(cache)
-    for name, pages in (("src", src), ("dst", dst)):
-        check_int32(name, pages, "pages")
-    if src.shape != dst.shape or src.ndim != 1:
-        raise ValueError(
-            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
-            "the shorter one; a -1 in `dst` copies nothing."
-        )
+    _check_pairs(cache, src, dst, "pages")
     _check_copies(src, dst, cache.num_pages)
     src, dst = jnp.asarray(src), jnp.asarray(dst)
     return jax.tree.map(lambda pages: _copied(pages, (src,), (dst,)), cache)
@@ -213,14 +206,7 @@ def copy_slots(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
     >>> copy_slots(cache, jnp.array([3, 2, 0]), jnp.array([2, 1, -1])).k.ravel().tolist()
     [0.0, 2.0, 3.0, 3.0]
     """
-    check_cache(cache)
-    for name, slots in (("src", src), ("dst", dst)):
-        check_int32(name, slots, "slots")
-    if src.shape != dst.shape or src.ndim != 1:
-        raise ValueError(
-            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
-            "the shorter one; a -1 in `dst` copies nothing."
-        )
+    _check_pairs(cache, src, dst, "slots")
     _check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
     split = lambda slots: (jnp.asarray(slots) // cache.page_size, jnp.asarray(slots) % cache.page_size)
     return jax.tree.map(lambda x: _copied(x, split(src), split(dst)), cache)
@@ -307,6 +293,17 @@ def is_known(x: AnyArray) -> bool:
     True
     """
     return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
+
+
+def _check_pairs(cache: PagedCache, src: AnyArray, dst: AnyArray, of: str) -> None:
+    check_cache(cache)
+    for name, x in (("src", src), ("dst", dst)):
+        check_int32(name, x, of)
+    if src.shape != dst.shape or src.ndim != 1:
+        raise ValueError(
+            f"`src` and `dst` must have one shape [M]. Got src: {describe_array(src)}, dst: {describe_array(dst)}. Pad "
+            "the shorter one; a -1 in `dst` copies nothing."
+        )
 
 
 def _check_tokens(cache: PagedCache, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
