@@ -94,6 +94,7 @@ class Layer:
     out: Any
     query_norm: Any
     key_norm: Any
+    sinks: Any
 
 
 def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
@@ -157,6 +158,11 @@ def join(layer: Layer, attended: Float[Array, "*batch T Hq D"]) -> Float[Array, 
     return layer.out(functional.merge_heads(attended))
 
 
+def sinks_of(layer: Layer) -> Float[Array, " Hq"] | None:
+    """The sinks of the layer, if it has any."""
+    return None if layer.sinks is None else layer.sinks[...]
+
+
 def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
     """Folds all leading axes into one batch axis, the last of them fastest.
 
@@ -185,6 +191,7 @@ def attend(
         mods.score_mod,
         mods.block_mask,
         mask_mod=mods.mask_mod,
+        sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
     )
@@ -229,6 +236,7 @@ def decode(
         block_mask,
         mask_mod=mods.mask_mod,
         kv_lengths=cache.lengths,
+        sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
     )
@@ -276,13 +284,14 @@ def decode_paged(
             ))
             for at, score_mod, mask_mod in streaming.parts(positions, mods.score_mod, mods.mask_mod)
         ]  # fmt: skip
-        attended = jflex.merge_all(states).out
+        state, sinks = jflex.merge_all(states), sinks_of(layer)
+        attended = (state if sinks is None else jflex.with_sinks(state, sinks)).out
     elif shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
         how |= {"positions": positions, "requests": jflex.paged.token_requests(batch, tokens)}
-        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks_of(layer)}
         attended = jflex.cascade_attention(turned(positions), levels, **how)
     else:
-        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks_of(layer)}
         attended = jflex.paged_attention(turned(positions), cache, batch, layer=number, **how)
     return join(layer, attended.astype(query.dtype)), cache

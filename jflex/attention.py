@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from jflex import backends
 from jflex._call.checks import (
@@ -19,6 +19,7 @@ from jflex._call.checks import (
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
+from jflex._call.sinks import fold_sinks
 from jflex._jax import custom_vjp
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.backends.base import Inputs, Saved
@@ -27,6 +28,7 @@ from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
+from jflex.state import checked_sinks
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks
 
@@ -37,21 +39,21 @@ from pallas_kernels.spec import AttentionSpec, Blocks
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
-    scale: float | None = None, layout: str = "BTNH",
+    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
-    scale: float | None = None, layout: str = "BTNH",
+    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
-    scale: float | None = None, layout: str = "BTNH",
+    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
@@ -64,6 +66,7 @@ def flex_attention(
     *,
     mask_mod: MaskMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
+    sinks: Float[AnyArray, " _Hq"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
@@ -92,6 +95,8 @@ def flex_attention(
         whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
         gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0
         and S; checking others waits for their values.
+      sinks: A natural logit for each query head, which enters the denominator of its softmax and has no value: learned
+        ones get gradients. See `with_sinks`; the lse includes them, so states that are to be merged must have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
@@ -130,8 +135,8 @@ def flex_attention(
     (2, 1, 4, 32)
     """
     call = prepare(
-        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, scale=scale, layout=layout,
-        config=config,
+        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
+        layout=layout, config=config,
     )  # fmt: skip
     saved = attend("flex_attention", call, implementation)
     return (saved.out, saved.lse) if return_lse else saved.out
@@ -153,6 +158,7 @@ def prepare(
     *,
     mask_mod: MaskMod | None,
     kv_lengths: Any,
+    sinks: Any,
     scale: float | None,
     layout: str,
     config: Config | None,
@@ -166,6 +172,7 @@ def prepare(
     scale = check_scale(scale, D)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
+    sinks = None if sinks is None else checked_sinks(sinks, Hq)
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
@@ -197,8 +204,10 @@ def prepare(
         precision=current_precision(query.dtype),
         config=config,
         kv_lengths=kv_lengths is not None,
+        sinks=sinks is not None,
     )
-    return Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths))
+    sinks = None if sinks is None else sinks.astype(spec.exact)
+    return Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths, sinks))
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
@@ -207,7 +216,8 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
         out = jnp.zeros(spec.out_shape(), spec.out_dtype)
-        return Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
+        saved = Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
+        return fold_sinks(spec, saved, inputs.sinks)
     return _run(name, implementation, spec, inputs)
 
 

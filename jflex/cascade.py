@@ -31,7 +31,7 @@ from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.state import merge_all
+from jflex.state import AttentionState, checked_sinks, merge_all, with_sinks
 from jflex.types import AnyArray
 
 
@@ -151,14 +151,14 @@ class CascadeLevel:
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, return_lse: Literal[False] = False,
+    sinks: AnyArray | None = None, scale: float | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    scale: float | None = None, return_lse: Literal[True],
+    sinks: AnyArray | None = None, scale: float | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -170,6 +170,7 @@ def cascade_attention(
     requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
@@ -193,6 +194,7 @@ def cascade_attention(
       requests: Request of each query, ``b`` of mods; `jflex.paged.token_requests` computes them. 0 for None.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
+      sinks: As in `flex_attention`: they enter once, after the levels are merged.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
       implementation: As in `flex_attention`.
@@ -220,13 +222,12 @@ def cascade_attention(
     (3, 4, 16)
     """
     call = prepare(
-        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod, scale=scale,
-        config=config,
+        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks,
+        scale=scale, config=config,
     )  # fmt: skip
     states = [attend(level, implementation) for level in call.levels if level is not None]
-    if not states:
-        return _nothing(call, return_lse)
-    merged = merge_all(states)
+    merged = merge_all(states) if states else AttentionState.empty(call.out_shape)
+    merged = merged if call.sinks is None else with_sinks(merged, call.sinks)
     out = merged.out.astype(call.dtype)
     return (out, merged.lse) if return_lse else out
 
@@ -238,11 +239,13 @@ class CascadeCall(NamedTuple):
       out_shape: [N, Hq, Dv].
       dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
+      sinks: [Hq], or None.
     """
 
     out_shape: tuple[int, int, int]
     dtype: Any
     levels: tuple[PagedCall | None, ...]
+    sinks: jax.Array | None
 
 
 def prepare(
@@ -253,6 +256,7 @@ def prepare(
     requests: Int32[AnyArray, " N"] | None,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
+    sinks: Any,
     scale: float | None,
     config: Config | None,
 ) -> CascadeCall:
@@ -267,7 +271,8 @@ def prepare(
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    partial = sum(_has_work(level, q.shape[0]) for level in levels) > 1
+    sinks = None if sinks is None else checked_sinks(sinks, q.shape[1])
+    partial = sinks is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
         if not _has_work(level, q.shape[0]):
@@ -276,7 +281,7 @@ def prepare(
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
 
-    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)))
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), sinks)
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
@@ -298,11 +303,6 @@ def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, r
 def _has_work(level: CascadeLevel, num_tokens: int) -> bool:
     """Whether a level has queries, groups and room for keys; without, mods have nothing to read."""
     return 0 not in (num_tokens, level.groups.requests, level.groups.max_pages * level.cache.page_size)
-
-
-def _nothing(call: CascadeCall, return_lse: bool) -> Any:
-    out = jnp.zeros(call.out_shape, call.dtype)
-    return (out, jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
 
 
 def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None) -> Any:

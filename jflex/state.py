@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,54 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
     for position, state in enumerate(checked):
         _check_alike(f"states[{position}]", state, "states[0]", checked[0])
     return _merge_few(checked) if len(checked) <= _FEW else _merge_stacked(_stack(checked))
+
+
+def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> AttentionState:
+    """A state with attention sinks: one more logit in the denominator of each query head, without a value.
+
+    That is `merge` with one key whose score is the sink and whose value is zero. So it belongs to the end, once: where
+    states are merged, merge them first. A row that attends to no key stays zero, and its lse becomes the sink.
+
+    Args:
+      state: The state over all keys.
+      sinks: Natural logits, one for each query head; cast to the dtype of the lse. ``-inf`` changes nothing.
+
+    Returns:
+      A state of the same shapes and dtypes. Gradients flow into the sinks.
+
+    Raises:
+      TypeError: `state` is no state, or `sinks` is no array of floating point.
+      ValueError: `sinks` does not have one logit for each query head.
+
+    References:
+      OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925 (a learned sink for each head); Xiao et al.
+      2023, StreamingLLM, arXiv:2309.17453, section 3.3 (a sink of 0).
+
+    >>> one_key = AttentionState(jnp.full((1, 2), 4.0), jnp.zeros(1))
+    >>> with_sinks(one_key, jnp.zeros(1)).out.tolist()  # the sink takes half of the weight
+    [[2.0, 2.0]]
+    """
+    state, sinks = _checked_state("state", state), checked_sinks(sinks, state.lse.shape[-1])
+    lse = jnp.broadcast_to(sinks.astype(state.lse.dtype), state.lse.shape)
+    return _merge_few((state, AttentionState(jnp.zeros_like(state.out), lse)))
+
+
+def checked_sinks(sinks: object, heads: int) -> jax.Array:
+    """Returns `sinks` as a JAX array.
+
+    Raises:
+      TypeError: They are no array, or not floating-point.
+      ValueError: They are not one logit for each query head.
+    """
+    rule = f"`sinks` must be a floating-point array with one logit for each of the {heads} query heads, [{heads}]."
+    x: Any = sinks
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"{rule} Got {type(x).__name__}. Make one with `jnp.full({heads}, logit)`.")
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(f"{rule} Got {describe_array(x)}. Cast it with `.astype(jnp.float32)`.")
+    if x.shape != (heads,):
+        raise ValueError(f"{rule} Got {describe_array(x)}. Index or broadcast it to one number for each head.")
+    return jnp.zeros(heads, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
 
 
 def lse_to_base2(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:

@@ -42,14 +42,16 @@ from jflex.types import AnyArray
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None,
     return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, scale: float | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None,
     return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -63,6 +65,7 @@ def flex_attention_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
+    sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: Implementation = None,
@@ -90,6 +93,7 @@ def flex_attention_varlen(
         `varlen_block_mask` does.
       block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths; it alone defines the mask. Its
         boundaries must equal those of the call; traced ones are not compared.
+      sinks: As in `flex_attention`. Padding tokens have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       implementation: As in `flex_attention`.
@@ -120,7 +124,7 @@ def flex_attention_varlen(
     """
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
-        block_mask=block_mask, scale=scale, config=config,
+        block_mask=block_mask, sinks=sinks, scale=scale, config=config,
     )  # fmt: skip
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
@@ -154,6 +158,7 @@ def prepare(
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     block_mask: VarlenBlockMask | None,
+    sinks: Any,
     scale: float | None,
     config: Config | None,
 ) -> PackedCall:
@@ -179,7 +184,7 @@ def prepare(
         score_mod = ReindexedMod(score_mod, tokens.positions) if tokens.sequences else None
     call = prepare_dense(
         _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
-        mask_mod=None, kv_lengths=None, scale=scale, layout="BTNH", config=config,
+        mask_mod=None, kv_lengths=None, sinks=sinks, scale=scale, layout="BTNH", config=config,
     )  # fmt: skip
     return PackedCall(call, q_ends, kv_ends)
 

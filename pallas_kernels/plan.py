@@ -25,12 +25,14 @@ class GradientRequest(NamedTuple):
     key: bool
     value: bool
     score_operands: tuple[bool, ...]
+    sinks: bool = False
 
 
 def all_gradients(spec: AttentionSpec) -> GradientRequest:
     """The request of every gradient there is."""
     captured = () if spec.score_mod is None else spec.score_mod.operands
-    return GradientRequest(True, True, True, tuple(jnp.issubdtype(dtype, jnp.floating) for _, dtype in captured))
+    captured = tuple(jnp.issubdtype(dtype, jnp.floating) for _, dtype in captured)
+    return GradientRequest(True, True, True, captured, spec.sinks)
 
 
 @dataclasses.dataclass(frozen=True)

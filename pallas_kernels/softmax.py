@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.spec import LN_2
+from pallas_kernels.spec import LN_2, LOG2_E
 
 
 class SoftmaxState(NamedTuple):
@@ -59,6 +59,15 @@ def update(
     p, alpha = exp2(s, row_max_log2[:, None]), exp2(state.row_max, row_max_log2)
     out = tuple(x * alpha[:, None] + y for x, y in zip(state.out, pv_dot(p), strict=True))
     return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)
+
+
+def with_sink(state: SoftmaxState, sink: jax.Array, log2_scale: float) -> SoftmaxState:
+    """The state after one more score, of which the value is zero; `sink` is a natural logit, a scalar."""
+    row_max = jnp.maximum(state.row_max, sink * (LOG2_E / log2_scale))
+    safe_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+    alpha = jnp.exp2((state.row_max - safe_max) * log2_scale)
+    row_sum = state.row_sum * alpha + jnp.exp2(sink * LOG2_E - safe_max * log2_scale)
+    return SoftmaxState(row_max, row_sum, tuple(x * alpha[:, None] for x in state.out))
 
 
 def finish(state: SoftmaxState, log2_scale: float) -> tuple[tuple[jax.Array, ...], jax.Array]:

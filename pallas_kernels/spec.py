@@ -105,6 +105,7 @@ class AttentionSpec:
       out_dtype: Of the output; that of query, except for partial results of splits that are merged.
       precision: Of GEMMs of float32; None for JAX's default.
       kv_lengths: Whether each batch entry has its own number of keys.
+      sinks: Whether each head has a sink.
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
       programs: The tile programs of the mods, once a plan has made them.
     """
@@ -130,6 +131,7 @@ class AttentionSpec:
     out_dtype: str = ""
     precision: str | None = None
     kv_lengths: bool = False
+    sinks: bool = False
     heads_in_rows: bool = False
     programs: Programs = dataclasses.field(default_factory=Programs)
 
@@ -234,6 +236,7 @@ class Operands(NamedTuple, Generic[A]):
       lists: The eight index arrays of a block mask, or None.
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
+      sinks: float32 [Hq], or None; only forward kernels read them.
     """
 
     query: A
@@ -242,6 +245,7 @@ class Operands(NamedTuple, Generic[A]):
     lists: tuple[A, ...] | None
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+    sinks: A | None = None
 
 
 def as_int8(x: jax.Array) -> jax.Array:

@@ -51,6 +51,7 @@ class Case:
       scale: As in the call.
       precision: Of float32 products, as in `jax.default_matmul_precision`.
       kv_lengths: As in the call; what lies beyond is NaN for the backends.
+      sinks: Whether each head has a sink; its gradient is named like that of a captured array, ``sinks``.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
     """
@@ -68,6 +69,7 @@ class Case:
     scale: float | None = None
     precision: str | None = None
     kv_lengths: tuple[int, ...] | None = None
+    sinks: bool = False
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -286,11 +288,23 @@ SHAPES = [
     Case("long", mask=masks.window, sizes=N(B=1, T=1023, D=16), block=128, **BF16),
 ]
 
-CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES]
+SINKS = [
+    Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16),
+    Case("sinks_alone", sizes=N(T=70, S=100, Hq=3), sinks=True),
+    Case("sinks_see_nothing", captured.slopes, masks.strictly_causal, N(T=70, Hq=4, Hkv=2), block=32, sinks=True),
+    Case("sinks_softcap", scores.softcap, masks.window, N(T=129, Hq=4, Hkv=1), layout="BNTH", sinks=True, **F16),
+    Case("sinks_negative_scale", scale=-0.5, sizes=N(T=33, Bkv=1), sinks=True, **BF16),
+    Case("sinks_decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), sinks=True, **BF16),
+    Case("sinks_decode_bnth", captured.slopes, masks.causal, N(T=4, S=99, Hq=4, Hkv=2), layout="BNTH", sinks=True),
+]
+
+CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES, *SINKS]
 
 # Each batch entry with its own number of keys: first few queries, then more than are decoded.
 LENGTHS = [
     Case("length_one_query", scores.softcap, sizes=N(B=3, T=1, S=500, Hq=8, Hkv=2), kv_lengths=(129, 0, 500), **BF16),
+    Case("length_sinks", sizes=N(B=3, T=1, S=300, Hq=8, Hkv=2), kv_lengths=(129, 0, 300), sinks=True, **BF16),
+    Case("length_many_sinks", mask=masks.causal, sizes=N(B=3, T=70, Hq=4), kv_lengths=(9, 0, 70), sinks=True),
     Case("length_of_one", sizes=N(B=1, T=1, S=700, Hq=4, Hkv=1), kv_lengths=(643,), **BF16),
     Case("length_mask_mod", captured.bias_hqk, masks.odd_keys, N(T=4, S=257, Hq=4, Hkv=2), kv_lengths=(257, 100)),
     Case(

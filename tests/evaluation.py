@@ -71,6 +71,8 @@ def draw(case: Case) -> Drawn:
         {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, n).items()}
         for pair in (case.score, case.mask)
     ]
+    if case.sinks:  # far below, among and far above the scores
+        captured[0]["sinks"] = np.linspace(-20.0, 5.0, n.Hq, dtype=np.float32)
     return Drawn(*(x.astype(dtype) for x in (q, k, v, d_out)), d_lse, *captured)
 
 
@@ -83,8 +85,9 @@ def exact(case: Case) -> Exact:
     captures = {name: wide(a) if name in x.floats() else a for name, a in x.score.items()}
     score = None if case.score is None else case.score.exact
     scale = case.sizes.D**-0.5 if case.scale is None else case.scale
-    found = oracle.forward(q, k, v, scale, score, functools.partial(_visible, case), captures)
-    grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse))
+    sinks = captures.get("sinks")
+    found = oracle.forward(q, k, v, scale, score, functools.partial(_visible, case), captures, sinks)
+    grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse), sinks)
     return Exact(Results(found.out, found.lse, *grads[:4]), grads.masses, grads.output_masses, found)
 
 
@@ -136,6 +139,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         blocks,
         mask_mod=mask_mod,
         kv_lengths=None if case.kv_lengths is None else jnp.asarray(case.kv_lengths, jnp.int32),
+        sinks=score_captures.get("sinks"),
         scale=case.scale,
         layout=case.layout,
         return_lse=True,
@@ -206,10 +210,11 @@ def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[An
             mod = jax.vmap(mod)
         s = mod(s, *places)
     s = jnp.where(visible, s, -jnp.inf)
-    top = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+    sink = captures["sinks"][None, :, None, None] if case.sinks else jnp.full((), -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.maximum(s.max(-1, keepdims=True), sink))
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(s - top)
-    total = weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
     weights = (weights / jnp.where(empty, 1.0, total)).astype(query.dtype)

@@ -63,8 +63,8 @@ def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.ogrid[tuple(slice(n) for n in shape)])
 
 
-def forward(query, key, value, scale, score: Score | None, mask, captures: Captures) -> Forward:
-    """Follows the definition."""
+def forward(query, key, value, scale, score: Score | None, mask, captures: Captures, sinks=None) -> Forward:
+    """Follows the definition; `sinks` [Hq] enter the denominators."""
     k, v = (_per_query_head(x, query) for x in (key, value))
     raw = scale * np.einsum("bthd,bshd->bhts", query, k)
     places = grids(raw.shape)
@@ -72,19 +72,20 @@ def forward(query, key, value, scale, score: Score | None, mask, captures: Captu
     with np.errstate(all="ignore"):  # where nothing is visible, a mod may divide by 0
         s = raw if score is None else score.value(raw, *places, captures)
     s = np.where(visible, s, -np.inf)
-    top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    sink = -np.inf if sinks is None else sinks[:, None, None]
+    top = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     empty = top == -np.inf
     weights = np.exp(s - np.where(empty, 0, top))
-    total = np.where(empty, 1, weights.sum(-1, keepdims=True))
+    total = np.where(empty, 1, weights.sum(-1, keepdims=True) + np.exp(sink - np.where(empty, 0, top)))
     weights = weights / total
     lse = np.where(empty, -np.inf, np.where(empty, 0, top) + np.log(total))[..., 0]
     return Forward(np.einsum("bhts,bshd->bthd", weights, v), lse, raw, weights, visible)
 
 
 def gradients(
-    query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse
+    query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse, sinks=None
 ) -> Gradients:
-    """Pulls cotangents of out and lse back."""
+    """Pulls cotangents of out and lse back; the gradient of `sinks` is among those of captured arrays."""
     v, p = _per_query_head(value, query), found.weights
     d_p = np.einsum("bthd,bshd->bhts", d_out, v)
     delta = (p * d_p).sum(-1, keepdims=True)
@@ -95,6 +96,12 @@ def gradients(
     sizes, _ = pull(p * (d_p - delta + d_lse[..., None]), np.abs)
     output = np.abs(found.out * d_out).sum(-1).swapaxes(1, 2)[..., None]
     by_output, output_masses = pull(p * output, np.abs)
+    if sinks is not None:
+        of_sink = np.exp(sinks[:, None] - found.lse)
+        d_sink = of_sink * (d_lse - delta[..., 0])
+        sums["sinks"] = d_sink.sum((0, 2))
+        masses["sinks"] = sizes["sinks"] = np.abs(d_sink).sum((0, 2))
+        output_masses["sinks"] = (of_sink * output[..., 0]).sum((0, 2))
     names = ("query", "key", "value")
     of_captures = {name: x for name, x in sums.items() if name not in names}
     return Gradients(

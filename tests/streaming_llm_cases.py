@@ -54,7 +54,8 @@ def attend(
         if window is not None:
             scores = np.where(places > last - window, scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True), dtype=np.float64)
-        weights /= weights.sum(-1, keepdims=True)
+        sink = 0 if layer.sinks is None else np.exp(np.asarray(layer.sinks)[:, None] - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True) + sink
         found.append(np.einsum("hu,uhd->hd", weights, np.repeat(value[kept], shared, axis=1)))
     joined = np.stack(found).reshape(length - first, -1).astype(np.float32)
     return np.asarray(layer.out(jnp.asarray(joined)), np.float64)

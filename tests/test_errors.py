@@ -129,6 +129,14 @@ ROWS = [
     ),
     ("layout", lambda: call(layout="BHTD"), ValueError, r"`layout` must be one of 'BTNH', 'BNTH'\. Got 'BHTD'"),
     # --- scale
+    (
+        "sinks_kind",
+        lambda: call(sinks=1.0),
+        TypeError,
+        r"`sinks` must be a floating.*Got float.*jnp\.full",
+    ),
+    ("sinks_dtype", lambda: call(sinks=jnp.zeros(4, int)), TypeError, r"`sinks` must.*Got int32\[4\]\. Cast"),
+    ("sinks_shape", lambda: call(sinks=array(2)), ValueError, r"`sinks` must.*one logit.*\[4\]\. Got float32\[2\]"),
     ("scale_0", lambda: call(scale=0), ValueError, r"`scale` must be finite and not 0\. Got 0"),
     ("scale_nan", lambda: call(scale=float("nan")), ValueError, r"`scale` must be finite and not 0\. Got nan"),
     ("scale_array", lambda: call(scale=jnp.float32(2)), TypeError, r"`scale` must be a Python number.*score_mod"),

@@ -57,7 +57,7 @@ def decode_paged(layer, inputs, cache, batch):
 
 OPTIONS = {
     "plain": lambda flavour: {},
-    "rotary": lambda flavour: {"rotary_base": 50.0, "qk_norm": True, "use_bias": True, "scale": 0.7},
+    "rotary": lambda flavour: {"rotary_base": 50.0, "qk_norm": True, "use_bias": True, "use_sinks": True, "scale": 0.7},
     "alibi": lambda flavour: {"score_mod": FLAVOURS[flavour].alibi(), "mask_mod": window},
     "block mask": lambda flavour: {
         "mask_mod": None,

@@ -251,6 +251,22 @@ def test_linen_knows_the_shared_methods(method):
     assert seen["intermediates"][method][0] is output
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_learned_sinks(flavour):
+    """A sink of 0 takes its part of the weight, one of minus infinity none; they are learned."""
+    layer = layer_of(flavour, mask_mod=causal, use_sinks=True, implementation="xla")
+    inputs, plain = inputs_of(2), layer_of(flavour, mask_mod=causal, implementation="xla")
+    with_value = lambda x: jax.tree.map_with_path(
+        lambda path, leaf: jnp.full_like(leaf, x) if "sinks" in jax.tree_util.keystr(path) else leaf, layer
+    )
+    assert_close(with_value(-jnp.inf)(inputs), plain(inputs))
+    first = jnp.linalg.norm(layer(inputs)[:, 0]) / jnp.linalg.norm(plain(inputs)[:, 0])
+    assert 0.05 < first < 0.95
+    gradient = jax.grad(lambda layer: jnp.sum(layer(inputs) ** 2))(layer)
+    [found] = [x for path, x in jax.tree.leaves_with_path(gradient) if "sinks" in jax.tree_util.keystr(path)]
+    assert np.all(np.asarray(found) < 0)  # a larger sink makes outputs smaller
+
+
 def test_qk_norm_bounds_the_scores():
     seen = layer_of(qk_norm=True)
     query, key, _ = attention_core.project(seen, 100.0 * inputs_of(1), jnp.arange(LENGTH))

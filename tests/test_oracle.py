@@ -30,7 +30,8 @@ def test_gradients_match_finite_differences(case):
         q, k, v, *captured = (x + step * slope for x, slope in zip(inputs, slopes, strict=True))
         captures = {**drawn.score, **dict(zip(floats, captured, strict=True))}
         score = None if case.score is None else case.score.exact
-        found = oracle.forward(q, k, v, scale, score, functools.partial(evaluation._visible, case), captures)
+        mask, sinks = functools.partial(evaluation._visible, case), captures.get("sinks")
+        found = oracle.forward(q, k, v, scale, score, mask, captures, sinks)
         return np.sum(found.out * d_out) + np.sum(np.where(found.lse == -np.inf, 0, found.lse) * d_lse)
 
     gradients = exact.results

@@ -28,7 +28,7 @@ ROTARY = {"rotary_base": 30.0}
 LONGROPE = {"short_factors": (1.0, 1.1, 1.3, 2.0), "long_factors": (9.0,) * PAIRS, "magnitude": 1.2}
 OPTIONS = {
     "rotary": ROTARY,
-    "half": ROTARY | {"rotary_dim": 4, "qk_norm": True, "use_bias": True, "scale": 0.7},
+    "half": ROTARY | {"rotary_dim": 4, "qk_norm": True, "use_bias": True, "use_sinks": True, "scale": 0.7},
     "linear": ROTARY | {"rotary_scaling": LinearScaling(3.0)},
     "llama3": ROTARY | {"rotary_scaling": Llama3Scaling(8.0, 1.0, 4.0, original_max_positions=32)},
     "longrope_short": ROTARY

@@ -14,7 +14,7 @@ BENCHMARKS = {
 BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
-CASES = {"bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
+CASES = {"bnth", "causal", "decode", "head_size_300", "sinks", "slopes", "softcap", "sorting", "two_groups"}
 TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
 
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
@@ -72,6 +72,7 @@ SHORT = {
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
     "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
+    "test_sinks": r"mixed.*(xla|triton)|cascade.*triton|minus.*triton|splits.*16|without_keys.*None|explain|vmap.*xla",
     "test_sharding": r"explicit|shard_map_without",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_streaming_llm": r"rotating_anew\[\(9, 2\)-\[45|wrong|angles_are_exact|longer",

@@ -45,6 +45,8 @@ class FlexAttention(AttentionMethods, linen.Module):
         rotary_dim: Number of features of a head that rotate, from the first on. Default: all.
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding.
         qk_norm_options: Arguments of `flax_layers.linen.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
+        use_sinks: Whether each head has a sink (`jflex.with_sinks`): a logit in the denominator of its softmax, learned
+            from 0 on.
         use_bias: Whether the four projections have biases.
         out_bias: Whether the output projection has a bias. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
@@ -93,6 +95,7 @@ class FlexAttention(AttentionMethods, linen.Module):
     rotary_dim: int | None = None
     qk_norm: bool = False
     qk_norm_options: dict[str, Any] | None = None
+    use_sinks: bool = False
     use_bias: bool = False
     out_bias: bool | None = None
     dtype: Dtype | None = None
@@ -125,6 +128,8 @@ class FlexAttention(AttentionMethods, linen.Module):
         norm = functools.partial(RMSNorm, self.head_dim, **dtypes, **(self.qk_norm_options or {}))
         self.query_norm = norm() if self.qk_norm else None
         self.key_norm = norm() if self.qk_norm else None
+        zeros = linen.initializers.zeros_init()
+        self.sinks = self.param("sinks", zeros, (self.num_heads,), self.param_dtype) if self.use_sinks else None
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     __call__ = AttentionMethods.__call__

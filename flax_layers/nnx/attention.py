@@ -41,6 +41,8 @@ class FlexAttention(AttentionMethods, Projections):
         qk_norm: Whether each query and key head is normalised (RMS, with learned scales) before the rotary embedding,
             as in Henry et al. 2020, arXiv:2010.04245, with RMS in place of L2.
         qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for both, such as `{"epsilon": 1e-5}`.
+        use_sinks: Whether each head has a sink (`jflex.with_sinks`): a logit in the denominator of its softmax, learned
+            from 0 on.
         use_bias: Whether the four projections have biases.
         out_bias: Whether the output projection has a bias. Default: `use_bias`.
         dtype: Dtype of the computation; the parameters are cast to it. Default: the promoted dtype of inputs and
@@ -101,6 +103,7 @@ class FlexAttention(AttentionMethods, Projections):
         rotary_dim: int | None = None,
         qk_norm: bool = False,
         qk_norm_options: dict[str, Any] | None = None,
+        use_sinks: bool = False,
         use_bias: bool = False,
         out_bias: bool | None = None,
         dtype: Dtype | None = None,
@@ -116,8 +119,9 @@ class FlexAttention(AttentionMethods, Projections):
         super().__init__(
             in_features, num_heads, num_kv_heads, head_dim,
             rotary_base=rotary_base, rotary_scaling=rotary_scaling, rotary_dim=rotary_dim,
-            qk_norm=qk_norm, qk_norm_options=qk_norm_options or {}, use_bias=use_bias, out_bias=out_bias,
-            dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+            qk_norm=qk_norm, qk_norm_options=qk_norm_options or {}, use_sinks=use_sinks,
+            use_bias=use_bias, out_bias=out_bias, dtype=dtype, param_dtype=param_dtype,
+            kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
         )  # fmt: skip
         self.score_mod = score_mod
         self.mask_mod = mask_mod

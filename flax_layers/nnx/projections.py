@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_layers import attention_core
@@ -25,6 +26,7 @@ class Projections(nnx.Module):
         rotary_dim: Number of features of a head that rotate. None: all.
         qk_norm: Whether query and key heads are normalised.
         qk_norm_options: Arguments of `flax_layers.nnx.RMSNorm` for both.
+        use_sinks: Whether each query head has a sink.
         use_bias: Whether the projections have biases.
         out_bias: Whether the output projection has a bias. None: `use_bias`.
         rngs: Source of the keys of the initializers.
@@ -46,6 +48,7 @@ class Projections(nnx.Module):
         rotary_dim: int | None,
         qk_norm: bool,
         qk_norm_options: dict[str, Any],
+        use_sinks: bool,
         use_bias: bool,
         out_bias: bool | None,
         rngs: nnx.Rngs,
@@ -63,6 +66,7 @@ class Projections(nnx.Module):
         self.out = linear(num_heads * head_dim, in_features, use_bias=use_bias if out_bias is None else out_bias)
         self.query_norm = nnx.data(norm() if qk_norm else None)
         self.key_norm = nnx.data(norm() if qk_norm else None)
+        self.sinks = nnx.data(nnx.Param(jnp.zeros(num_heads, dtypes["param_dtype"])) if use_sinks else None)
         self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

@@ -44,6 +44,7 @@ def attend(static: Static, inputs: Inputs) -> Saved:
         key=guard(inputs.key),
         value=guard(inputs.value),
         score_operands=tuple(map(guard, inputs.score_operands)),
+        sinks=None if inputs.sinks is None else guard(inputs.sinks),
     )
     try:
         return _attend(static, inputs)
@@ -78,7 +79,7 @@ def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[
     asked = jax.tree.map(lambda x: x.perturbed, perturbed_inputs, is_leaf=is_primal)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, inputs.score_operands, strict=True))
-    requested = GradientRequest(asked.query, asked.key, asked.value, captured)
+    requested = GradientRequest(asked.query, asked.key, asked.value, captured, bool(asked.sinks))
     passes = select_passes(static.implementation, static.spec, requested)
     saved = _forward(passes.forward, static.spec, inputs)
     return saved, (inputs, saved, _Backward(passes.backward, requested))
@@ -100,6 +101,7 @@ def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cota
             key=like(gradients.key, inputs.key),
             value=like(gradients.value, inputs.value),
             score_operands=captured,
+            sinks=gradients.sinks,
         ),
     )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jflex import backends
+from jflex._call.sinks import sinks_gradient
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
@@ -59,8 +60,13 @@ class BackwardOp:
     requested: GradientRequest
 
     def __call__(self, arrays: tuple[Inputs, Saved, SavedCotangents]) -> Gradients:
-        """Runs the backend."""
-        return backends.get(self.backend).backward(self.spec, *arrays, self.requested)
+        """Runs the backend; sinks have their gradient here, the same for all."""
+        gradients = backends.get(self.backend).backward(self.spec, *arrays, self.requested)
+        if not self.requested.sinks:
+            return gradients
+        inputs, saved, d_saved = arrays
+        assert inputs.sinks is not None  # their gradient is requested
+        return gradients._replace(sinks=sinks_gradient(self.spec, inputs.sinks, saved, d_saved))
 
     def axes(
         self, arrays: tuple[Inputs, Saved, SavedCotangents], gradients: Gradients
@@ -95,7 +101,8 @@ class BackwardOp:
                     captured.append(_sum(part, (*split.batch, *split.heads)))
             shared = split.batch if self.spec.Bkv < self.spec.B else ()
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
-            return (*([] if found.query is None else [found.query]), *keys, *captured)
+            sinks = [] if found.sinks is None else [_sum(found.sinks, split.batch)]
+            return (*([] if found.query is None else [found.query]), *keys, *captured, *sinks)
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
 

@@ -51,7 +51,8 @@ def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
     keys = key_axes(spec)
     captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
     lengths = [] if inputs.kv_lengths is None else [Axes(0)]
-    return [row_axes(spec), keys, keys, *lists, *captured, *lengths]
+    sinks = [] if inputs.sinks is None else [Axes(None, 0)]
+    return [row_axes(spec), keys, keys, *lists, *captured, *lengths, *sinks]
 
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
@@ -62,8 +63,8 @@ def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes
 def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
     """Axes of the requested gradients, flat."""
     keys = key_axes(spec)
-    axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands))
-    arrays = (gradients.query, gradients.key, gradients.value, *gradients.score_operands)
+    axes = (row_axes(spec), keys, keys, *(Axes() for _ in gradients.score_operands), Axes(None, 0))
+    arrays = (*gradients[:3], *gradients.score_operands, gradients.sinks)
     return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
 
 

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
       kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
+      sinks: float32 [Hq], a logit in the denominator of each query head; None without.
     """
 
     query: jax.Array
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
     kv_lengths: jax.Array | None = None
+    sinks: jax.Array | None = None
 
 
 class PagedInputs(NamedTuple):
@@ -70,6 +72,7 @@ class Gradients(NamedTuple):
     key: jax.Array | None
     value: jax.Array | None
     score_operands: tuple[jax.Array | None, ...]
+    sinks: jax.Array | None = None
 
 
 class Saved(NamedTuple):

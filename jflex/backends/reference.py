@@ -49,20 +49,21 @@ class Reference(Backend):
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
 
-        def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
+        def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands, sinks) -> tuple[jax.Array, ...]:
             score = scores(query, key) * jnp.asarray(spec.scale, exact)
             if spec.score_mod is not None:
                 score = _modified(spec.score_mod, operands, score.astype(jnp.float32), visible).astype(exact)
-            weights, lse = _softmax(score, visible)
+            weights, lse = _softmax(score, visible, sinks)
             return outputs(weights, value), lse
 
         dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
         if spec.mask_mod is None and spec.blocks is None:
-            out, lse = dense(query, key, value, inputs.score_operands)
+            out, lse = dense(query, key, value, inputs.score_operands, inputs.sinks)
         else:  # masked elements may be NaN
             contained = jax.checkpoint(functools.partial(attend, _contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
-            out, lse = jax.lax.cond(finite, dense, contained, query, key, value, inputs.score_operands)
+            arrays = (query, key, value, inputs.score_operands, inputs.sinks)
+            out, lse = jax.lax.cond(finite, dense, contained, *arrays)
         out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
         return Saved(out.astype(spec.dtype), lse.astype(jnp.float32))
 
@@ -75,11 +76,9 @@ class Reference(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Differentiates `forward`, to complete the interface."""
-        floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands)
-        _, pull = jax.vjp(
-            lambda q, k, v, s: self.forward(spec, inputs._replace(query=q, key=k, value=v, score_operands=s)),
-            *floats,
-        )
+        floats = (inputs.query, inputs.key, inputs.value, inputs.score_operands, inputs.sinks)
+        names = ("query", "key", "value", "score_operands", "sinks")
+        _, pull = jax.vjp(lambda *xs: self.forward(spec, inputs._replace(**dict(zip(names, xs, strict=True)))), *floats)
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
         return Gradients(*pull(Saved(d_saved.out, lse)))
 
@@ -178,17 +177,19 @@ def _states_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) 
     return jnp.repeat(jnp.repeat(states, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
 
 
-def _softmax(score: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the visible keys, and its logsumexp; 0 and -inf for a row without any.
+def _softmax(score: jax.Array, visible: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the visible keys and the sink of the head, and its logsumexp; 0 and -inf for a row without any.
 
     Masked scores are replaced before anything is computed from them, so that neither they nor their derivatives (of
     ``1 / score``, say) can introduce NaN.
     """
     score = jnp.where(visible, score, -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    sink = jnp.full((), -jnp.inf, score.dtype) if sinks is None else sinks.astype(score.dtype)[None, :, None, None]
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), sink))
     empty = top == -jnp.inf
-    shifted = jnp.exp(score - jnp.where(empty, 0, top))
-    total = jnp.sum(shifted, axis=-1, keepdims=True)
+    start = jnp.where(empty, 0, top)
+    shifted = jnp.exp(score - start)
+    total = jnp.sum(shifted, axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sink - start))
     safe = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, top) + jnp.log(safe))
     return shifted / safe, lse[..., 0]

@@ -21,6 +21,7 @@ from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.trees import Trees
+from jflex.state import checked_sinks
 from jflex.types import AnyArray
 
 
@@ -29,14 +30,14 @@ from jflex.types import AnyArray
 @overload
 def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
@@ -48,6 +49,7 @@ def paged_attention(
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
@@ -76,6 +78,7 @@ def paged_attention(
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Tiles that a comparison of positions masks fully (causal, a
         window) are not read.
+      sinks: As in `flex_attention`.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
@@ -104,7 +107,9 @@ def paged_attention(
     >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
     (4, 8, 64)
     """
-    call = prepare(q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, scale=scale, layer=layer, config=config)
+    call = prepare(
+        q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale, layer=layer, config=config
+    )
     state = attend(call, implementation)
     return (state.out, state.lse) if return_lse else state.out
 
@@ -116,6 +121,7 @@ def prepare(
     *,
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
+    sinks: Any,
     scale: float | None,
     layer: int | Int32[AnyArray, ""] | None,
     config: Config | None,
@@ -126,7 +132,8 @@ def prepare(
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    how = How(_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"), scale, config)
+    sinks = None if sinks is None else checked_sinks(sinks, q.shape[1])
+    how = How(_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"), scale, config, sinks=sinks)
     return prepare_pages("paged_attention", q, pages, how)
 
 

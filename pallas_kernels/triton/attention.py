@@ -42,6 +42,7 @@ class Attention(NamedTuple):
       walk: The mainloop, ``(state, step) -> state``: folds ``step(state, *key)`` over tiles of keys.
       tile_at: ``(*key) -> Tile``.
       may_be_empty: Whether a row may still be fully masked after a tile.
+      sink: The logit of the sink of the head, a scalar; None without.
     """
 
     prepared: Scores
@@ -49,6 +50,7 @@ class Attention(NamedTuple):
     walk: Walk
     tile_at: Callable[..., Tile]
     may_be_empty: bool = True
+    sink: jax.Array | None = None
 
     def attend(self) -> tuple[Columns, jax.Array]:
         """Output [rows, Dv], in chunks of columns, and lse [rows] (natural log), NaN where the output must be repaired.
@@ -59,7 +61,7 @@ class Attention(NamedTuple):
         def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
             return self._fold(state, *self.tile_at(*key))
 
-        out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
+        out, lse = self._finish(self.walk(self._start, step))
         return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
@@ -70,11 +72,16 @@ class Attention(NamedTuple):
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)
-        return *softmax.finish(state, self.prepared.log2_scale), attended
+        return *self._finish(state), attended
 
     @property
     def _start(self) -> softmax.SoftmaxState:
         return softmax.start(self.rows, zero_rows(self.rows, self.prepared.spec.Dv))
+
+    def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
+        log2_scale = self.prepared.log2_scale
+        state = state if self.sink is None else softmax.with_sink(state, self.sink, log2_scale)
+        return softmax.finish(state, log2_scale)
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale

@@ -40,7 +40,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
       spec: The spec.
       tiles: Of the kernel.
       arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
-        mask; captured arrays.
+        mask; captured arrays; sinks.
     """
     order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
@@ -136,4 +136,5 @@ def _attention(
 
     walk = functools.partial(block_walk.over_keys, spec, tiles, arrays, (b, h, tile))
     may_be_empty = spec.programs.mask is not None or spec.programs.score is not None
-    return Attention(prepared, tiles.block_q, walk, tile_at, may_be_empty)
+    sink = None if arrays.sinks is None else arrays.sinks[h]
+    return Attention(prepared, tiles.block_q, walk, tile_at, may_be_empty, sink)

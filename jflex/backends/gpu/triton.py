@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jflex._call import kv_lengths
+from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
@@ -45,9 +46,10 @@ class Triton(Backend):
         assert planned.forward is not None  # the call is dense
         tiles = planned.forward.tiles
         if planned.decodes:
-            return Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
+            saved = Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
+            return fold_sinks(spec, saved, inputs.sinks)
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
-        return Saved(*forward.forward(planned.spec, tiles, operands_of(inputs)))
+        return Saved(*forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
     @isolated_trace
     def backward(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla import paged
 from jflex.backends.xla.blockwise import (
@@ -77,7 +78,8 @@ class Xla(Backend):
 
         out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
         lse = lse.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
-        return Saved(_join_heads(out, spec).astype(spec.dtype), lse)
+        out, lse = fold_sinks(spec, Saved(_join_heads(out, spec), lse), inputs.sinks)
+        return Saved(out.astype(spec.dtype), lse)
 
     def backward(
         self,
