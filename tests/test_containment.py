@@ -227,3 +227,21 @@ def test_containment_can_be_left_out(backend):
     assert "repair" not in text(config)
     assert "repair" in text(options.get("config"))
     assert "repair" in str(jax.make_jaxpr(lambda *x: attend(*x, config))(q[:, :1], k, v)) or backend == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_a_batch_entry_without_keys_where_the_mod_is_nan(backend):
+    """0 times the derivative of the mod is NaN at every position of the first batch entry."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 8))
+    lengths, undefined = jnp.array([0, 6], jnp.int32), jnp.array([jnp.nan, 1.0])
+
+    def total(weight, query, key, value):
+        mod = lambda s, b, h, q, k: s + weight * jnp.log((q - k).astype(jnp.float32) * undefined[b])
+        mask = lambda b, h, q, k: q > k
+        out = jflex.flex_attention(query, key, value, mod, mask_mod=mask, kv_lengths=lengths, **options_of(backend))
+        return out.sum()
+
+    gradients = jax.grad(total, (0, 1, 2, 3))(jnp.float32(1), query, key, value)
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert float(jnp.abs(gradients[0])) > 0
+    assert all((np.asarray(x)[0] == 0).all() for x in gradients[1:])

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.xla.containment import all_finite, cleared
+from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax
+from jflex.backends.xla.containment import all_finite
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec, Blocks, Mod
@@ -49,18 +50,19 @@ class Reference(Backend):
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
 
-        def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands, sinks) -> tuple[jax.Array, ...]:
-            score = scores(query, key) * jnp.asarray(spec.scale, exact)
+        def attend(scores_of: _Scores, outputs: _Outputs, query, key, value, operands, sinks) -> tuple[jax.Array, ...]:
+            score = scores_of(query, key) * jnp.asarray(spec.scale, exact)
             if spec.score_mod is not None:
-                score = _modified(spec.score_mod, operands, score.astype(jnp.float32), visible).astype(exact)
-            weights, lse = _softmax(score, visible, sinks)
+                positions = [jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4)]
+                score = modified(spec.score_mod, operands, score.astype(jnp.float32), positions, visible).astype(exact)
+            weights, lse = softmax(score, visible, sinks)
             return outputs(weights, value), lse
 
-        dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
+        dense = functools.partial(attend, scores, lambda weights, value: einsum("bnts,bnsh->bnth", weights, value))
         if spec.mask_mod is None and spec.blocks is None:
             out, lse = dense(query, key, value, inputs.score_operands, inputs.sinks)
         else:  # masked elements may be NaN
-            contained = jax.checkpoint(functools.partial(attend, _contained_scores, _contained_outputs(visible)))
+            contained = jax.checkpoint(functools.partial(attend, contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
             arrays = (query, key, value, inputs.score_operands, inputs.sinks)
             out, lse = jax.lax.cond(finite, dense, contained, *arrays)
@@ -96,32 +98,6 @@ _Outputs = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, S], [B, H, S
 _ELEMENTS_AT_ONCE = 1 << 22  # of values repeated for each query
 
 
-def _einsum(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(axes, a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
-    return _einsum("bnth,bnsh->bnts", query, key)
-
-
-@jax.custom_jvp
-def _values_cleared(x: jax.Array) -> jax.Array:
-    """Replaces NaN and infinity by 0; the derivative is that of the identity."""
-    return cleared(x)
-
-
-_values_cleared.defjvp(lambda primals, tangents: (cleared(*primals), *tangents))
-
-
-def _contained_scores(query: jax.Array, key: jax.Array) -> jax.Array:
-    """The scores; the derivative takes NaN in query and key as 0, because a masked dS is 0, and 0 times NaN is NaN.
-
-    A visible NaN score still makes dS itself NaN.
-    """
-    clean = _scores(_values_cleared(query), _values_cleared(key))
-    return clean + jax.lax.stop_gradient(_scores(query, key) - clean)
-
-
 def _contained_outputs(visible: jax.Array) -> _Outputs:
     """Sums over visible keys alone: masked values, and cotangents of queries that they are masked from, may be NaN."""
 
@@ -135,7 +111,7 @@ def _contained_outputs(visible: jax.Array) -> _Outputs:
         def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
             weights, seen, value = chunk
             values = jnp.where(seen[..., None], value[:, :, None], 0)  # [B, H, T, chunk, Dv]
-            return total + _einsum("bnts,bntsh->bnth", weights, values), None
+            return total + einsum("bnts,bntsh->bnth", weights, values), None
 
         start = jnp.zeros((*weights.shape[:3], value.shape[3]), weights.dtype)
         return jax.lax.scan(add, start, (chunks(weights, 3), chunks(visible, 3), chunks(value, 2)))[0]
@@ -151,45 +127,8 @@ def over_indices(mod: Mod, operands: tuple[jax.Array, ...], shape: tuple[int, ..
     return call(*(jnp.arange(n, dtype=jnp.int32) for n in shape))
 
 
-def _modified(mod: Mod, operands: tuple[jax.Array, ...], score: jax.Array, visible: jax.Array) -> jax.Array:
-    """The score mod on all scores.
-
-    Where masked, it is evaluated at a visible position of the same head: a mod may be NaN or infinite where masked
-    (``log(q_idx - kv_idx)``), and 0 times its NaN derivative would reach captured arrays.
-    """
-    b, h, q_idx, kv_idx = (jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4))
-    visible = jnp.broadcast_to(visible, score.shape)
-    seen = jnp.argmax(visible.reshape(*score.shape[:2], -1), axis=-1)[..., None]
-
-    def instead(x: jax.Array) -> jax.Array:
-        return jnp.where(visible, x, jnp.take_along_axis(x.reshape(*x.shape[:2], -1), seen, axis=-1)[..., None])
-
-    call = lambda *args: mod(operands, *args)
-    for _ in range(4):
-        call = jax.vmap(call)
-    return call(instead(score), b, h, instead(q_idx), instead(kv_idx))
-
-
 def _states_of_elements(spec: AttentionSpec, blocks: Blocks, lists: BlockLists) -> jax.Array:
     """The state of each element's block, [B or 1, Hq or 1, T, S]."""
     states = states_from_lists(lists)
     Bq, Bk = blocks.size
     return jnp.repeat(jnp.repeat(states, Bq, axis=2), Bk, axis=3)[:, :, : spec.T, : spec.S]
-
-
-def _softmax(score: jax.Array, visible: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the visible keys and the sink of the head, and its logsumexp; 0 and -inf for a row without any.
-
-    Masked scores are replaced before anything is computed from them, so that neither they nor their derivatives (of
-    ``1 / score``, say) can introduce NaN.
-    """
-    score = jnp.where(visible, score, -jnp.inf)
-    sink = jnp.full((), -jnp.inf, score.dtype) if sinks is None else sinks.astype(score.dtype)[None, :, None, None]
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), sink))
-    empty = top == -jnp.inf
-    start = jnp.where(empty, 0, top)
-    shifted = jnp.exp(score - start)
-    total = jnp.sum(shifted, axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sink - start))
-    safe = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, top) + jnp.log(safe))
-    return shifted / safe, lse[..., 0]

@@ -1,0 +1,94 @@
+"""Dense scores [B, H, T, S] and their softmax, with masked NaN contained: for `reference` and `attention_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends.xla.containment import cleared
+from pallas_kernels.spec import Mod
+
+
+def einsum(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A GEMM at the highest precision."""
+    return jnp.einsum(axes, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The products of [B, H, T, D] and [B, H, S, D], not scaled."""
+    return einsum("bnth,bnsh->bnts", query, key)
+
+
+@jax.custom_jvp
+def _values_cleared(x: jax.Array) -> jax.Array:
+    """Replaces NaN and infinity by 0; the derivative is that of the identity."""
+    return cleared(x)
+
+
+_values_cleared.defjvp(lambda primals, tangents: (cleared(*primals), *tangents))
+
+
+def contained_scores(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The scores; the derivative takes NaN in query and key as 0, because a masked dS is 0, and 0 times NaN is NaN.
+
+    A visible NaN score still makes dS itself NaN.
+    """
+    clean = scores(_values_cleared(query), _values_cleared(key))
+    return clean + jax.lax.stop_gradient(scores(query, key) - clean)
+
+
+def modified(
+    mod: Mod,
+    operands: Sequence[jax.Array],
+    score: jax.Array,
+    positions: Sequence[jax.Array],
+    visible: jax.Array,
+) -> jax.Array:
+    """The score mod on all scores.
+
+    Where masked, it is evaluated at a visible position: a mod may be NaN or infinite where masked
+    (``log(q_idx - kv_idx)``), and 0 times its NaN derivative would reach captured arrays. If no position is visible,
+    derivatives are 0.
+
+    Args:
+      mod: The traced score mod.
+      operands: The arrays that it captures.
+      score: Scaled scores in float32.
+      positions: ``b``, ``h``, ``q_idx`` and ``kv_idx`` of each score, in the shape of `score`.
+      visible: Which scores are visible, in the shape of `score` or broadcast to it.
+
+    Returns:
+      The modified scores; those of masked positions mean nothing.
+    """
+    visible = jnp.broadcast_to(visible, score.shape)
+    seen = jnp.argmax(visible)
+    some = visible.reshape(-1)[seen]
+    instead = lambda x: jnp.where(visible, x, x.reshape(-1)[seen])
+    constant_unless_seen = lambda x: jnp.where(some, x, jax.lax.stop_gradient(x))
+    score, operands = jax.tree.map(constant_unless_seen, (instead(score), tuple(operands)))
+    call = lambda *args: mod(operands, *args)
+    for _ in range(4):
+        call = jax.vmap(call)
+    return call(score, *map(instead, positions))
+
+
+def softmax(
+    score: jax.Array, visible: jax.Array, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the visible keys and the sink of the head, and its logsumexp; 0 and -inf for a row without any.
+
+    Masked scores are replaced before anything is computed from them, so that neither they nor their derivatives (of
+    ``1 / score``, say) can introduce NaN.
+    """
+    score = jnp.where(visible, score, -jnp.inf)
+    sink = jnp.full((), -jnp.inf, score.dtype) if sinks is None else sinks.astype(score.dtype)[None, :, None, None]
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), sink))
+    empty = top == -jnp.inf
+    start = jnp.where(empty, 0, top)
+    shifted = jnp.exp(score - start)
+    total = jnp.sum(shifted, axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sink - start))
+    safe = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, top) + jnp.log(safe))
+    return shifted / safe, lse[..., 0]
