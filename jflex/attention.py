@@ -162,10 +162,15 @@ def prepare(
     scale: float | None,
     layout: str,
     config: Config | None,
+    has_value: bool = True,
 ) -> Call:
-    """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes."""
+    """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes.
+
+    Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
+    """
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
-    check_arrays(query, key, value, layout)
+    check_arrays(query, key, value, layout, has_value=has_value)
+    value = value if has_value else key
     B, T, Hq = query.shape[0], *(query.shape[1:3] if layout == "BTNH" else query.shape[2:0:-1])
     S, Hkv = key.shape[1:3] if layout == "BTNH" else key.shape[2:0:-1]
     D, Dv = query.shape[3], value.shape[3]

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
 """An array; tracers are JAX arrays, too."""
@@ -24,3 +24,4 @@ Key: TypeAlias = Float[AnyArray, "#B S Hkv D"] | Float[AnyArray, "#B Hkv S D"]
 Value: TypeAlias = Float[AnyArray, "#B S Hkv Dv"] | Float[AnyArray, "#B Hkv S Dv"]
 Out: TypeAlias = Float[Array, "B T Hq Dv"] | Float[Array, "B Hq T Dv"]
 Lse: TypeAlias = Float[Array, "B Hq T"] | Float[Array, "B T Hq"]  # [B, Hq, T] in both: "B T Hq" if BNTH named its axes
+Weights: TypeAlias = Float32[Array, "B Hq R S"] | Float32[Array, "B T R Hkv"]  # [B, Hq, R, S] in both, likewise

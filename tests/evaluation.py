@@ -185,23 +185,47 @@ def plain(case: Case) -> Results:
 
     On the CPU, always: on a GPU XLA keeps more digits than the dtypes say, where it fuses.
     """
-    visible = exact(case).found.visible
-    places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
-    # What a mod makes of places that nobody sees shall not disturb its derivative: there, ask for one that is seen.
-    seen = visible.reshape(*visible.shape[:2], -1).argmax(-1)[..., None, None]
-    at_q, at_kv = (
-        np.where(visible, places[2], seen // visible.shape[3]),
-        np.where(visible, places[3], seen % visible.shape[3]),
-    )
-    where = [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
+    visible, where = _where_visible(case)
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
     with jax.default_device(jax.devices("cpu")[0]):
         return _differentiated(case, draw(case), attend, (visible, where), in_haste=True)
 
 
+@functools.cache
+def plain_weights(case: Case) -> np.ndarray:
+    """The softmax weights [B, Hq, T, S] by plain jnp attention, of the same precision, on the CPU."""
+    visible, where = _where_visible(case)
+    run = lambda x: _plain_weights(case, x.query, x.key, x.score, visible, where)[0]
+    with jax.default_device(jax.devices("cpu")[0]), compiled_in_haste(True):
+        return np.asarray(jax.jit(run)(jax.tree.map(jnp.asarray, draw(case))))
+
+
+def _where_visible(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The dense mask, and b, h, q_idx, kv_idx of every element: of a visible one of its head where masked.
+
+    What a mod makes of masked elements shall not disturb its derivative.
+    """
+    visible = exact(case).found.visible
+    places = [np.broadcast_to(x, visible.shape) for x in oracle.grids(visible.shape)]
+    seen = visible.reshape(*visible.shape[:2], -1).argmax(-1)[..., None, None]
+    at_q, at_kv = (
+        np.where(visible, places[2], seen // visible.shape[3]),
+        np.where(visible, places[3], seen % visible.shape[3]),
+    )
+    return visible, [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
+
+
 def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
     n = case.sizes
-    k, v = (jnp.repeat(jnp.broadcast_to(x, (n.B, *x.shape[1:])), n.Hq // n.Hkv, axis=2) for x in (key, value))
+    weights, lse = _plain_weights(case, query, key, captures, visible, places)
+    v = jnp.repeat(jnp.broadcast_to(value, (n.B, *value.shape[1:])), n.Hq // n.Hkv, axis=2)
+    out = jnp.einsum("bhts,bshd->bthd", weights.astype(query.dtype), v, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype), lse
+
+
+def _plain_weights(case: Case, query, key, captures, visible, places) -> tuple[Any, Any]:
+    n = case.sizes
+    k = jnp.repeat(jnp.broadcast_to(key, (n.B, *key.shape[1:])), n.Hq // n.Hkv, axis=2)
     s = _rounded_back(jnp.einsum("bthd,bshd->bhts", query, k, preferred_element_type=jnp.float32), query.dtype)
     s = jnp.where(visible, s * (n.D**-0.5 if case.scale is None else case.scale), 1.0)
     if case.score is not None:
@@ -217,9 +241,7 @@ def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[An
     total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
     empty = total == 0
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
-    weights = (weights / jnp.where(empty, 1.0, total)).astype(query.dtype)
-    out = jnp.einsum("bhts,bshd->bthd", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(query.dtype), lse
+    return weights / jnp.where(empty, 1.0, total), lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

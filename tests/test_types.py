@@ -76,6 +76,9 @@ def test_layouts_transformations_and_kinds_of_arrays(layout: str, batch: int):
     assert lse.shape == (2, 4, 8)
     assert attend(*map(np.asarray, given), kv_lengths=np.asarray(lengths)).shape == out.shape
     assert attend(*given, kv_lengths=lengths).shape == out.shape
+    for rows in (None, [0, -1], jnp.array([3])):
+        weights = jflex.attention_weights(*given[:2], mask_mod=causal(), kv_lengths=lengths, layout=layout, rows=rows)
+        assert weights.shape == (2, 4, 8 if rows is None else len(rows), 12)
     several = [jnp.stack([x] * 3) for x in given]
     assert jax.eval_shape(jax.jit(jax.vmap(both)), *several)[0].shape == (3, *out.shape)
     total = lambda *xs: sum(x.astype(jnp.float32).sum() for x in both(*xs))

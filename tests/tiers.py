@@ -16,6 +16,10 @@ BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
 CASES = {"bnth", "causal", "decode", "head_size_300", "sinks", "slopes", "softcap", "sorting", "two_groups"}
 TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
+CASES = {"bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
+TABLES = {
+    "test_attention_weights", "test_backward", "test_captured_gradients", "test_forward", "test_hopper", "test_oracle",
+}  # fmt: skip
 
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
 SHORT = {
@@ -26,6 +30,7 @@ SHORT = {
     "test_attention_fn": r"refused|every_argument|nnx-grouped|linen-bias of heads",
     "test_attention_fn_blocks": r"skips_blocks\[(nothing|mask_mod of|block_mask, mask)|tiles",
     "test_attention_fn_layers": r"refused|in_decode_caches\[block_mask",
+    "test_attention_weights": r"oracle|gradients_as_of|visible|rows\[(\[|None)|nothing\[16|to_attend|once|memory",
     "test_batchable": r"branches_take",
     "test_block_mask_algebra": r"refuses|listed|lengths|traced",
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",

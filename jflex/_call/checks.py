@@ -26,8 +26,10 @@ def describe_array(x: ArrayOrShape) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, layout: str) -> None:
-    """Raises unless query, key and value fit together.
+def check_arrays(
+    query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape | None, layout: str, *, has_value: bool = True
+) -> None:
+    """Raises unless query, key and value fit together; `value` is not looked at where the call has none.
 
     Raises:
       TypeError: An argument is not an array, or their dtypes differ or are not floating-point.
@@ -35,7 +37,7 @@ def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, la
     """
     if layout not in LAYOUTS:
         raise ValueError(f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}. Got {layout!r}.")
-    named = {"query": query, "key": key, "value": value}
+    named: dict[str, Any] = {"query": query, "key": key} | ({"value": value} if has_value else {})
     for name, x in named.items():
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
@@ -50,12 +52,13 @@ def check_arrays(query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape, la
             )
         if str(x.dtype) not in DTYPES:
             raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"`query`, `key` and `value` must have one dtype. Cast them to one of these. {got}")
-    _check_shapes(query.shape, key.shape, value.shape, layout, got)
+    if len({x.dtype for x in named.values()}) > 1:
+        names = "`query`, `key` and `value`" if has_value else "`query` and `key`"
+        raise TypeError(f"{names} must have one dtype. Cast them to one of these. {got}")
+    _check_shapes(query.shape, key.shape, named.get("value", key).shape, layout, got, has_value)
 
 
-def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
+def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value: bool) -> None:
     heads, length = (2, 1) if layout == "BTNH" else (1, 2)
     other = LAYOUTS[1 - LAYOUTS.index(layout)]
 
@@ -75,10 +78,14 @@ def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str) -> None:
         raise ValueError(f"{text} {got}{hint}")
 
     if k[0] != v[0] or k[0] not in (1, q[0]):
+        if not has_value:
+            fail(
+                f"`key` must have the batch size of `query`, or 1 (shared by all). The batch sizes are {q[0]} (query), "
+                f"{k[0]} (key)."
+            )
         fail(
             f"`key` and `value` must have the batch size of `query`, or both 1 (shared by all). The batch sizes are "
-            f"{q[0]} "
-            f"(query), {k[0]} (key), {v[0]} (value)."
+            f"{q[0]} (query), {k[0]} (key), {v[0]} (value)."
         )
     if q[3] != k[3]:
         fail(f"`query` and `key` must have one head size. They have {q[3]} and {k[3]}.")

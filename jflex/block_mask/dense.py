@@ -10,8 +10,9 @@ from jflex.block_mask.lengths import checked_shape
 from jflex.block_mask.lists import FULL, PARTIAL
 from jflex.block_mask.states import visible_elements
 from jflex.mods.array_sizes import check_mask_shape
-from jflex.mods.trace import TracedMod, trace_mask_mod
+from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
+from pallas_kernels.spec import Mod
 
 
 def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> Bool[Array, "B H Q KV"]:
@@ -42,7 +43,7 @@ def create_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_
 
 
 def dense_elements(
-    traced: TracedMod,
+    traced: Mod,
     operands: tuple[jax.Array, ...],
     states: Int8[Array, "B H R C"],
     seq_lengths: tuple[int, int],
@@ -55,7 +56,7 @@ def dense_elements(
 
 @jax.jit(static_argnames=("traced", "seq_lengths", "block_size"))
 def elements_at(
-    traced: TracedMod,
+    traced: Mod,
     operands: tuple[jax.Array, ...],
     states: Int8[Array, "B H R C"],
     indices: tuple[Int32[Array, " Q"], Int32[Array, " KV"]],

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex.block_mask.lists import block_count
 from jflex.mods.trace import TracedMod
+from pallas_kernels.spec import Mod
 
 # Elements evaluated at once: enough to fill a GPU (131072 x 131072 takes 1024 steps), and few enough that without
 # fusion of the mask into its reduction only tens of megabytes are needed.
@@ -57,7 +58,7 @@ def block_states(
 
 
 def visible_elements(
-    traced: TracedMod,
+    traced: Mod,
     operands: tuple[jax.Array, ...],
     b: Int32[Array, ""],
     h: Int32[Array, ""],
