@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
@@ -41,6 +41,7 @@ def attention_weights(
     *,
     mask_mod: MaskMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
+    sinks: Float[AnyArray, " _Hq"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
     rows: Int[AnyArray, " R"] | Sequence[int] | None = None,
@@ -62,6 +63,7 @@ def attention_weights(
       block_mask: As in `flex_attention`, made for all T queries.
       mask_mod: As in `flex_attention`.
       kv_lengths: As in `flex_attention`.
+      sinks: As in `flex_attention`: the weights of a row are then less than 1 together.
       scale: As in `flex_attention`.
       layout: As in `flex_attention`.
       rows: Indices of the R queries, integers in any order, negative ones from the end. They may be traced; then those
@@ -97,8 +99,8 @@ def attention_weights(
     ···░░█
     """
     spec, inputs = prepare(
-        query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, scale=scale, layout=layout,
-        config=None, has_value=False,
+        query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
+        layout=layout, config=None, has_value=False,
     )  # fmt: skip
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:
@@ -177,7 +179,7 @@ def _weights(spec: AttentionSpec, inputs: Inputs, rows: Int32[Array, " R"], size
     kv_idx = jnp.minimum(jnp.arange(count * size, dtype=jnp.int32), spec.S - 1)
     score = jax.lax.map(block, kv_idx.reshape(count, size))
     score = jnp.moveaxis(score, 0, 3).reshape(spec.B, spec.Hq, rows.size, count * size)[..., : spec.S]
-    return softmax(score, jnp.bool_(True))[0].astype(jnp.float32)
+    return softmax(score, jnp.bool_(True), inputs.sinks)[0].astype(jnp.float32)
 
 
 def _visibility(

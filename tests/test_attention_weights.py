@@ -45,6 +45,7 @@ def weights_of(case: Case, query, key, score_captures, rows):
         blocks,
         mask_mod=None if case.mask is None or blocks is not None else case.mask.jax(mask_captures),
         kv_lengths=None if case.kv_lengths is None else jnp.asarray(case.kv_lengths, jnp.int32),
+        sinks=score_captures.get("sinks"),
         scale=case.scale,
         layout=case.layout,
         rows=rows,

@@ -74,9 +74,7 @@ def modified(
     return call(score, *map(instead, positions))
 
 
-def softmax(
-    score: jax.Array, visible: jax.Array, sinks: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def softmax(score: jax.Array, visible: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Softmax over the visible keys and the sink of the head, and its logsumexp; 0 and -inf for a row without any.
 
     Masked scores are replaced before anything is computed from them, so that neither they nor their derivatives (of
