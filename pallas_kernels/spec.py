@@ -41,11 +41,30 @@ class Mod(Protocol):
     def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array: ...  # noqa: D102
 
 
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """The static part of the dropout of weights.
+
+    Attributes:
+      rate: Which share of the weights is dropped, between 0 and 1, both excluded.
+      mod: Which weights are kept: traced as a mask mod is.
+    """
+
+    rate: float
+    mod: Mod
+
+    @property
+    def scale(self) -> float:
+        """The factor of what is kept."""
+        return 1.0 / (1.0 - self.rate)
+
+
 class Programs(NamedTuple):
-    """Tile programs of the mods, None where there is no mod."""
+    """Tile programs of the mods, None where there is no mod; that of dropout is True where a weight is kept."""
 
     score: Program | None = None
     mask: Program | None = None
+    dropout: Program | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +125,7 @@ class AttentionSpec:
       precision: Of GEMMs of float32; None for JAX's default.
       kv_lengths: Whether each batch entry has its own number of keys.
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
+      dropout: Of the weights, or None.
       programs: The tile programs of the mods, once a plan has made them.
     """
 
@@ -131,6 +151,7 @@ class AttentionSpec:
     precision: str | None = None
     kv_lengths: bool = False
     heads_in_rows: bool = False
+    dropout: Dropout | None = None
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def __post_init__(self) -> None:
@@ -195,6 +216,11 @@ class AttentionSpec:
         return self.programs.mask is not None and self.contains_nan
 
     @property
+    def kept_scale(self) -> float:
+        """The factor of weights that dropout keeps; 1 without dropout."""
+        return 1.0 if self.dropout is None else self.dropout.scale
+
+    @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the captured arrays of the score mod."""
         return () if self.score_mod is None else tuple(shape for shape, _ in self.score_mod.operands)
@@ -234,6 +260,7 @@ class Operands(NamedTuple, Generic[A]):
       lists: The eight index arrays of a block mask, or None.
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
+      dropout_operands: Captured arrays of the mod of dropout.
     """
 
     query: A
@@ -242,6 +269,7 @@ class Operands(NamedTuple, Generic[A]):
     lists: tuple[A, ...] | None
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+    dropout_operands: tuple[A, ...] = ()
 
 
 def as_int8(x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
       kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
+      dropout_operands: The arrays that the mod of dropout captures.
     """
 
     query: jax.Array
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
     kv_lengths: jax.Array | None = None
+    dropout_operands: tuple[jax.Array, ...] = ()
 
 
 class PagedInputs(NamedTuple):

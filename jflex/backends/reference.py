@@ -48,12 +48,16 @@ class Reference(Backend):
         if spec.blocks is not None and inputs.lists is not None:
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
+        kept, kept_scale = None, 1.0
+        if spec.dropout is not None:
+            kept, kept_scale = over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape), spec.dropout.scale
 
         def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
             score = scores(query, key) * jnp.asarray(spec.scale, exact)
             if spec.score_mod is not None:
                 score = _modified(spec.score_mod, operands, score.astype(jnp.float32), visible).astype(exact)
             weights, lse = _softmax(score, visible)
+            weights = weights if kept is None else jnp.where(kept, weights * kept_scale, 0)
             return outputs(weights, value), lse
 
         dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))
@@ -145,7 +149,7 @@ def _contained_outputs(visible: jax.Array) -> _Outputs:
 
 
 def over_indices(mod: Mod, operands: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
-    """Evaluates a mask mod for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
+    """Evaluates a mask mod, or that of dropout, for every (b, h, q_idx, kv_idx) of a dense array [B, Hq, T, S]."""
     call = lambda *args: mod(operands, *args)
     for axis in reversed(range(4)):
         call = jax.vmap(call, in_axes=tuple(0 if i == axis else None for i in range(4)))

@@ -59,7 +59,7 @@ class Attention(NamedTuple):
         def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
             return self._fold(state, *self.tile_at(*key))
 
-        out, lse = softmax.finish(self.walk(self._start, step), self.prepared.log2_scale)
+        out, lse = self._finish(self.walk(self._start, step))
         return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
@@ -70,11 +70,14 @@ class Attention(NamedTuple):
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)
-        return *softmax.finish(state, self.prepared.log2_scale), attended
+        return *self._finish(state), attended
 
     @property
     def _start(self) -> softmax.SoftmaxState:
         return softmax.start(self.rows, zero_rows(self.rows, self.prepared.spec.Dv))
+
+    def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
+        return softmax.finish(state, self.prepared.log2_scale, self.prepared.spec.kept_scale)
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
@@ -83,6 +86,6 @@ class Attention(NamedTuple):
             tile.s,
             log2_scale=log2_scale,
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
-            pv_dot=lambda p: pv_dot(spec, p, values),
+            pv_dot=lambda p: pv_dot(spec, tile.drop(p), values),
             may_be_empty=self.may_be_empty,
         )

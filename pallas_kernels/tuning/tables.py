@@ -50,9 +50,9 @@ class Key(NamedTuple):
 
 
 def key_of(
-    kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, Program | None], length: int
+    kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, ...], length: int
 ) -> Key:
-    """The bucket of a problem, with the programs of its score mod and its mask.
+    """The bucket of a problem, with the programs of its score mod, its mask and its dropout.
 
     >>> key_of("forward", 72, 2, (None, None), 4096)
     Key(kernel='forward', head_size=80, itemsize=2, mods='none', length='long')
@@ -61,7 +61,7 @@ def key_of(
     return Key(kernel, bucket, itemsize, mods_of(*programs), "short" if length <= LONGEST_SHORT else "long")
 
 
-def mods_of(score: Program | None, mask: Program | None) -> str:
+def mods_of(score: Program | None, mask: Program | None, dropout: Program | None = None) -> str:
     """The bucket of mods: those that are like the measured ones, and ``"other"``.
 
     No score mod; a light one; one with functions such as tanh; or mods with one tile load of at most 16 bits, such as a
@@ -70,7 +70,8 @@ def mods_of(score: Program | None, mask: Program | None) -> str:
     the rule's, and two float32 biases (head size 128) did not fit.
     """
     of_score = [] if score is None else [node for node in score.nodes if node.kind == Axes.TILE]
-    of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == Axes.TILE]
+    masks = [program for program in (mask, dropout) if program is not None]
+    of_mask = [node for program in masks for node in program.nodes if node.kind == Axes.TILE]
     by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     functions = any(node.op in _FUNCTIONS for node in of_score)
     loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
