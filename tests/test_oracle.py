@@ -30,7 +30,8 @@ def test_gradients_match_finite_differences(case):
         q, k, v, *captured = (x + step * slope for x, slope in zip(inputs, slopes, strict=True))
         captures = {**drawn.score, **dict(zip(floats, captured, strict=True))}
         score = None if case.score is None else case.score.exact
-        found = oracle.forward(q, k, v, scale, score, functools.partial(evaluation._visible, case), captures)
+        visible, factors = functools.partial(evaluation._visible, case), evaluation.factors_of(case)
+        found = oracle.forward(q, k, v, scale, score, visible, captures, factors)
         return np.sum(found.out * d_out) + np.sum(np.where(found.lse == -np.inf, 0, found.lse) * d_lse)
 
     gradients = exact.results

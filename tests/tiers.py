@@ -14,7 +14,7 @@ BENCHMARKS = {
 BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
-CASES = {"bnth", "causal", "decode", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
+CASES = {"bnth", "causal", "decode", "dropout", "head_size_300", "slopes", "softcap", "sorting", "two_groups"}
 TABLES = {"test_forward", "test_backward", "test_captured_gradients", "test_oracle", "test_hopper"}
 
 # What stays in the short run of modules that take long, by a pattern of test and parameters.

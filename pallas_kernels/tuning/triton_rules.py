@@ -34,7 +34,7 @@ class Need(NamedTuple):
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
       heavy: See `is_heavy`.
-      score: Whether there is a score mod.
+      score: Whether there is a score mod, or dropout, which computes as much on each element.
       large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
         163).
     """
