@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jflex._call.checks import (
     current_precision,
 )
 from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._call.sinks import fold_sinks
 from jflex._jax import custom_vjp
@@ -30,7 +32,7 @@ from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.state import checked_sinks
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
-from pallas_kernels.spec import AttentionSpec, Blocks
+from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 
 
 # Return types, by `return_lse`.
@@ -40,21 +42,24 @@ def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: bool, implementation: Implementation = None, config: Config | None = None,
+    return_lse: bool, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
 # fmt: on
 def flex_attention(
@@ -70,6 +75,8 @@ def flex_attention(
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
 ) -> Out | tuple[Out, Lse]:
@@ -100,6 +107,11 @@ def flex_attention(
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      dropout_rate: The probability with which each weight, after the softmax, is dropped; those that are kept are
+        multiplied by ``1 / (1 - dropout_rate)``. At least 0, less than 1; a Python number, part of the program. The
+        lse is that without dropout.
+      dropout_key: A random key, for a rate above 0; a new one recompiles nothing. What it drops depends on it and on
+        ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Not used at a rate of 0.
       implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names, of which the
         first that supports the call runs. It never falls back to a backend that is not named, with one exception:
         ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None selects, for each pass,
@@ -136,7 +148,7 @@ def flex_attention(
     """
     call = prepare(
         query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
-        layout=layout, config=config,
+        layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config,
     )  # fmt: skip
     saved = attend("flex_attention", call, implementation)
     return (saved.out, saved.lse) if return_lse else saved.out
@@ -161,6 +173,8 @@ def prepare(
     sinks: Any,
     scale: float | None,
     layout: str,
+    dropout_rate: float,
+    dropout_key: Any,
     config: Config | None,
     has_value: bool = True,
 ) -> Call:
@@ -175,6 +189,7 @@ def prepare(
     S, Hkv = key.shape[1:3] if layout == "BTNH" else key.shape[2:0:-1]
     D, Dv = query.shape[3], value.shape[3]
     scale = check_scale(scale, D)
+    dropout_rate = check_dropout(dropout_rate, dropout_key)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
@@ -212,7 +227,17 @@ def prepare(
         sinks=sinks is not None,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    return Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths, sinks))
+    call = Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths, sinks=sinks))
+    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
+
+
+def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
+    """The call with dropout of its weights: `kept` says which are kept, None for no dropout."""
+    if kept is None:
+        return call
+    traced, operands = trace_mask_mod(kept)
+    spec = dataclasses.replace(call.spec, dropout=Dropout(rate, traced))
+    return Call(spec, call.inputs._replace(dropout_operands=operands))
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:

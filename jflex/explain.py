@@ -33,7 +33,8 @@ def explain(
     query: Float[Shaped, "B T Hq D"], key: Float[Shaped, "B S Hkv D"], value: Float[Shaped, "B S Hkv Dv"],
     score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
     mask_mod: MaskMod | None = None, kv_lengths: Any = None, sinks: Any = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: bool = False, implementation: Implementation = None, config: Config | None = None,
+    layout: str = "BTNH", return_lse: bool = False, dropout_rate: float = 0.0, dropout_key: Any = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> Account: ...
 @overload
 def explain(
@@ -142,12 +143,12 @@ def _arguments(call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _with_tracers(explained: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
-    """Calls a function with tracers in place of the shapes of integers.
+    """Calls a function with tracers in place of the shapes of integers and random keys.
 
     Mods capture lengths and tables, so these must be arrays; of queries, keys and values the shape is enough.
     """
     leaves, structure = jax.tree.flatten(arguments)
-    is_unknown = [isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.integer) for x in leaves]
+    is_unknown = [isinstance(x, jax.ShapeDtypeStruct) and _is_of_mods(x.dtype) for x in leaves]
     if not any(is_unknown):
         return explained(arguments)
     accounts = []
@@ -159,3 +160,7 @@ def _with_tracers(explained: Callable[[dict[str, Any]], Any], arguments: dict[st
 
     jax.eval_shape(trace, [x for x, missing in zip(leaves, is_unknown, strict=True) if missing])
     return accounts[0]
+
+
+def _is_of_mods(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jax.dtypes.prng_key)

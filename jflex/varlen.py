@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int32
 
 from jflex._call.checks import describe_array, device_of
 from jflex._call.dispatch import Implementation
+from jflex._call.dropout import check_dropout, kept_mod
 from jflex._call.kv_lengths import known_lengths
-from jflex.attention import Call, attend
+from jflex.attention import Call, attend, with_dropout
 from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
@@ -44,7 +45,8 @@ def flex_attention_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
     scale: float | None = None,
-    return_lse: Literal[False] = False, implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
@@ -52,7 +54,8 @@ def flex_attention_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
     scale: float | None = None,
-    return_lse: Literal[True], implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
 def flex_attention_varlen(
@@ -68,6 +71,8 @@ def flex_attention_varlen(
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
 ) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
@@ -96,6 +101,8 @@ def flex_attention_varlen(
       sinks: As in `flex_attention`. Padding tokens have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      dropout_rate: As in `flex_attention`.
+      dropout_key: Likewise; what is dropped depends on the sequence and on positions within it, not on the packing.
       implementation: As in `flex_attention`.
       config: Likewise.
 
@@ -124,7 +131,8 @@ def flex_attention_varlen(
     """
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
-        block_mask=block_mask, sinks=sinks, scale=scale, config=config,
+        block_mask=block_mask, sinks=sinks, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        config=config,
     )  # fmt: skip
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
@@ -160,6 +168,8 @@ def prepare(
     block_mask: VarlenBlockMask | None,
     sinks: Any,
     scale: float | None,
+    dropout_rate: float,
+    dropout_key: Any,
     config: Config | None,
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none.
@@ -168,6 +178,7 @@ def prepare(
     """
     _check_packed(q, k, v)
     lengths = q.shape[0], k.shape[0]
+    dropout_rate = check_dropout(dropout_rate, dropout_key)
     q_ends, kv_ends = checked_boundaries(cu_seqlens_q, cu_seqlens_k, lengths)
     check_callable(score_mod, "score_mod", "(score, b, h, q_idx, kv_idx) -> score")
     for mod in (score_mod, mask_mod):
@@ -179,14 +190,17 @@ def prepare(
         block_mask = make(None if mask_mod is None or not _uses_heads(mask_mod) else q.shape[1])
     else:
         _check_mask(block_mask, mask_mod, q_ends, kv_ends, lengths)
-    if score_mod is not None:
+    kept = kept_mod(dropout_rate, dropout_key, q_ends.size - 1, q.shape[1])
+    if score_mod is not None or kept is not None:
         tokens = PackedTokens.of(q_ends, kv_ends, lengths)
-        score_mod = ReindexedMod(score_mod, tokens.positions) if tokens.sequences else None
+        reindexed = lambda mod: ReindexedMod(mod, tokens.positions) if tokens.sequences and mod is not None else None
+        score_mod, kept = reindexed(score_mod), reindexed(kept)
     call = prepare_dense(
         _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
-        mask_mod=None, kv_lengths=None, sinks=sinks, scale=scale, layout="BTNH", config=config,
+        mask_mod=None, kv_lengths=None, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0, dropout_key=None,
+        config=config,
     )  # fmt: skip
-    return PackedCall(call, q_ends, kv_ends)
+    return PackedCall(with_dropout(call, dropout_rate, kept), q_ends, kv_ends)
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:

@@ -100,7 +100,7 @@ def attention_weights(
     """
     spec, inputs = prepare(
         query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
-        layout=layout, config=None, has_value=False,
+        layout=layout, dropout_rate=0.0, dropout_key=None, config=None, has_value=False,
     )  # fmt: skip
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:

@@ -58,6 +58,11 @@ def log2_lse(lse: jax.Array) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
 
 
+def weights_vjp(spec: AttentionSpec, tile: ScoreTile, d_p: jax.Array) -> jax.Array:
+    """The VJP of dropout: cotangents of the weights of a tile, from dO V^T."""
+    return d_p if tile.kept is None else tile.drop(d_p * spec.kept_scale)
+
+
 def score_mod_vjp(
     derivative: Derivative | None, tile: ScoreTile, d_s: jax.Array
 ) -> tuple[jax.Array, Callable[[Node], jax.Array]]:

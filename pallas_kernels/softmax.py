@@ -70,9 +70,9 @@ def with_sink(state: SoftmaxState, sink: jax.Array, log2_scale: float) -> Softma
     return SoftmaxState(row_max, row_sum, tuple(x * alpha[:, None] for x in state.out))
 
 
-def finish(state: SoftmaxState, log2_scale: float) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Epilogue: output and lse (natural log); zeros and -inf for fully masked rows."""
+def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Epilogue: output, times the scale of dropout, and lse (natural log); zeros and -inf for fully masked rows."""
     empty = state.row_sum == 0.0
     row_sum = jnp.where(empty, 1.0, state.row_sum)
     lse = jnp.where(empty, -jnp.inf, state.row_max * (log2_scale * LN_2) + jnp.log(row_sum))
-    return tuple(x * (1.0 / row_sum)[:, None] for x in state.out), lse
+    return tuple(x * (kept_scale / row_sum)[:, None] for x in state.out), lse

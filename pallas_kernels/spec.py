@@ -41,11 +41,30 @@ class Mod(Protocol):
     def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array: ...  # noqa: D102
 
 
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """The static part of the dropout of weights.
+
+    Attributes:
+      rate: Which share of the weights is dropped, between 0 and 1, both excluded.
+      mod: Which weights are kept: traced as a mask mod is.
+    """
+
+    rate: float
+    mod: Mod
+
+    @property
+    def scale(self) -> float:
+        """The factor of what is kept."""
+        return 1.0 / (1.0 - self.rate)
+
+
 class Programs(NamedTuple):
-    """Tile programs of the mods, None where there is no mod."""
+    """Tile programs of the mods, None where there is no mod; that of dropout is True where a weight is kept."""
 
     score: Program | None = None
     mask: Program | None = None
+    dropout: Program | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +126,7 @@ class AttentionSpec:
       kv_lengths: Whether each batch entry has its own number of keys.
       sinks: Whether each head has a sink.
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
+      dropout: Of the weights, or None.
       programs: The tile programs of the mods, once a plan has made them.
     """
 
@@ -133,6 +153,7 @@ class AttentionSpec:
     kv_lengths: bool = False
     sinks: bool = False
     heads_in_rows: bool = False
+    dropout: Dropout | None = None
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def __post_init__(self) -> None:
@@ -197,6 +218,11 @@ class AttentionSpec:
         return self.programs.mask is not None and self.contains_nan
 
     @property
+    def kept_scale(self) -> float:
+        """The factor of weights that dropout keeps; 1 without dropout."""
+        return 1.0 if self.dropout is None else self.dropout.scale
+
+    @property
     def score_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the captured arrays of the score mod."""
         return () if self.score_mod is None else tuple(shape for shape, _ in self.score_mod.operands)
@@ -236,6 +262,7 @@ class Operands(NamedTuple, Generic[A]):
       lists: The eight index arrays of a block mask, or None.
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
+      dropout_operands: Captured arrays of the mod of dropout.
       sinks: float32 [Hq], or None; only forward kernels read them.
     """
 
@@ -245,6 +272,7 @@ class Operands(NamedTuple, Generic[A]):
     lists: tuple[A, ...] | None
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+    dropout_operands: tuple[A, ...] = ()
     sinks: A | None = None
 
 

@@ -52,6 +52,7 @@ class Case:
       precision: Of float32 products, as in `jax.default_matmul_precision`.
       kv_lengths: As in the call; what lies beyond is NaN for the backends.
       sinks: Whether each head has a sink; its gradient is named like that of a captured array, ``sinks``.
+      dropout_rate: As in the call; the key is that of `tests.dropout_bits`.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
     """
@@ -70,6 +71,7 @@ class Case:
     precision: str | None = None
     kv_lengths: tuple[int, ...] | None = None
     sinks: bool = False
+    dropout_rate: float = 0.0
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -298,7 +300,17 @@ SINKS = [
     Case("sinks_decode_bnth", captured.slopes, masks.causal, N(T=4, S=99, Hq=4, Hkv=2), layout="BNTH", sinks=True),
 ]
 
-CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES, *SINKS]
+DROPOUT = [
+    Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16),
+    Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
+    Case("softcap_dropout", scores.softcap, sizes=N(T=129, Hq=4, Hkv=2), dropout_rate=0.1, **BF16),
+    Case("dropout_bias_qk", captured.bias_qk, masks.window, N(T=70, Hq=4, Hkv=1), dropout_rate=0.2, layout="BNTH"),
+    Case("dropout_table", captured.table, masks.causal, N(T=129), block=64, dropout_rate=0.9, **F16),
+    Case("dropout_decode", captured.bias_kv, sizes=N(T=3, S=300, Hq=4, Hkv=2, Bkv=1), dropout_rate=0.25, **BF16),
+    Case("dropout_head_size_128", sizes=N(B=1, T=100, D=128), dropout_rate=0.1, **BF16),
+]
+
+CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES, *SINKS, *DROPOUT]
 
 # Each batch entry with its own number of keys: first few queries, then more than are decoded.
 LENGTHS = [
@@ -339,5 +351,10 @@ LENGTHS = [
         "length_own_lists", captured.bias_bq, sizes=N(T=130, S=96), block=32, kv_lengths=(95, 20),
         states=np.random.default_rng(0).integers(0, 3, (1, 1, 5, 3)), **BF16,
     ),
+    Case(
+        "length_dropout", captured.slopes, masks.both_sides, N(T=40, S=100, Hq=4, Hkv=2), block=32,
+        kv_lengths=(33, 96), dropout_rate=0.3,
+    ),
+    Case("length_dropout_decode", sizes=N(B=3, T=2, S=300, Hq=4), kv_lengths=(5, 0, 300), dropout_rate=0.5, **BF16),
     Case("length_many_shared_keys", captured.slopes, sizes=N(B=3, T=37, S=67, Bkv=1), kv_lengths=(67, 4, 0), **BF16),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import oracle, tiers, tolerance
+from tests import dropout_bits, oracle, tiers, tolerance
 from tests.cases import Case
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
@@ -85,10 +85,17 @@ def exact(case: Case) -> Exact:
     captures = {name: wide(a) if name in x.floats() else a for name, a in x.score.items()}
     score = None if case.score is None else case.score.exact
     scale = case.sizes.D**-0.5 if case.scale is None else case.scale
-    sinks = captures.get("sinks")
-    found = oracle.forward(q, k, v, scale, score, functools.partial(_visible, case), captures, sinks)
+    sinks, mask = captures.get("sinks"), functools.partial(_visible, case)
+    found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors_of(case))
     grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse), sinks)
     return Exact(Results(found.out, found.lse, *grads[:4]), grads.masses, grads.output_masses, found)
+
+
+def factors_of(case: Case) -> Any:
+    """The factors of dropout, for the oracle; None without dropout."""
+    if not case.dropout_rate:
+        return None
+    return functools.partial(dropout_bits.factors, case.dropout_rate, dropout_bits.KEY)
 
 
 def _visible(case: Case, b, h, q, k, _) -> Any:
@@ -143,6 +150,8 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         scale=case.scale,
         layout=case.layout,
         return_lse=True,
+        dropout_rate=case.dropout_rate,
+        dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
         implementation=implementation,
         config=one_pass(case) if manner == "one_pass" else config,
     )
@@ -185,10 +194,10 @@ def plain(case: Case) -> Results:
 
     On the CPU, always: on a GPU XLA keeps more digits than the dtypes say, where it fuses.
     """
-    visible, where = _where_visible(case)
+    (visible, where), factors = _where_visible(case), exact(case).found.factors
     attend = lambda x, blocks, q, k, v, floats: _plain(case, q, k, v, {**x.score, **floats}, *blocks)
     with jax.default_device(jax.devices("cpu")[0]):
-        return _differentiated(case, draw(case), attend, (visible, where), in_haste=True)
+        return _differentiated(case, draw(case), attend, (visible, where, np.float32(factors)), in_haste=True)
 
 
 @functools.cache
@@ -215,11 +224,12 @@ def _where_visible(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
     return visible, [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
 
 
-def _plain(case: Case, query, key, value, captures, visible, places) -> tuple[Any, Any]:
+def _plain(case: Case, query, key, value, captures, visible, places, factors) -> tuple[Any, Any]:
     n = case.sizes
     weights, lse = _plain_weights(case, query, key, captures, visible, places)
     v = jnp.repeat(jnp.broadcast_to(value, (n.B, *value.shape[1:])), n.Hq // n.Hkv, axis=2)
-    out = jnp.einsum("bhts,bshd->bthd", weights.astype(query.dtype), v, preferred_element_type=jnp.float32)
+    weights = (weights * factors if case.dropout_rate else weights).astype(query.dtype)
+    out = jnp.einsum("bhts,bshd->bthd", weights, v, preferred_element_type=jnp.float32)
     return out.astype(query.dtype), lse
 
 
@@ -289,7 +299,7 @@ def check_forward(case: Case, backend: str) -> None:
     lse_rounding = tolerance.one_rounding(right.lse, np.float32)
     if jax.default_backend() == "gpu" or case.dtype == "float32":
         moved = tolerance.score_rounding(draw(case), by_oracle.found, case)
-        around = np.einsum("bhts,bshd->bthd", by_oracle.found.weights, np.abs(_values(case)))
+        around = np.einsum("bhts,bshd->bthd", by_oracle.found.weights * by_oracle.found.factors, np.abs(_values(case)))
         lse_rounding = lse_rounding + moved
         out_rounding = out_rounding + 2 * np.where(np.isfinite(moved), moved, 0).swapaxes(1, 2)[..., None] * around
     tolerance.check("out", found.out, by_plain.out, right.out, out_rounding)

@@ -33,13 +33,14 @@ class Score:
 
 
 class Forward(NamedTuple):
-    """Output [B, T, Hq, Dv], lse [B, Hq, T], and what the gradients need."""
+    """Output [B, T, Hq, Dv], lse [B, Hq, T], and what the gradients need; `factors` of dropout multiply the weights."""
 
     out: np.ndarray
     lse: np.ndarray
     raw: np.ndarray
     weights: np.ndarray
     visible: np.ndarray
+    factors: np.ndarray | float = 1.0
 
 
 class Gradients(NamedTuple):
@@ -63,8 +64,10 @@ def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.ogrid[tuple(slice(n) for n in shape)])
 
 
-def forward(query, key, value, scale, score: Score | None, mask, captures: Captures, sinks=None) -> Forward:
-    """Follows the definition; `sinks` [Hq] enter the denominators."""
+def forward(
+    query, key, value, scale, score: Score | None, mask, captures: Captures, sinks=None, factors=None
+) -> Forward:
+    """Follows the definition; `sinks` [Hq] enter the denominators, `factors` of dropout are a function of the grids."""
     k, v = (_per_query_head(x, query) for x in (key, value))
     raw = scale * np.einsum("bthd,bshd->bhts", query, k)
     places = grids(raw.shape)
@@ -79,7 +82,8 @@ def forward(query, key, value, scale, score: Score | None, mask, captures: Captu
     total = np.where(empty, 1, weights.sum(-1, keepdims=True) + np.exp(sink - np.where(empty, 0, top)))
     weights = weights / total
     lse = np.where(empty, -np.inf, np.where(empty, 0, top) + np.log(total))[..., 0]
-    return Forward(np.einsum("bhts,bshd->bthd", weights, v), lse, raw, weights, visible)
+    factors = 1.0 if factors is None else factors(*places)
+    return Forward(np.einsum("bhts,bshd->bthd", weights * factors, v), lse, raw, weights, visible, factors)
 
 
 def gradients(
@@ -87,7 +91,7 @@ def gradients(
 ) -> Gradients:
     """Pulls cotangents of out and lse back; the gradient of `sinks` is among those of captured arrays."""
     v, p = _per_query_head(value, query), found.weights
-    d_p = np.einsum("bthd,bshd->bhts", d_out, v)
+    d_p = found.factors * np.einsum("bthd,bshd->bhts", d_out, v)
     delta = (p * d_p).sum(-1, keepdims=True)
     pull = lambda d_s, of: _pull(
         (of(query), of(key), of(value), of(d_out)), of(scale), score, found, captures, of(d_s), of
@@ -142,7 +146,7 @@ def _pull(arrays, scale, score, found: Forward, captures: Captures, d_s, of) -> 
                 masses[name] += np.abs(each).sum()
     sums["query"] = scale * np.einsum("bhts,bshd->bthd", d_raw, k)
     sums["key"] = _per_key_head(scale * np.einsum("bhts,bthd->bshd", d_raw, query), key)
-    sums["value"] = _per_key_head(np.einsum("bhts,bthd->bshd", found.weights, d_out), value)
+    sums["value"] = _per_key_head(np.einsum("bhts,bthd->bshd", found.weights * found.factors, d_out), value)
     return sums, masses
 
 

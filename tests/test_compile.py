@@ -24,6 +24,7 @@ KNOWN_SPILLS = {
     "decode_sees_nothing": 160,
     "head_size_96": 96,
     "head_size_128": 256,
+    "dropout_head_size_128": 128,  # not measured beside smaller tiles
     "head_sizes_192_128": 64,
     "head_size_256": 400,
     "head_size_256_float32": 17000,

@@ -51,8 +51,9 @@ def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
     keys = key_axes(spec)
     captured = [Axes() for _ in (*inputs.score_operands, *inputs.mask_operands)]
     lengths = [] if inputs.kv_lengths is None else [Axes(0)]
+    dropout = [Axes() for _ in inputs.dropout_operands]
     sinks = [] if inputs.sinks is None else [Axes(None, 0)]
-    return [row_axes(spec), keys, keys, *lists, *captured, *lengths, *sinks]
+    return [row_axes(spec), keys, keys, *lists, *captured, *lengths, *dropout, *sinks]
 
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
@@ -106,6 +107,11 @@ def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split
     ]
     score, score_operands = shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
+    dropout, dropout_operands = spec.dropout, inputs.dropout_operands
+    if dropout is not None:
+        kept, dropout_operands = shifted(dropout.mod, dropout_operands, first, trace_mask_mod)
+        assert kept is not None  # as `dropout.mod`
+        dropout = dataclasses.replace(dropout, mod=kept)
     blocks = spec.blocks
     if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
@@ -118,9 +124,11 @@ def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split
         score_mod=score,
         mask_mod=mask,
         blocks=blocks,
+        dropout=dropout,
     )
     numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
-    return Shard(local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands), numbers)
+    captured = {"score_operands": score_operands, "mask_operands": mask_operands, "dropout_operands": dropout_operands}
+    return Shard(local, inputs._replace(**captured), numbers)
 
 
 def shifted(

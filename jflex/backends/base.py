@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
       score_operands: The arrays that `score_mod` captures.
       mask_operands: The arrays that the mask captures.
       kv_lengths: How many keys each batch entry has, int32 [B]; None if all have S.
+      dropout_operands: The arrays that the mod of dropout captures.
       sinks: float32 [Hq], a logit in the denominator of each query head; None without.
     """
 
@@ -36,6 +37,7 @@ class Inputs(NamedTuple):
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
     kv_lengths: jax.Array | None = None
+    dropout_operands: tuple[jax.Array, ...] = ()
     sinks: jax.Array | None = None
 
 

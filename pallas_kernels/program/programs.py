@@ -21,7 +21,7 @@ def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
     """The spec with the tile programs of its mods."""
     sizes = Sizes(spec.B, spec.Hq, spec.T, spec.S, spec.heads_in_rows)
     programs: list[Program | None] = []
-    for mod in (spec.score_mod, spec.mask_mod):
+    for mod in (spec.score_mod, spec.mask_mod, None if spec.dropout is None else spec.dropout.mod):
         program = None if mod is None else _program_of(mod, sizes)
         if isinstance(program, Refusal):
             return program

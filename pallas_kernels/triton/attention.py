@@ -81,7 +81,7 @@ class Attention(NamedTuple):
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
         log2_scale = self.prepared.log2_scale
         state = state if self.sink is None else softmax.with_sink(state, self.sink, log2_scale)
-        return softmax.finish(state, log2_scale)
+        return softmax.finish(state, log2_scale, self.prepared.spec.kept_scale)
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
@@ -90,6 +90,6 @@ class Attention(NamedTuple):
             tile.s,
             log2_scale=log2_scale,
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
-            pv_dot=lambda p: pv_dot(spec, p, values),
+            pv_dot=lambda p: pv_dot(spec, tile.drop(p), values),
             may_be_empty=self.may_be_empty,
         )

@@ -190,8 +190,8 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
     return triton_rules.Need(
         head_size=max(spec.D, spec.Dv),
         itemsize=jnp.dtype(spec.dtype).itemsize,
-        heavy=triton_rules.is_heavy(spec.programs.score, spec.programs.mask),
-        score=spec.programs.score is not None,
+        heavy=triton_rules.is_heavy(*spec.programs),
+        score=spec.programs.score is not None or spec.programs.dropout is not None,
         large_memory=triton_rules.has_large_memory(spec.device_kind),
     )
 

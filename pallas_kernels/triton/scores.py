@@ -27,6 +27,7 @@ class Scores(NamedTuple):
       transposed: Whether tiles are (keys, queries).
       score: The score mod, with its loop-invariant values.
       mask: The mask mod, with its loop-invariant values.
+      dropout: The mod of dropout, with its loop-invariant values.
       walked: ``"q"`` or ``"k"``: the axis of the mainloop.
       end: Where that axis ends, known at run time; None for the end of its array.
     """
@@ -36,6 +37,7 @@ class Scores(NamedTuple):
     transposed: bool
     score: Evaluation | None
     mask: Evaluation | None
+    dropout: Evaluation | None
     walked: str
     end: Index | None = None
 
@@ -101,7 +103,8 @@ def prepare(
 
     score = evaluate_fixed(spec.programs.score, arrays.score_operands, (programs or {}).get("score"))
     mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, None)
-    return Scores(spec, tile, transposed, score, mask, "q" if transposed else "k", end)
+    dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, None)
+    return Scores(spec, tile, transposed, score, mask, dropout, "q" if transposed else "k", end)
 
 
 def compute(scores: Scores, q: Columns, k: Columns, first: Index, is_partial: bool | jax.Array) -> ScoreTile:
@@ -126,10 +129,9 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Index, is_partial: bo
             walked_index(scores, spec.programs.score, first), {spec.programs.score.argument("score"): scaled}
         )
         s = score.tile(spec.programs.score.output)
-    if is_partial is False:
-        return ScoreTile(s, None, score)
-    visible = _visible(scores, first, is_partial)
-    return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+    visible = None if is_partial is False else _visible(scores, first, is_partial)
+    s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+    return ScoreTile(s, visible, score, _kept(scores, first))
 
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:
@@ -140,6 +142,15 @@ def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, j
         return {program.argument("q"): q_indices(first, scores.tile, spec.T, transposed=True, may_end=may_end)}
     may_end = spec.walk_passes_end("k", scores.tile[1])
     return {program.argument("k"): k_indices(first, scores.tile, spec.S, may_end=may_end)}
+
+
+def _kept(scores: Scores, first: Index) -> jax.Array | None:
+    """Which weights of a tile dropout keeps; None without dropout."""
+    if scores.dropout is None:
+        return None
+    program = scores.spec.programs.dropout
+    assert program is not None  # what `prepare` began to evaluate
+    return scores.dropout.child(walked_index(scores, program, first)).tile(program.output)
 
 
 def _visible(scores: Scores, first: Index, is_partial: bool | jax.Array) -> jax.Array | None:

@@ -49,10 +49,8 @@ class Key(NamedTuple):
     length: str
 
 
-def key_of(
-    kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, Program | None], length: int
-) -> Key:
-    """The bucket of a problem, with the programs of its score mod and its mask.
+def key_of(kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, ...], length: int) -> Key:
+    """The bucket of a problem, with the programs of its score mod, its mask and its dropout.
 
     >>> key_of("forward", 72, 2, (None, None), 4096)
     Key(kernel='forward', head_size=80, itemsize=2, mods='none', length='long')
@@ -61,20 +59,21 @@ def key_of(
     return Key(kernel, bucket, itemsize, mods_of(*programs), "short" if length <= LONGEST_SHORT else "long")
 
 
-def mods_of(score: Program | None, mask: Program | None) -> str:
+def mods_of(score: Program | None, mask: Program | None, dropout: Program | None = None) -> str:
     """The bucket of mods: those that are like the measured ones, and ``"other"``.
 
     No score mod; a light one; one with functions such as tanh; or mods with one tile load of at most 16 bits, such as a
     pair bias. Heavier mods, more loads or gathers need other registers and more shared memory: in the tiles of a pair
     bias (head size 64) a gathered float32 table spills 444 bytes and took 5 to 10 per cent longer on an H200 than in
-    the rule's, and two float32 biases (head size 128) did not fit.
+    the rule's, and two float32 biases (head size 128) did not fit. Nothing was measured with dropout: compiled for
+    sm_90a, the tiles of causal attention at head size 64, 128 x 128, spill 204 bytes with it.
     """
     of_score = [] if score is None else [node for node in score.nodes if node.kind == Axes.TILE]
     of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == Axes.TILE]
     by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     functions = any(node.op in _FUNCTIONS for node in of_score)
     loads = [node for node in (*of_score, *of_mask) if node.op == "load"]
-    if by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > triton_rules.HEAVY:
+    if dropout is not None or by_key or len(of_score) > FEW or len(of_score) + len(of_mask) > triton_rules.HEAVY:
         return "other"
     if loads:
         return "elements" if len(loads) == 1 and not functions and _is_like_pair_bias(loads[0]) else "other"

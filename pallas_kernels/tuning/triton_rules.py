@@ -12,13 +12,13 @@ from pallas_kernels.program.ir import Axes
 HEAVY = 24  # tile values of mods: with more they need the registers of a large tile
 
 
-def is_heavy(score: Program | None, mask: Program | None) -> bool:
+def is_heavy(score: Program | None, mask: Program | None, dropout: Program | None = None) -> bool:
     """Whether mods make a large tile spill: they have tile loads, many tile values, or column loads in the score mod.
 
     Compiled for sm_90a at head size 64, 128 x 128, 4 warps: a table with tile loads spills 516 bytes, a float32 bias by
     key 4200; a mask by key (document ids) spills nothing.
     """
-    nodes = [node for program in (score, mask) if program is not None for node in program.nodes]
+    nodes = [node for program in (score, mask, dropout) if program is not None for node in program.nodes]
     tiles = [node for node in nodes if node.kind == Axes.TILE]
     by_key = score is not None and any(node.kind == Axes.COLUMN for node in score.loads)
     return by_key or len(tiles) > HEAVY or any(node.op == "load" for node in tiles)
@@ -34,7 +34,7 @@ class Need(NamedTuple):
       head_size: The larger one, D or Dv.
       itemsize: Bytes of an element of query, key and value.
       heavy: See `is_heavy`.
-      score: Whether there is a score mod.
+      score: Whether there is a score mod, or dropout, which computes as much on each element.
       large_memory: Whether a CTA may have 227 KiB of shared memory (Hopper and later), or 99 (Ada; Ampere has 99 or
         163).
     """

@@ -25,6 +25,7 @@ from jflex.backends.xla.blockwise import (
     over_block,
 )
 from jflex.backends.xla.containment import cleared, masked_product
+from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from jflex.backends.xla.loads import Load, LoadedMod, split_loads
 from jflex.block_mask.lists import block_count
 from jflex.mods.batchable import Factored, batchable, factored
@@ -69,12 +70,13 @@ class Xla(Backend):
                 s = _modified(walk, inputs, s, unit, column.number)
                 visible = walk.visible(unit, column.number) if is_partial else None
                 s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-                return _accumulate(state, s, keys(inputs.value), visible, spec)
+                kept = kept_weights(walk, inputs, unit, column.number)
+                return _accumulate(state, s, keys(inputs.value), visible, kept, spec)
 
             shape, exact = q.shape[:-1], _exact(spec)
             start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, spec.Dv), exact))
             top, total, out = walk.over_columns(unit, start, step)
-            return _finish(top, total, out)
+            return _finish(top, total, scaled_up(out, spec))
 
         out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
         lse = lse.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
@@ -166,7 +168,8 @@ class _Backward:
             None if g is None else g.reshape(x.shape)
             for g, x in zip(grads["operands"], self.inputs.score_operands, strict=True)
         )
-        return Gradients(d_query, joined(grads["key"]), joined(grads["value"]), operands)
+        d_value = None if grads["value"] is None else scaled_up(grads["value"], spec)
+        return Gradients(d_query, joined(grads["key"]), joined(d_value), operands)
 
     def _block(self, rows: _Rows, carry: _Carry, at: Column, is_partial: bool) -> _Carry:
         spec, walk, unit, column = self.spec, self.walk, rows.unit, at.number
@@ -177,12 +180,13 @@ class _Backward:
         raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, spec), spec)
         s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
         p = clear(jnp.exp(s - rows.lse))
-        d_p = _einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec)
+        kept = kept_weights(walk, self.inputs, unit, column)
+        d_p = scaled_up(dropped(_einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec), kept), spec)
         d_s = clear(p * (d_p - rows.delta))
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
         d_s = clear(d_s)
         d_s = (d_s * spec.scale).astype(spec.dtype)
-        p = p.astype(spec.dtype)
+        p = dropped(p, kept).astype(spec.dtype)
         d_key, d_value = grads["key"], grads["value"]
         # A masked q or k may be NaN, while its dS is 0; a visible NaN has made dS NaN.
         contained = cleared if is_partial else lambda x: x
@@ -337,16 +341,17 @@ def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: ja
 
 
 def _accumulate(
-    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, spec: AttentionSpec
-) -> tuple[jax.Array, ...]:
-    """One step of the online softmax."""
+    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, kept: jax.Array | None,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """One step of the online softmax; dropout concerns the output alone."""
     row_max, row_sum, out = state
     new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
     shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     p = jnp.exp(s - shift[..., None])
     alpha = jnp.exp(row_max - shift)
     gemm = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
-    out = out * alpha[..., None] + masked_product(gemm, p.astype(spec.dtype), v, visible)
+    out = out * alpha[..., None] + masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
     return new_max, row_sum * alpha + jnp.sum(p, axis=-1), out
 
 

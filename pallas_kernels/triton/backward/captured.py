@@ -23,7 +23,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
+from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, reads_once
@@ -209,7 +209,8 @@ class _Program(NamedTuple):
         prepared = self._scores(at, self.derivative.nodes)
         outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
         p = weights(spec, outs.s, prepared.log2_scale, log2_lse(vector(rows.lse, other=-jnp.inf))[:, None])
-        d_s = p * (qk_dot(spec, d_out, of_keys(arrays.value)) - vector(rows.delta, other=0.0)[:, None])
+        d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))
+        d_s = p * (d_p - vector(rows.delta, other=0.0)[:, None])
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]
         if self.work.axes.diagonal and rows_end:  # padding of the last tile is no padding in the first

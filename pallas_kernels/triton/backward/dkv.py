@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
+from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
@@ -141,7 +141,7 @@ def _kernel(
         return d_k, d_v
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
-    keys.store(d_key, d_value, d_k, d_v)
+    keys.store(d_key, d_value, d_k, keys.scaled_up(d_v))
     if spec.needs_marks:
         store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
 
@@ -166,7 +166,7 @@ def _repair_kernel(
             return head.walk(state, head.repair_step())
 
         d_k, d_v, attended = keys.over_heads((*keys.zeros, Attended.none(tiles.block_kv)), one_head)
-        keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], b), d_v))
+        keys.store(d_key, d_value, d_k, attended.keep(keys.load(before[1], b), keys.scaled_up(d_v)))
 
     marked.repair(marks, fix)
 
@@ -217,6 +217,10 @@ class _Keys(NamedTuple):
         """Folds ``one(index in the group, state)`` over the query heads of the key head."""
         return one(0, state) if self.spec.group == 1 else lax.fori_loop(0, self.spec.group, one, state)
 
+    def scaled_up(self, d_v: Columns) -> Columns:
+        """Multiplies dV by the scale of dropout."""
+        return d_v if self.spec.dropout is None else tuple(x * self.spec.kept_scale for x in d_v)
+
     def store(self, d_key: Ref, d_value: Ref, d_k: Columns, d_v: Columns) -> None:
         """Epilogue: scales dK, and stores dK and dV."""
         b, kv_h, _ = self.at
@@ -258,8 +262,8 @@ class _Head(NamedTuple):
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
             p = weights(spec, tile.s, prepared.log2_scale, log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :])
-            d_v = add_rows(d_v, pv_dot(spec, p, d_out))
-            d_p = qk_dot(spec, self.keys.v, d_out)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
             d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
@@ -277,8 +281,8 @@ class _Head(NamedTuple):
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))
             p = tile.clear(weights(spec, tile.s, prepared.log2_scale, lse_log2[None, :]))
-            d_v = add_rows(d_v, pv_dot(spec, p, cleared(d_out)))
-            d_p = qk_dot(spec, self.keys.v, d_out)
+            d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))
+            d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
             d_s = tile.clear(p * (d_p - vector(self.rows.delta, other=0.0)[None, :]))
             d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
             return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)

@@ -19,7 +19,7 @@ from jax.ref import addupdate
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp
+from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
@@ -252,7 +252,7 @@ class _Queries(NamedTuple):
         k = load(self.arrays.key)
         tile = scores.compute(self.prepared, self.q, k, key, is_partial)
         p = weights(spec, tile.s, self.prepared.log2_scale, self.lse_log2[:, None])
-        d_p = qk_dot(spec, self.d_out, load(self.arrays.value))
+        d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))
         return k, tile, p * (d_p - self.delta[:, None])
 
     def store(self, d_query: Ref, d_q: Columns) -> None:

@@ -4,8 +4,9 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
 
     dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
 
-where dS' is dS pulled back through the score mod. One kernel walks the keys of a tile of queries for dQ, one the
-queries of a tile of keys for dK and dV; each recomputes P from the lse.
+where dS' is dS pulled back through the score mod. With dropout, of which Z holds 0 or the scale, ``dV = (Z * P)^T dO``
+and ``dS = P * (Z * (dO V^T) - delta)``. One kernel walks the keys of a tile of queries for dQ, one the queries of a
+tile of keys for dK and dV; each recomputes P from the lse.
 
 So there are seven GEMMs where five would do, if the dK/dV kernel added dQ to global memory. On an H200 that took 33 ms
 at head size 128 (causal, S 16384, B 2, H 16) and 42 at 64 (B 4), instead of 15 for both kernels: Pallas adds by

@@ -1,0 +1,121 @@
+"""Dropout of the attention weights: its checks, and the generator that says which weights are kept.
+
+The generator is counter-based: whether a weight is kept is a function of the key and of its position alone. So both
+passes agree, whatever the tiles, the implementation or the sharding, and nothing is stored between them.
+
+From the key, Threefry-2x32 (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3) makes two words for each
+batch entry and head, outside of the kernels. With these, ``q_idx`` and ``kv_idx`` are mixed by the integer hash
+lowbias32 (C. Wellons, Hash Prospector, 2018; of the form of the finalizer of MurmurHash3), into which the second word
+enters halfway. Its last step is left out: it changes only low bits, and a threshold decides by the high ones. On each
+weight that is two multiplications, five shifts and XORs, and a comparison; Threefry itself would be sixty-odd
+operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, UInt32
+
+from jflex._call.checks import describe_array
+
+KeptMod = Callable[[Any, Any, Any, Any], Any]
+
+# Odd numbers: the golden ratio, and constants of MurmurHash3, which spread neighbouring positions over all bits.
+_OF_QUERY, _OF_KEY, _OF_QUERY_AGAIN = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+_LOWBIAS32 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+
+
+def check_dropout(rate: object, key: Any) -> float:
+    """Returns the rate as a float. A key without a rate is checked, and not used.
+
+    Args:
+      rate: The argument `dropout_rate`.
+      key: The argument `dropout_key`.
+
+    Raises:
+      TypeError: The rate is not a Python number, or the key not a random key.
+      ValueError: The rate is outside of [0, 1), there is a rate without a key, or more than one key.
+    """
+    if isinstance(rate, bool | Tracer | jax.Array) or not isinstance(rate, int | float | np.number):
+        raise TypeError(
+            f"`dropout_rate` must be a Python number: it is part of the program. Got {type(rate).__name__}."
+        )
+    if not (math.isfinite(rate) and 0 <= rate < 1):
+        raise ValueError(f"`dropout_rate` must be at least 0 and less than 1. Got {rate}.")
+    if key is not None:
+        _check_key(key)
+    elif rate > 0:
+        raise ValueError(
+            f"`dropout_rate` is {rate}, and there is no `dropout_key`. Pass one, as `jax.random.key(0)`; a new one for "
+            "each layer and step. For evaluation, leave the rate at 0."
+        )
+    return float(rate)
+
+
+def _check_key(key: Any) -> None:
+    rule = "`dropout_key` must be one random key, as `jax.random.key(0)`, or uint32[2] from `jax.random.PRNGKey`"
+    if not (hasattr(key, "shape") and hasattr(key, "dtype")):
+        raise TypeError(f"{rule}. Got {type(key).__name__}.")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype != jnp.uint32:
+        raise TypeError(f"{rule}. Got {describe_array(key)}.")
+    if tuple(key.shape) != (() if typed else (2,)):
+        raise ValueError(f"{rule}. Got {describe_array(key)}. Index it, or `jax.vmap` the call over keys.")
+
+
+def kept_mod(rate: float, key: Any, batch: int, heads: int) -> KeptMod | None:
+    """``(b, h, q_idx, kv_idx) -> bool``, True where a weight is kept; None for a rate of 0.
+
+    It captures two words for each batch entry and head, so that a new key recompiles nothing.
+
+    Args:
+      rate: Checked.
+      key: Checked.
+      batch: Batch entries, or packed sequences.
+      heads: Query heads.
+
+    >>> kept = kept_mod(0.25, jax.random.key(0), 1, 1)
+    >>> [bool(kept(0, 0, jnp.int32(5), jnp.int32(k))) for k in range(6)]
+    [True, True, True, False, True, True]
+    """
+    if rate == 0:
+        return None
+    seeds = _seeds(key, max(batch, 1), max(heads, 1))  # a mod is traced even where there is nothing to read
+    threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+    def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q, k = q_idx.astype(jnp.uint32), kv_idx.astype(jnp.uint32)
+        first, second = seeds[b, h, 0] + q * _OF_QUERY, seeds[b, h, 1] + q * _OF_QUERY_AGAIN
+        return _mixed(first ^ (k * _OF_KEY), second) >= threshold
+
+    return kept
+
+
+def _mixed(x: Any, second: Any) -> Any:
+    x = x ^ (x >> np.uint32(16))
+    x = x * _LOWBIAS32[0]
+    x = x ^ (x >> np.uint32(15)) ^ second
+    return x * _LOWBIAS32[1]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _seeds(key: Any, batch: int, heads: int) -> UInt32[Array, "batch heads 2"]:
+    """Two words for each batch entry and head: the key data, with both indices folded in."""
+    words = jax.random.key_data(key).reshape(-1, 2)
+    wrapped = jax.random.wrap_key_data(words[0], impl="threefry2x32")
+    for word in words[1:].reshape(-1):  # of generators with longer keys
+        wrapped = jax.random.fold_in(wrapped, word)
+    each = lambda b: jax.vmap(lambda h: jax.random.fold_in(jax.random.fold_in(wrapped, b), h))(_up_to(heads))
+    return jax.random.key_data(jax.vmap(each)(_up_to(batch)))
+
+
+def _up_to(count: int) -> UInt32[Array, " count"]:
+    return jnp.arange(count, dtype=jnp.uint32)
