@@ -61,9 +61,7 @@ def update(
     return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)
 
 
-def finish(
-    state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Epilogue: output, times the scale of dropout, and lse (natural log); zeros and -inf for fully masked rows."""
     empty = state.row_sum == 0.0
     row_sum = jnp.where(empty, 1.0, state.row_sum)

@@ -132,7 +132,9 @@ def test_old_keys(key):
 
 def test_keys_of_four_words():
     of_words = lambda *words: jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl="rbg")
-    first, same, other = (kept_of(attend(*shown(), key=of_words(*w))) for w in ((0, 7, 1, 2), (0, 7, 1, 2), (0, 7, 1, 3)))
+    first, same, other = (
+        kept_of(attend(*shown(), key=of_words(*w))) for w in ((0, 7, 1, 2), (0, 7, 1, 2), (0, 7, 1, 3))
+    )
     np.testing.assert_array_equal(first, same)
     assert 0.3 < np.mean(first != other) < 0.55  # 2 x 0.3 x 0.7, of independent ones
     assert 0.3 < np.mean(first != drawn_kept()) < 0.55

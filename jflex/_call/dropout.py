@@ -45,7 +45,9 @@ def check_dropout(rate: object, key: Any) -> float:
       ValueError: The rate is outside of [0, 1), there is a rate without a key, or more than one key.
     """
     if isinstance(rate, bool | Tracer | jax.Array) or not isinstance(rate, int | float | np.number):
-        raise TypeError(f"`dropout_rate` must be a Python number: it is part of the program. Got {type(rate).__name__}.")
+        raise TypeError(
+            f"`dropout_rate` must be a Python number: it is part of the program. Got {type(rate).__name__}."
+        )
     if not (math.isfinite(rate) and 0 <= rate < 1):
         raise ValueError(f"`dropout_rate` must be at least 0 and less than 1. Got {rate}.")
     if key is not None:

@@ -48,16 +48,16 @@ class Reference(Backend):
         if spec.blocks is not None and inputs.lists is not None:
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
-        kept, kept_scale = None, 1.0
+        kept = None
         if spec.dropout is not None:
-            kept, kept_scale = over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape), spec.dropout.scale
+            kept = over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape)
 
         def attend(scores: _Scores, outputs: _Outputs, query, key, value, operands) -> tuple[jax.Array, jax.Array]:
             score = scores(query, key) * jnp.asarray(spec.scale, exact)
             if spec.score_mod is not None:
                 score = _modified(spec.score_mod, operands, score.astype(jnp.float32), visible).astype(exact)
             weights, lse = _softmax(score, visible)
-            weights = weights if kept is None else jnp.where(kept, weights * kept_scale, 0)
+            weights = weights if kept is None else jnp.where(kept, weights * spec.kept_scale, 0)
             return outputs(weights, value), lse
 
         dense = functools.partial(attend, _scores, lambda weights, value: _einsum("bnts,bnsh->bnth", weights, value))

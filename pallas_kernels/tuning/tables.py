@@ -49,9 +49,7 @@ class Key(NamedTuple):
     length: str
 
 
-def key_of(
-    kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, ...], length: int
-) -> Key:
+def key_of(kernel: str, head_size: int, itemsize: int, programs: tuple[Program | None, ...], length: int) -> Key:
     """The bucket of a problem, with the programs of its score mod, its mask and its dropout.
 
     >>> key_of("forward", 72, 2, (None, None), 4096)
