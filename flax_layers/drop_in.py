@@ -150,8 +150,8 @@ class AttentionFn:
             value: Values.
             bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
             mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
-            broadcast_dropout: Ignored, as there is no dropout.
-            dropout_rng: Ignored, as there is no dropout.
+            broadcast_dropout: Ignored, as no dropout is applied.
+            dropout_rng: Ignored, as no dropout is applied.
             dropout_rate: Must be 0 unless `deterministic`.
             deterministic: Whether dropout is off.
             dtype: Dtype to which queries, keys and values are cast. Default: their promoted dtype.

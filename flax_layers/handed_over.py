@@ -33,12 +33,13 @@ def check_handed_over(
     Example:
         >>> check_handed_over(dropout_rate=0.1, deterministic=False, module=None, input_positions=None, einsums={})
         Traceback (most recent call last):
-        NotImplementedError: `dropout_rate` must be 0 where `deterministic` is False. Got 0.1: jflex has no dropout ...
+        NotImplementedError: `dropout_rate` must be 0 where `deterministic` is False. Got 0.1: this `attention_fn` ...
     """
     if dropout_rate > 0 and not deterministic:
         raise NotImplementedError(
-            f"`dropout_rate` must be 0 where `deterministic` is False. Got {dropout_rate}: jflex has no dropout of "
-            "attention weights. Make the layer with dropout_rate=0, or call it with deterministic=True."
+            f"`dropout_rate` must be 0 where `deterministic` is False. Got {dropout_rate}: this `attention_fn` "
+            "applies none. Make the layer with dropout_rate=0, call it with deterministic=True, or pass a function of "
+            "your own that calls `jflex.flex_attention(..., dropout_rate=..., dropout_key=...)`."
         )
     if module is not None:
         raise NotImplementedError(

@@ -275,6 +275,52 @@ ROWS = [
         r"cannot index.*Python list",
     ),
     ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
+    # --- dropout
+    (
+        "rate_without_key",
+        lambda: call(dropout_rate=0.1),
+        ValueError,
+        r"`dropout_rate` is 0\.1, and there is no `dropout_key`\. Pass one, as `jax\.random\.key\(0\)`",
+    ),
+    (
+        "rate_of_1",
+        lambda: call(dropout_rate=1),
+        ValueError,
+        r"`dropout_rate` must be at least 0 and less than 1\. Got 1",
+    ),
+    ("rate_below_0", lambda: call(dropout_rate=-0.1), ValueError, r"`dropout_rate` must be at least 0.*Got -0\.1"),
+    ("rate_nan", lambda: call(dropout_rate=float("nan")), ValueError, r"`dropout_rate` must be at least 0.*Got nan"),
+    ("rate_text", lambda: call(dropout_rate="0.1"), TypeError, r"`dropout_rate` must be a Python number.*Got str"),
+    (
+        "rate_traced",
+        lambda: jax.jit(lambda x: call(dropout_rate=x))(0.1),
+        TypeError,
+        r"`dropout_rate` must be a Python",
+    ),
+    (
+        "key_as_seed",
+        lambda: call(dropout_rate=0.1, dropout_key=0),
+        TypeError,
+        r"`dropout_key` must be one random key, as `jax\.random\.key\(0\)`, or uint32\[2\].*Got int",
+    ),
+    (
+        "key_of_floats",
+        lambda: call(dropout_rate=0.1, dropout_key=array(2)),
+        TypeError,
+        r"`dropout_key` must be one random key.*Got float32\[2\]",
+    ),
+    (
+        "several_keys",
+        lambda: call(dropout_rate=0.1, dropout_key=jax.random.split(jax.random.key(0), 3)),
+        ValueError,
+        r"`dropout_key` must be one random key.*Got key<fry>\[3\]\. Index it, or `jax\.vmap`",
+    ),
+    (
+        "key_of_three_words",
+        lambda: call(dropout_key=jnp.zeros(3, jnp.uint32)),
+        ValueError,
+        r"`dropout_key` must be one random key.*Got uint32\[3\]",
+    ),
     # --- implementation
     (
         "unknown",

@@ -49,12 +49,9 @@ class Reference(Backend):
         if spec.blocks is not None and inputs.lists is not None:
             states = _states_of_elements(spec, spec.blocks, inputs.lists)
             visible = jnp.broadcast_to((states == FULL) | ((states == PARTIAL) & visible), visible.shape)
-        kept, kept_scale = None, 1.0
+        kept = None
         if spec.dropout is not None:
-            kept, kept_scale = (
-                over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape),
-                spec.dropout.scale,
-            )
+            kept = over_indices(spec.dropout.mod, inputs.dropout_operands, visible.shape)
 
         def attend(scores_of: _Scores, outputs: _Outputs, query, key, value, operands, sinks) -> tuple[jax.Array, ...]:
             score = scores_of(query, key) * jnp.asarray(spec.scale, exact)
@@ -62,7 +59,7 @@ class Reference(Backend):
                 positions = [jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4)]
                 score = modified(spec.score_mod, operands, score.astype(jnp.float32), positions, visible).astype(exact)
             weights, lse = softmax(score, visible, sinks)
-            weights = weights if kept is None else jnp.where(kept, weights * kept_scale, 0)
+            weights = weights if kept is None else jnp.where(kept, weights * spec.kept_scale, 0)
             return outputs(weights, value), lse
 
         dense = functools.partial(attend, scores, lambda weights, value: einsum("bnts,bnsh->bnth", weights, value))

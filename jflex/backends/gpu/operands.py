@@ -16,7 +16,8 @@ def operands_of(inputs: Inputs) -> Operands:
     """The arrays; booleans that mods capture as int8."""
     lists = None if inputs.lists is None else tuple(inputs.lists)
     captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
-    return Operands(inputs.query, inputs.key, inputs.value, lists, *captured, dropout_operands=inputs.dropout_operands)
+    arrays = Operands(inputs.query, inputs.key, inputs.value, lists, *captured)
+    return arrays._replace(dropout_operands=inputs.dropout_operands)
 
 
 def requested_gradients(result: KernelGradients, requested: GradientRequest) -> Gradients:

@@ -218,7 +218,7 @@ class _Keys(NamedTuple):
         return one(0, state) if self.spec.group == 1 else lax.fori_loop(0, self.spec.group, one, state)
 
     def scaled_up(self, d_v: Columns) -> Columns:
-        """Multiplies dV by the scale of dropout."""
+        """Scales dV for dropout."""
         return d_v if self.spec.dropout is None else tuple(x * self.spec.kept_scale for x in d_v)
 
     def store(self, d_key: Ref, d_value: Ref, d_k: Columns, d_v: Columns) -> None:
