@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
@@ -46,15 +48,16 @@ def attention_weights(
     layout: str = "BTNH",
     rows: Int[AnyArray, " R"] | Sequence[int] | None = None,
 ) -> Weights:
-    """The softmax weights of chosen queries, which `flex_attention` never holds: for plots, statistics and debugging.
+    """The softmax weights of chosen queries, which kernels never store: for plots, statistics and debugging.
 
     Each row is the softmax over the visible keys, 0 where masked, and all 0 for a query that attends to no key. Summed
     over the keys with `value`, it gives that query's output of `flex_attention`. Scores, mods, masks and lengths mean
     the same as there: `q_idx` is the index of the query in `query`, whatever its place in `rows`.
 
     This is plain JAX, not a kernel: it runs on every platform, under `jax.jit` and `jax.vmap`, and JAX differentiates
-    it, also with respect to captured arrays. Scores are float32 GEMMs at the highest precision, a block of keys at a
-    time; blocks that a `block_mask` does not list are computed too. Memory grows with R * S, not with T * S.
+    it, also with respect to captured arrays. Scores are computed in float32 at the highest precision (in float64 from
+    float64), a block of keys at a time; blocks that a `block_mask` does not list are computed too. Memory grows with
+    R * S, not with T * S.
 
     Args:
       query: In `layout`.
@@ -67,7 +70,7 @@ def attention_weights(
       scale: As in `flex_attention`.
       layout: As in `flex_attention`.
       rows: Indices of the R queries, integers in any order, negative ones from the end. They may be traced; then those
-        out of range are clamped to it. None for all queries, if the result has at most 2**24 weights.
+        out of range are clamped. None for all queries, if the result has at most 2**24 weights.
 
     Returns:
       float32 [B, Hq, R, S] in both layouts.
@@ -106,8 +109,18 @@ def attention_weights(
     if spec.is_empty or not chosen.size:
         return jnp.zeros((spec.B, spec.Hq, chosen.size, spec.S), jnp.float32)
     per_key = spec.B * spec.Hq * max(chosen.size, spec.D)
-    inputs, chosen = match_manual_axes((inputs, chosen))
-    return _weights(spec, inputs, chosen, min(spec.S, max(_LEAST_KEYS, _ELEMENTS_PER_STEP // per_key)))
+    size = min(spec.S, max(_LEAST_KEYS, _ELEMENTS_PER_STEP // per_key))
+    compute = functools.partial(_weights, spec, size=size)
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        compute = jax.sharding.auto_axes(compute, out_sharding=_out_sharding(spec, inputs))
+    return compute(*match_manual_axes((inputs, chosen)))
+
+
+def _out_sharding(spec: AttentionSpec, inputs: Inputs) -> PartitionSpec:
+    """Batch and heads as those of `query`, in a mesh with explicit axes."""
+    axes = jax.typeof(inputs.query).sharding.spec
+    batch, heads = axes[0], axes[2 if spec.layout == "BTNH" else 1]
+    return PartitionSpec(batch, heads, None, None)
 
 
 def _checked_rows(rows: Any, spec: AttentionSpec) -> Int32[Array, " R"]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jflex
 from jflex import weights as module
@@ -228,6 +229,34 @@ def test_second_derivatives_as_of_reference():
     total = lambda f: lambda q: (f(q) ** 2 @ jnp.arange(6.0)).sum()
     found, right = (jax.jit(jax.hessian(total(f)))(query) for f in (by_weights, by_reference))
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
+@pytest.mark.usefixtures("in_haste")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
+def test_of_sharded_batch_and_heads(kind):
+    query, key = arrays()
+    slopes, documents = jnp.arange(4.0), jnp.array([[0] * 20 + [1] * 80, [0] * 5 + [1] * 95])
+    axis = jax.sharding.AxisType.Explicit if kind == "Explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis, axis), devices=jax.devices()[:4])
+    sharded = PartitionSpec("data", None, "model", None)
+
+    def attend(query, key, slopes, documents):
+        mod = lambda s, b, h, q, k: s * slopes[h]
+        return jflex.attention_weights(query, key, mod, mask_mod=document(documents), rows=jnp.array([7, 0]))
+
+    everything, right = (query, key, slopes, documents), attend(query, key, slopes, documents)
+    with jax.set_mesh(mesh):
+        specs = (sharded, sharded, PartitionSpec("model"), PartitionSpec("data"))
+        if kind == "shard_map":
+            attend = jax.shard_map(attend, in_specs=specs, out_specs=PartitionSpec("data", "model"))
+        else:
+            place = lambda x: jax.device_put(x, NamedSharding(mesh, sharded))
+            everything = (place(query), place(key), slopes, documents)
+        found = jax.jit(attend)(*everything)
+        if kind == "Explicit":
+            assert jax.typeof(found).sharding.spec == PartitionSpec("data", "model", None, None)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
 
 
 def test_memory_grows_with_rows_and_not_with_queries(monkeypatch):
