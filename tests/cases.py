@@ -10,6 +10,7 @@ import numpy as np
 
 from tests import captured_pairs as captured
 from tests import mask_pairs as masks
+from tests import ready_masks
 from tests import ready_score_pairs as ready
 from tests import score_pairs as scores
 from tests.mask_pairs import MaskPair
@@ -194,6 +195,10 @@ READY = [
     Case("spatial_bias", ready.spatial_bias, sizes=N(T=37, S=50, Hq=4, Hkv=2), **BF16),
     Case("spatial_bias_of_one_graph", ready.spatial_bias_of_one_graph, sizes=N(T=37)),
     Case("edge_bias", ready.edge_bias, sizes=N(T=37, S=50), **BF16),
+    Case("morton_neighborhood", mask=ready_masks.morton_neighborhood, sizes=N(T=128), block=32, **BF16),
+    Case("sliding_tile", mask=ready_masks.sliding_tile, sizes=N(T=105, Hq=4, Hkv=2), block=16, **BF16),
+    Case("shared_prefix", mask=ready_masks.shared_prefix, block=32, by_batch=True, **BF16),
+    Case("temporal_head", mask=ready_masks.temporal_head, sizes=N(T=130), **F16),
 ]
 
 MASKED = [

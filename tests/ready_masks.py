@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflex import masks
+from tests.mask_pairs import MaskPair
 
 
 def cells(canvas):
@@ -77,6 +78,12 @@ def drafts(prefix, block, blocks):
 def images(intervals, image, queries):
     columns = [[first <= i < end for i in range(queries)] for first, end in intervals for _ in range(image)]
     return np.array(columns).T
+
+
+def pair(mask_mod, dense):
+    """A row of `cases.py`."""
+    exact = lambda b, h, q, k, c: dense[b, q, k] if dense.ndim == 3 else dense[q, k]
+    return MaskPair(lambda c: mask_mod, exact)
 
 
 GRID, WIDE, HIGH, VIDEO = (5, 6), (3, 10), (10, 3), (2, 3, 4)
@@ -153,3 +160,17 @@ READY = {
         frames(21, 4, 1, lambda q, kv: q[1] == kv[1], sink=4),
     ),
 }
+
+# Larger, for blocks of which some are empty.
+_GRID, _LONG_IDS = (8, 16), np.repeat(np.array([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]), 20, axis=1)
+morton_neighborhood = pair(
+    masks.neighborhood(_GRID, (3, 5), order=masks.morton_order(_GRID)), neighbors(_GRID, (3, 5), by_morton(_GRID))
+)
+sliding_tile = pair(
+    masks.sliding_tile((8, 12), (4, 12), (4, 4), text_length=9), tile_windows((8, 12), (4, 12), (4, 4), 9)
+)
+shared_prefix = pair(
+    masks.shared_prefix(_LONG_IDS, PREFIXES),
+    np.stack([packed(*rows) for rows in zip(_LONG_IDS, PREFIXES, strict=True)]),
+)
+temporal_head = pair(masks.temporal_head(30, 2, prompt=10), frames(130, 30, 10, lambda q, kv: abs(q[1] - kv[1]) < 2))

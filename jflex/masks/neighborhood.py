@@ -8,7 +8,7 @@ import operator
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Int
+from jaxtyping import Array, Int, Int32
 
 from jflex.masks.grid_order import checked_grid, coordinates
 from jflex.mods.array_sizes import ReadyMod, for_positions
@@ -82,7 +82,7 @@ def neighborhood(
     return ReadyMod(mask, for_positions(math.prod(canvas), rule, remedy))
 
 
-def _checked_cells(order: Int[ArrayLike, " N"], canvas: tuple[int, ...]):
+def _checked_cells(order: Int[ArrayLike, " N"], canvas: tuple[int, ...]) -> Int32[Array, " N"]:
     cells = checked_array(order, "`order` of `neighborhood`", "integers", "[N]")
     if cells.shape[0] != math.prod(canvas):
         raise ValueError(

@@ -8,7 +8,7 @@ import operator
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Int
+from jaxtyping import Array, Int, Int32
 
 from jflex.masks.grid_order import checked_grid, coordinates
 from jflex.mods.array_sizes import ReadyMod, for_positions
@@ -86,7 +86,7 @@ def sliding_tile(
     return ReadyMod(mask, for_positions(cells + known, rule, remedy))
 
 
-def _checked_text(text_length: int | Int[ArrayLike, ""]):
+def _checked_text(text_length: int | Int[ArrayLike, ""]) -> int | Int32[Array, ""]:
     known = known_count(text_length)
     if known is None:
         return checked_array(text_length, "`text_length` of `sliding_tile`", "integers").astype(jnp.int32)

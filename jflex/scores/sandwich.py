@@ -13,7 +13,7 @@ def sandwich(heads: int, length: int, *, dimension: int = 128) -> ScoreMod:
     """Adds ``heads / (8 (h + 1)) * sum_n cos((q_idx - kv_idx) / 10000 ** (2 n / dimension))`` to the scores.
 
     The sum, over ``n < dimension / 2``, is the product of the sinusoidal embeddings of the two positions; it falls with
-    the distance, faster in the first heads. Nothing is learned, and it extrapolates to any `length`.
+    the distance, faster in the first heads. Nothing is learned.
 
     Args:
       heads: Number of query heads.
