@@ -1,6 +1,7 @@
 """Attention variants: their mods, written once for JAX and torch, and the arrays that they capture.
 
 A mod is made of operators alone, which both libraries have; the few functions that they name differently are passed in.
+jflex has its neighborhoods ready, in any order; torch's are written here, as in the paper.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ DOCUMENTS = 12
 KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
 
+# (order, canvas, kernel, tile) -> a neighborhood mask; the order is one of `ORDERS`.
+Neighborhood = Callable[[str, tuple[int, int], tuple[int, int], tuple[int, int]], Callable[..., Any]]
+
 
 class Operations(NamedTuple):
     """What JAX and torch call by different names."""
@@ -27,6 +31,7 @@ class Operations(NamedTuple):
     tanh: Callable[[Any], Any]
     floating: Callable[[Any], Any]  # an integer as float32
     clip: Callable[[Any, int, int], Any]  # an integer between two others
+    neighborhood: Neighborhood | None = None  # None: it has none ready, so that it is written by hand
 
 
 class Mods(NamedTuple):
@@ -91,8 +96,8 @@ def _pair_bias(problem: Problem, arrays: Arrays, operations: Operations) -> Mods
     return Mods(None, lambda score, b, h, q_idx, kv_idx: score + operations.floating(bias[h, q_idx, kv_idx]))
 
 
-def _neighborhood(place: Callable[[Any, int], tuple[Any, Any]]) -> Make:
-    """Keys near the query on a square canvas, whose places come in the order that `place` tells.
+def _neighborhood(order: str) -> Make:
+    """Keys near the query on a square canvas, whose places come in one of `ORDERS`.
 
     The kernel is moved inside at a border (Hassani et al. 2022, arXiv:2204.07143).
     """
@@ -100,6 +105,9 @@ def _neighborhood(place: Callable[[Any, int], tuple[Any, Any]]) -> Make:
     def make(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
         side = math.isqrt(problem.S)
         reach = min(KERNEL, side - 1 + side % 2) // 2
+        if operations.neighborhood is not None:
+            return Mods(operations.neighborhood(order, (side, side), (2 * reach + 1, 2 * reach + 1), TILE))
+        place = ORDERS[order]
 
         def near(query: Any, key: Any) -> Any:
             offset = operations.clip(query, reach, side - 1 - reach) - key
@@ -131,6 +139,9 @@ def _by_morton(index: Any, side: int) -> tuple[Any, Any]:
         column = column | (((index >> (2 * bit)) & 1) << bit)
         row = row | (((index >> (2 * bit + 1)) & 1) << bit)
     return row, column
+
+
+ORDERS = {"rows": _by_rows, "tiles": _by_tiles, "morton": _by_morton}
 
 
 def _slopes(problem: Problem) -> dict[str, np.ndarray]:
@@ -165,9 +176,9 @@ VARIANTS: dict[str, Variant] = {
     "document_mask": Variant(_document_mask, indices=_documents),
     "relative_table": Variant(_relative_table, _table),
     "pair_bias": Variant(_pair_bias, _bias),
-    "neighborhood": Variant(_neighborhood(_by_rows)),
-    "neighborhood_tiled": Variant(_neighborhood(_by_tiles)),
-    "neighborhood_morton": Variant(_neighborhood(_by_morton)),
+    "neighborhood": Variant(_neighborhood("rows")),
+    "neighborhood_tiled": Variant(_neighborhood("tiles")),
+    "neighborhood_morton": Variant(_neighborhood("morton")),
 }
 # Arrays that are as large as scores are held in the dtype of the query, small ones in float32.
 LARGE = ("bias",)

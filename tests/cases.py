@@ -10,6 +10,8 @@ import numpy as np
 
 from tests import captured_pairs as captured
 from tests import mask_pairs as masks
+from tests import ready_masks
+from tests import ready_score_pairs as ready
 from tests import score_pairs as scores
 from tests.mask_pairs import MaskPair
 from tests.score_pairs import ScorePair
@@ -186,6 +188,19 @@ CAPTURED = [
     Case("sorting", captured.sorting, unsupported={"triton": r"score_mod.*sort.*implementation='xla'"}),
 ]
 
+READY = [
+    Case("sandwich", ready.sandwich, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, **BF16),
+    Case("relu_activation", ready.relu_activation, **BF16),
+    Case("gelu_activation", ready.gelu_activation, masks.causal, block=32, **F16),
+    Case("spatial_bias", ready.spatial_bias, sizes=N(T=37, S=50, Hq=4, Hkv=2), **BF16),
+    Case("spatial_bias_of_one_graph", ready.spatial_bias_of_one_graph, sizes=N(T=37)),
+    Case("edge_bias", ready.edge_bias, sizes=N(T=37, S=50), **BF16),
+    Case("morton_neighborhood", mask=ready_masks.morton_neighborhood, sizes=N(T=128), block=32, **BF16),
+    Case("sliding_tile", mask=ready_masks.sliding_tile, sizes=N(T=105, Hq=4, Hkv=2), block=16, **BF16),
+    Case("shared_prefix", mask=ready_masks.shared_prefix, block=32, by_batch=True, **BF16),
+    Case("temporal_head", mask=ready_masks.temporal_head, sizes=N(T=130), **F16),
+]
+
 MASKED = [
     Case("causal", mask=masks.causal, sizes=N(T=257), block=128, **BF16),
     Case("causal_mask_mod", mask=masks.causal, sizes=N(T=129), **BF16),
@@ -310,7 +325,7 @@ DROPOUT = [
     Case("dropout_head_size_128", sizes=N(B=1, T=100, D=128), dropout_rate=0.1, **BF16),
 ]
 
-CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *MASKED, *SHAPES, *SINKS, *DROPOUT]
+CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *READY, *MASKED, *SHAPES, *SINKS, *DROPOUT]
 
 # Each batch entry with its own number of keys: first few queries, then more than are decoded.
 LENGTHS = [

@@ -19,6 +19,7 @@ KNOWN_SPILLS = {
     "switch": 480,
     "table_by_score": 32,  # not pipelined, see `estimate.can_pipeline`
     "scan": 64,
+    "edge_bias": 96,
     # Tiles that fill the registers; measured beside smaller ones, they win.
     "own_lists": 32,
     "decode_sees_nothing": 160,

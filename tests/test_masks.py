@@ -10,6 +10,9 @@ from jflex.block_mask.dense import create_mask
 from jflex.block_mask.mask import create_block_mask
 from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask, not_mask, or_masks
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from tests.ready_masks import READY
+
+pytestmark = pytest.mark.usefixtures("in_haste")
 
 BATCH, HEADS, LENGTH = 2, 2, 24
 I, J = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]
@@ -84,6 +87,7 @@ MASKS = {
     "not": (not_mask(masks.causal()), I < J),
     "and of nothing": (and_masks(), I + J >= 0),
     "or of nothing": (or_masks(), I + J < 0),
+    **READY,
 }
 
 

@@ -59,6 +59,7 @@ SHORT = {
     "test_layer_decoding_steps": r"update_the_cache.*nnx",
     "test_layer_transforms": r"orbax|message",
     "test_layers": r"captured_parameters.*xla|(attention_between|rotary).*nnx|rotate|wrong",
+    "test_masks": r"^(?!.*(groups (of|by)|Morton, high|even window|first frame|of a video|traced text|short ones))",
     "test_mod_sizes_fit": r"causal|alibi|document",
     "test_mod_traps": r"\[0|division",
     "test_models": r"transformers\[(gemma3|greedy_from_dense-mistral|greedy_from_pages-gemma2)|gradients.*llama2|"
@@ -73,6 +74,9 @@ SHORT = {
     "test_primitives": r"\[select-bfloat16-bfloat16",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*(xla|triton).*causal_grouped",
     "test_random_mods": r"seed|faults",
+    "test_ready_masks": r"^(?!.*test_attention)|xla.*(shared prefix|groups|blocks|cross attention|l head)\]"
+    r"|triton.*(documents|Morton, wide|sliding tile)\]",
+    "test_ready_scores": r"^(?!.*causal-triton)",
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",

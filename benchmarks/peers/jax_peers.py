@@ -18,7 +18,15 @@ from benchmarks import roofline
 from benchmarks.problems import Problem, requests_of
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
-OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip)
+_ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
+
+
+def _neighborhood(order: str, canvas: tuple[int, int], kernel: tuple[int, int], tile: tuple[int, int]) -> jflex.MaskMod:
+    cells = None if order == "rows" else _ORDERS[order](canvas, tile)
+    return jflex.masks.neighborhood(canvas, kernel, order=cells)
+
+
+OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip, _neighborhood)
 IMPLEMENTATIONS = {"jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-xla": "xla"}
 Captured = Mapping[str, jax.Array]
 BoundMods = Callable[[Captured], Mods]

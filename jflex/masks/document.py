@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int32
@@ -31,30 +32,69 @@ def document(q_ids: Int[ArrayLike, "*B T"], kv_ids: Int[ArrayLike, "*B S"] | Non
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
     q_ids = checked_array(q_ids, "`q_ids` of `document`", "integers")
-    kv_name = "q_ids" if kv_ids is None else "kv_ids"
+    kv_name = "`q_ids` of `document`" if kv_ids is None else "`kv_ids` of `document`"
     kv_ids = q_ids if kv_ids is None else checked_array(kv_ids, "`kv_ids` of `document`", "integers")
     if q_ids.ndim not in (1, 2) or kv_ids.ndim != q_ids.ndim or q_ids.shape[:-1] != kv_ids.shape[:-1]:
         raise ValueError(
             f"document ids must be [T] or [B, T], alike for queries and keys. Got {q_ids.shape} and {kv_ids.shape}."
         )
-    required = (
-        _positions("q_idx", q_ids.shape[-1], "q_ids", "query"),
-        _positions("kv_idx", kv_ids.shape[-1], kv_name, "key"),
-    )
+    required = (*for_ids("`q_ids` of `document`", q_ids, "q_idx"), *for_ids(kv_name, kv_ids, "kv_idx")[-1:])
     if q_ids.ndim == 1:
         return ReadyMod(lambda b, h, q_idx, kv_idx: q_ids[q_idx] == kv_ids[kv_idx], required)
-    rows = Requirement(
-        "b",
-        q_ids.shape[0],
-        "`q_ids` of `document` must hold one row for each batch entry",
-        "Pass ids [{}, T], or [T] for ids that all batch entries share.",
-    )
-    return ReadyMod(lambda b, h, q_idx, kv_idx: q_ids[b, q_idx] == kv_ids[b, kv_idx], (rows, *required))
+    return ReadyMod(lambda b, h, q_idx, kv_idx: q_ids[b, q_idx] == kv_ids[b, kv_idx], required)
 
 
-def _positions(axis: Axis, size: int, argument: str, of: str) -> Requirement:
-    rule = f"`{argument}` of `document` must hold one id for each {of}"
-    return Requirement(axis, size, rule, "Pass {} ids; padding can be a document of its own.")
+def causal_document(ids: Int[ArrayLike, "*B T"]) -> MaskMod:
+    """Packed documents of a causal language model: the keys from the first token of the query's document to the query.
+
+    The same as `causal` and `document` together where documents are consecutive; but a key is compared with two
+    positions instead of a loaded id, by which paged and cascade attention skip tiles.
+
+    Args:
+      ids: The document of every token, integers [T] for one packing that all batch entries share, or [B, T]. They may
+        be longer than a call. A document is a run of equal ids: an id that comes again is another document.
+
+    Returns:
+      A mask_mod; it uses ``b`` if the ids have a batch axis.
+
+    Raises:
+      TypeError: The ids are not integers.
+      ValueError: The ids do not have one or two axes.
+
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> print(create_block_mask(causal_document(jnp.array([0, 0, 0, 1, 1, 2])), None, None, 6, 6, block_size=1))
+    BlockMask(shape=(1, 1, 6, 6), block_size=(1, 1), sparsity=72.22%)
+    batch 0, head 0
+    ██          |
+    ████        |
+    ██████      |
+          ██    |
+          ████  |
+              ██|
+    """
+    ids = checked_array(ids, "`ids` of `causal_document`", "integers")
+    if ids.ndim not in (1, 2):
+        raise ValueError(f"`ids` of `causal_document` must be [T] or [B, T]. Got shape {ids.shape}.")
+    begins = jnp.diff(ids, axis=-1, prepend=ids[..., :1]) != 0
+    positions = jax.lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1)
+    starts = jax.lax.cummax(jnp.where(begins, positions, 0), axis=ids.ndim - 1)
+
+    def mask(b, h, q_idx, kv_idx):
+        return (kv_idx >= (starts[q_idx] if ids.ndim == 1 else starts[b, q_idx])) & (q_idx >= kv_idx)
+
+    return ReadyMod(mask, for_ids("`ids` of `causal_document`", ids, "q_idx"))
+
+
+def for_ids(argument: str, ids: Int[Array, "*B T"], *axes: Axis) -> tuple[Requirement, ...]:
+    """The requirements of document ids [T] or [B, T] that a mod indexes on these axes."""
+    rule, remedy = f"{argument} must hold one id for each", "Pass {} ids; padding can be a document of its own."
+    of = {"q_idx": "query", "kv_idx": "key"}
+    positions = tuple(Requirement(axis, ids.shape[-1], f"{rule} {of[axis]}", remedy) for axis in axes)
+    if ids.ndim == 1:
+        return positions
+    rule = f"{argument} must hold one row for each batch entry"
+    remedy = "Pass ids [{}, T], or [T] for ids that all batch entries share."
+    return (Requirement("b", ids.shape[0], rule, remedy), *positions)
 
 
 def document_ids_from_lengths(lengths: Int[ArrayLike, " N"], total: int) -> Int32[Array, " {total}"]:

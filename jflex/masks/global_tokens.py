@@ -27,6 +27,22 @@ def global_tokens(is_global: Bool[ArrayLike, " S"]) -> MaskMod:
     >>> from jflex.block_mask.dense import create_mask
     >>> create_mask(global_tokens(jnp.array([True, False, False])), None, None, 3, 3)[0, 0].astype(int).tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+
+    With a window, as in Longformer:
+
+    >>> import jflex
+    >>> mask_mod = jflex.or_masks(jflex.masks.sliding_window(1, 1), global_tokens(jnp.arange(8) == 3))
+    >>> print(jflex.create_block_mask(mask_mod, None, None, 8, 8, block_size=1))
+    BlockMask(shape=(1, 1, 8, 8), block_size=(1, 1), sparsity=50.00%)
+    batch 0, head 0
+    ████  ██        |
+    ████████        |
+      ██████        |
+    ████████████████|
+          ██████    |
+          ████████  |
+          ██  ██████|
+          ██    ████|
     """
     flags = checked_array(is_global, "`is_global` of `global_tokens`", "booleans", "[S]")
     rule = "`is_global` of `global_tokens` must hold one flag for each {}"

@@ -2,44 +2,91 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import functools
+import math
+import operator
 
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Int32
+
+from jflex.masks.grid_order import checked_grid, coordinates
 from jflex.mods.array_sizes import ReadyMod, for_positions
+from jflex.mods.arrays import checked_array
 from jflex.mods.compose import MaskMod
 
 
-def neighborhood(canvas: tuple[int, int], kernel: tuple[int, int]) -> MaskMod:
+def neighborhood(
+    canvas: tuple[int, ...], kernel: tuple[int, ...], *, order: Int[ArrayLike, " N"] | None = None
+) -> MaskMod:
     """Shows the keys of a `kernel` around the query; near a border the kernel is moved inside, so it keeps its size.
 
-    Position ``i`` of the sequence is row ``i // width`` and column ``i % width`` of the canvas.
+    Position ``i`` of the sequence is row ``i // width`` and column ``i % width`` of the canvas. With an order it is
+    cell ``order[i]``; the kernel then lies in fewer blocks, and less is computed.
 
     Args:
-      canvas: Height and width of the grid.
+      canvas: Height and width of the grid, or more axes before them.
       kernel: Height and width of the neighbourhood, odd and at most those of the canvas.
+      order: The order of the sequence, from `tile_order` or `morton_order`, for arrays that `reorder` brought into it;
+        None for row-major order.
 
     Returns:
       A mask_mod, for ``height * width`` queries and keys, or fewer.
 
     Raises:
-      ValueError: A side of the kernel is even or longer than that of the canvas.
+      TypeError: A side is not an integer, or the order is not of integers.
+      ValueError: A side of the kernel is even or longer than that of the canvas, or the order is of another canvas.
 
-    >>> from jflex.block_mask.dense import create_mask
-    >>> create_mask(neighborhood((3, 4), (1, 3)), None, None, 12, 12)[0, 0, 4].astype(int).reshape(3, 4).tolist()
-    [[0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    >>> from jflex.block_mask.mask import create_block_mask
+    >>> from jflex.masks.grid_order import morton_order
+    >>> create = lambda mask_mod: create_block_mask(mask_mod, None, None, 64, 64, block_size=8)
+    >>> print(create(neighborhood((4, 16), (3, 3))))
+    BlockMask(shape=(1, 1, 64, 64), block_size=(8, 8), sparsity=25.00%)
+    batch 0, head 0
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+    >>> print(create(neighborhood((4, 16), (3, 3), order=morton_order((4, 16)))))
+    BlockMask(shape=(1, 1, 64, 64), block_size=(8, 8), sparsity=37.50%)
+    batch 0, head 0
+    ░░░░░░░░        |
+    ░░░░░░░░        |
+    ░░░░░░░░░░░░    |
+    ░░░░░░░░░░░░    |
+        ░░░░░░░░░░░░|
+        ░░░░░░░░░░░░|
+            ░░░░░░░░|
+            ░░░░░░░░|
     """
+    canvas, kernel = checked_grid("neighborhood", canvas=canvas, kernel=kernel)
     for side, around in zip(canvas, kernel, strict=True):
-        if around % 2 == 0 or not 0 < around <= side:
+        if around % 2 == 0 or around > side:
             raise ValueError(f"`kernel` must be odd and fit in the canvas. Got {kernel} on a canvas of {canvas}.")
-    height, width = canvas
-
-    def near(query, key, side, around):
-        centre = jnp.clip(query, around // 2, side - 1 - around // 2)
-        return jnp.abs(centre - key) <= around // 2
+    cells = None if order is None else _checked_cells(order, canvas)
 
     def mask(b, h, q_idx, kv_idx):
-        rows = near(q_idx // width, kv_idx // width, height, kernel[0])
-        return rows & near(q_idx % width, kv_idx % width, width, kernel[1])
+        at = (coordinates(index if cells is None else cells[index], canvas) for index in (q_idx, kv_idx))
+        near = [
+            jnp.abs(jnp.clip(query, around // 2, side - 1 - around // 2) - key) <= around // 2
+            for query, key, side, around in zip(*at, canvas, kernel, strict=True)
+        ]
+        return functools.reduce(operator.and_, near)
 
     rule = "`canvas` of `neighborhood` must hold one position for each {}"
     remedy = "Pass a canvas of {} positions, height * width."
-    return ReadyMod(mask, for_positions(height * width, rule, remedy))
+    return ReadyMod(mask, for_positions(math.prod(canvas), rule, remedy))
+
+
+def _checked_cells(order: Int[ArrayLike, " N"], canvas: tuple[int, ...]) -> Int32[Array, " N"]:
+    cells = checked_array(order, "`order` of `neighborhood`", "integers", "[N]")
+    if cells.shape[0] != math.prod(canvas):
+        raise ValueError(
+            f"`order` of `neighborhood` must hold every cell of the canvas {canvas} once. Got {cells.shape[0]} cells. "
+            "Pass `tile_order` or `morton_order` of this canvas."
+        )
+    return cells.astype(jnp.int32)
