@@ -204,7 +204,7 @@ def plain(case: Case) -> Results:
         return _differentiated(case, draw(case), attend, (visible, where, np.float32(factors)), in_haste=True)
 
 
-def _plain(case: Case, query, key, value, captures, visible, places, factors) -> tuple[Any, Any]:
+def _plain(case: Case, query, key, value, captures, visible, places, factors=1.0) -> tuple[Any, Any]:
     n = case.sizes
     k, v = (jnp.repeat(jnp.broadcast_to(x, (n.B, *x.shape[1:])), n.Hq // n.Hkv, axis=2) for x in (key, value))
     s = _rounded_back(jnp.einsum("bthd,bshd->bhts", query, k, preferred_element_type=jnp.float32), query.dtype)
