@@ -224,7 +224,7 @@ def _where_visible(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
     return visible, [x.astype(np.int32) for x in (places[0], places[1], at_q, at_kv)]
 
 
-def _plain(case: Case, query, key, value, captures, visible, places, factors) -> tuple[Any, Any]:
+def _plain(case: Case, query, key, value, captures, visible, places, factors=1.0) -> tuple[Any, Any]:
     n = case.sizes
     weights, lse = _plain_weights(case, query, key, captures, visible, places)
     v = jnp.repeat(jnp.broadcast_to(value, (n.B, *value.shape[1:])), n.Hq // n.Hkv, axis=2)

@@ -84,7 +84,7 @@ def kept_mod(rate: float, key: Any, batch: int, heads: int) -> KeptMod | None:
 
     >>> kept = kept_mod(0.25, jax.random.key(0), 1, 1)
     >>> [bool(kept(0, 0, jnp.int32(5), jnp.int32(k))) for k in range(6)]
-    [True, True, True, False, True, True]
+    [True, True, True, True, False, True]
     """
     if rate == 0:
         return None
