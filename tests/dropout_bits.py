@@ -34,7 +34,7 @@ def _folded(words, number) -> tuple[np.ndarray, np.ndarray]:
 def threefry(key, counts) -> tuple[np.ndarray, np.ndarray]:
     """Threefry-2x32 of 20 rounds, after Salmon et al. 2011, section 3.
 
-    >>> [f"{int(x):08x}" for x in threefry((0, 0), (np.uint32([0]), np.uint32([0])))]  # of their test vectors
+    >>> [f"{x.item():08x}" for x in threefry((0, 0), (np.uint32([0]), np.uint32([0])))]  # of their test vectors
     ['6b200159', '99ba4efe']
     """
     with np.errstate(over="ignore"):

@@ -56,7 +56,12 @@ def paged(q, **how):
     return jflex.paged_attention(q[0, :21], cache, batch, score_mod=alibi, mask_mod=seen, return_lse=True, **how)
 
 
-CALLS = [training, packed, decoding, decoding_evenly, paged]
+def dropping(q, **how):
+    how = how | {"dropout_rate": 0.3, "dropout_key": jax.random.key(7)}
+    return jax.value_and_grad(lambda q: jnp.sum(jnp.sin(jflex.flex_attention(q, q, q, alibi, **how))))(q)
+
+
+CALLS = [training, packed, decoding, decoding_evenly, paged, dropping]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -7,8 +7,9 @@ From the key, Threefry-2x32 (Salmon et al. 2011, Parallel Random Numbers: As Eas
 batch entry and head, outside of the kernels. With these, ``q_idx`` and ``kv_idx`` are mixed by the integer hash
 lowbias32 (C. Wellons, Hash Prospector, 2018; of the form of the finalizer of MurmurHash3), into which the second word
 enters halfway. Its last step is left out: it changes only low bits, and a threshold decides by the high ones. On each
-weight that is two multiplications, five shifts and XORs, and a comparison; Threefry itself would be sixty-odd
-operations.
+weight that is two multiplications, two shifts, four XORs, a comparison and a select, where Threefry would take more
+than 60 instructions: with it, the Triton forward kernel (sm_90a, 64 x 64, jax 0.10.2) has 12 PTX instructions more for
+each score, the kernel for dQ 12, that for dK and dV 16.
 """
 
 from __future__ import annotations
