@@ -14,6 +14,8 @@ from jflex._call.checks import (
     check_arrays,
     check_block_mask,
     check_config,
+    check_lse,
+    check_normalize,
     check_scale,
     current_device,
     current_precision,
@@ -41,6 +43,7 @@ from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -49,6 +52,7 @@ def flex_attention(
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -57,6 +61,7 @@ def flex_attention(
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -71,6 +76,7 @@ def flex_attention(
     *,
     mask_mod: MaskMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
     sinks: Float[AnyArray, " _Hq"] | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
@@ -102,6 +108,8 @@ def flex_attention(
         whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
         gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0
         and S; checking others waits for their values.
+      normalize: ``"none"`` takes what `score_mod` returns as the weights themselves, 0 where masked: sigmoid attention
+        with `jflex.scores.sigmoid`, say. There is no lse then, and there are no sinks.
       sinks: A natural logit for each query head, which enters the denominator of its softmax and has no value: learned
         ones get gradients. See `with_sinks`; the lse includes them, so states that are to be merged must have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
@@ -147,9 +155,11 @@ def flex_attention(
     (2, 1, 4, 32)
     """
     call = prepare(
-        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
-        layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config,
+        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, normalize=normalize,
+        sinks=sinks, scale=scale, layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        config=config,
     )  # fmt: skip
+    check_lse(return_lse, normalize)
     saved = attend("flex_attention", call, implementation)
     return (saved.out, saved.lse) if return_lse else saved.out
 
@@ -170,6 +180,7 @@ def prepare(
     *,
     mask_mod: MaskMod | None,
     kv_lengths: Any,
+    normalize: Literal["softmax", "none"],
     sinks: Any,
     scale: float | None,
     layout: str,
@@ -192,6 +203,7 @@ def prepare(
     dropout_rate = check_dropout(dropout_rate, dropout_key)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
+    check_normalize(normalize, sinks)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
@@ -225,6 +237,7 @@ def prepare(
         config=config,
         kv_lengths=kv_lengths is not None,
         sinks=sinks is not None,
+        normalize=normalize,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
     call = Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths, sinks=sinks))

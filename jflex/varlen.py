@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import describe_array, device_of
+from jflex._call.checks import check_lse, describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
 from jflex._call.kv_lengths import known_lengths
@@ -43,7 +43,8 @@ from jflex.types import AnyArray
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
+    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -52,7 +53,8 @@ def flex_attention_varlen(
 def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None, sinks: AnyArray | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
+    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
     return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -68,6 +70,7 @@ def flex_attention_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -98,6 +101,7 @@ def flex_attention_varlen(
         `varlen_block_mask` does.
       block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths; it alone defines the mask. Its
         boundaries must equal those of the call; traced ones are not compared.
+      normalize: As in `flex_attention`.
       sinks: As in `flex_attention`. Padding tokens have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
@@ -131,12 +135,13 @@ def flex_attention_varlen(
     """
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
-        block_mask=block_mask, sinks=sinks, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        config=config,
+        block_mask=block_mask, normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, config=config,
     )  # fmt: skip
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
     call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
+    check_lse(return_lse, normalize)
     out, lse = attend("flex_attention_varlen", call, implementation)
     out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
     return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
@@ -166,6 +171,7 @@ def prepare(
     score_mod: ScoreMod | None,
     mask_mod: MaskMod | None,
     block_mask: VarlenBlockMask | None,
+    normalize: Literal["softmax", "none"],
     sinks: Any,
     scale: float | None,
     dropout_rate: float,
@@ -197,8 +203,8 @@ def prepare(
         score_mod, kept = reindexed(score_mod), reindexed(kept)
     call = prepare_dense(
         _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
-        mask_mod=None, kv_lengths=None, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0, dropout_key=None,
-        config=config,
+        mask_mod=None, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0,
+        dropout_key=None, config=config,
     )  # fmt: skip
     return PackedCall(with_dropout(call, dropout_rate, kept), q_ends, kv_ends)
 

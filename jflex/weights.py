@@ -102,15 +102,16 @@ def attention_weights(
     ···░░█
     """
     spec, inputs = prepare(
-        query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, sinks=sinks, scale=scale,
-        layout=layout, dropout_rate=0.0, dropout_key=None, config=None, has_value=False,
+        query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths,
+        normalize="softmax", sinks=sinks, scale=scale, layout=layout, dropout_rate=0.0, dropout_key=None,
+        config=None, has_value=False,
     )  # fmt: skip
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:
         return jnp.zeros((spec.B, spec.Hq, chosen.size, spec.S), jnp.float32)
     per_key = spec.B * spec.Hq * max(chosen.size, spec.D)
     size = min(spec.S, max(_LEAST_KEYS, _ELEMENTS_PER_STEP // per_key))
-    compute = functools.partial(_weights, spec, size=size)
+    compute: Any = functools.partial(_weights, spec, size=size)
     if jax.sharding.get_abstract_mesh().explicit_axes:
         compute = jax.sharding.auto_axes(compute, out_sharding=_out_sharding(spec, inputs))
     return compute(*match_manual_axes((inputs, chosen)))

@@ -61,6 +61,13 @@ def update(
     return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)
 
 
+def add_weights(
+    state: SoftmaxState, pv_dot: Callable[[jax.Array], tuple[jax.Array, ...]], p: jax.Array
+) -> SoftmaxState:
+    """One step without a softmax: `p` are weights, and only the output grows."""
+    return state._replace(out=tuple(x + y for x, y in zip(state.out, pv_dot(p), strict=True)))
+
+
 def with_sink(state: SoftmaxState, sink: jax.Array, log2_scale: float) -> SoftmaxState:
     """The state after one more score, of which the value is zero; `sink` is a natural logit, a scalar."""
     row_max = jnp.maximum(state.row_max, sink * (LOG2_E / log2_scale))

@@ -127,6 +127,7 @@ class AttentionSpec:
       sinks: Whether each head has a sink.
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
       dropout: Of the weights, or None.
+      normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
       programs: The tile programs of the mods, once a plan has made them.
     """
 
@@ -154,6 +155,7 @@ class AttentionSpec:
     sinks: bool = False
     heads_in_rows: bool = False
     dropout: Dropout | None = None
+    normalize: Literal["softmax", "none"] = "softmax"
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def __post_init__(self) -> None:

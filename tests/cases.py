@@ -54,6 +54,7 @@ class Case:
       precision: Of float32 products, as in `jax.default_matmul_precision`.
       kv_lengths: As in the call; what lies beyond is NaN for the backends.
       sinks: Whether each head has a sink; its gradient is named like that of a captured array, ``sinks``.
+      normalize: As in the call; without a softmax, the lse is 0 here.
       dropout_rate: As in the call; the key is that of `tests.dropout_bits`.
       positive: Draws queries and keys above 0, so that no score is near 0.
       unsupported: Backends that must refuse the case, with what their reason must match.
@@ -73,6 +74,7 @@ class Case:
     precision: str | None = None
     kv_lengths: tuple[int, ...] | None = None
     sinks: bool = False
+    normalize: str = "softmax"
     dropout_rate: float = 0.0
     positive: bool = False
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -315,6 +317,17 @@ SINKS = [
     Case("sinks_decode_bnth", captured.slopes, masks.causal, N(T=4, S=99, Hq=4, Hkv=2), layout="BNTH", sinks=True),
 ]
 
+NOT_NORMALIZED = [
+    Case("sigmoid", scores.sigmoid, masks.causal, N(T=129, Hq=4, Hkv=2), block=64, normalize="none", **BF16),
+    Case("sigmoid_everywhere", scores.sigmoid, sizes=N(T=70, S=100, Dv=40), normalize="none"),
+    Case("flash_sigmoid", scores.flash_sigmoid, sizes=N(B=1, T=100, D=128), scale=128**-0.5, normalize="none", **F16),
+    Case("sigmoid_decode", scores.sigmoid, sizes=N(T=1, S=300, Hq=8, Hkv=2), normalize="none", **F16),
+    Case("sigmoid_dropout", scores.sigmoid, masks.window, N(T=70), layout="BNTH", normalize="none", dropout_rate=0.2),
+    Case("scores_as_weights", mask=masks.strictly_causal, scale=-0.1, sizes=N(T=70), block=32, normalize="none"),
+    Case("bias_as_weights", captured.bias_hqk, masks.causal, N(T=67, S=70), normalize="none", **BF16),
+    Case("log_as_weights", scores.log_distance, masks.strictly_causal, N(T=67), block=32, normalize="none"),
+]
+
 DROPOUT = [
     Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16),
     Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
@@ -325,13 +338,14 @@ DROPOUT = [
     Case("dropout_head_size_128", sizes=N(B=1, T=100, D=128), dropout_rate=0.1, **BF16),
 ]
 
-CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *READY, *MASKED, *SHAPES, *SINKS, *DROPOUT]
+CASES = [*STANDARD, *ELEMENTWISE, *CAPTURED, *READY, *MASKED, *SHAPES, *SINKS, *NOT_NORMALIZED, *DROPOUT]
 
 # Each batch entry with its own number of keys: first few queries, then more than are decoded.
 LENGTHS = [
     Case("length_one_query", scores.softcap, sizes=N(B=3, T=1, S=500, Hq=8, Hkv=2), kv_lengths=(129, 0, 500), **BF16),
     Case("length_sinks", sizes=N(B=3, T=1, S=300, Hq=8, Hkv=2), kv_lengths=(129, 0, 300), sinks=True, **BF16),
     Case("length_many_sinks", mask=masks.causal, sizes=N(B=3, T=70, Hq=4), kv_lengths=(9, 0, 70), sinks=True),
+    Case("length_sigmoid", scores.sigmoid, sizes=N(B=3, T=1, S=300), kv_lengths=(129, 0, 300), normalize="none"),
     Case("length_of_one", sizes=N(B=1, T=1, S=700, Hq=4, Hkv=1), kv_lengths=(643,), **BF16),
     Case("length_mask_mod", captured.bias_hqk, masks.odd_keys, N(T=4, S=257, Hq=4, Hkv=2), kv_lengths=(257, 100)),
     Case(

@@ -86,7 +86,7 @@ def exact(case: Case) -> Exact:
     score = None if case.score is None else case.score.exact
     scale = case.sizes.D**-0.5 if case.scale is None else case.scale
     sinks, mask = captures.get("sinks"), functools.partial(_visible, case)
-    found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors_of(case))
+    found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors_of(case), case.normalize)
     grads = oracle.gradients(q, k, v, scale, score, found, captures, wide(x.d_out), wide(x.d_lse), sinks)
     return Exact(Results(found.out, found.lse, *grads[:4]), grads.masses, grads.output_masses, found)
 
@@ -138,7 +138,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         "no_repair": jflex.Config(contain_nan=False),
     }
     config = configs.get(manner)
-    out, lse = jflex.flex_attention(
+    result: Any = jflex.flex_attention(
         turn(query),
         turn(key),
         turn(value),
@@ -149,13 +149,19 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         sinks=score_captures.get("sinks"),
         scale=case.scale,
         layout=case.layout,
-        return_lse=True,
+        return_lse=case.normalize == "softmax",
+        normalize=case.normalize,
         dropout_rate=case.dropout_rate,
         dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
         implementation=implementation,
         config=one_pass(case) if manner == "one_pass" else config,
     )
+    out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(_lse_shape(case), jnp.float32))
     return turn(out), lse
+
+
+def _lse_shape(case: Case) -> tuple[int, int, int]:
+    return case.sizes.B, case.sizes.Hq, case.sizes.T
 
 
 def one_pass(case: Case) -> jflex.Config:
@@ -243,6 +249,8 @@ def _plain_weights(case: Case, query, key, captures, visible, places) -> tuple[A
         for _ in range(4):
             mod = jax.vmap(mod)
         s = mod(s, *places)
+    if case.normalize == "none":
+        return jnp.where(visible, s, 0.0), jnp.zeros(_lse_shape(case), jnp.float32)
     s = jnp.where(visible, s, -jnp.inf)
     sink = captures["sinks"][None, :, None, None] if case.sinks else jnp.full((), -jnp.inf)
     top = jax.lax.stop_gradient(jnp.maximum(s.max(-1, keepdims=True), sink))
@@ -299,7 +307,9 @@ def check_forward(case: Case, backend: str) -> None:
     lse_rounding = tolerance.one_rounding(right.lse, np.float32)
     if jax.default_backend() == "gpu" or case.dtype == "float32":
         moved = tolerance.score_rounding(draw(case), by_oracle.found, case)
-        around = np.einsum("bhts,bshd->bthd", by_oracle.found.weights * by_oracle.found.factors, np.abs(_values(case)))
+        around = np.einsum(
+            "bhts,bshd->bthd", np.abs(by_oracle.found.weights) * by_oracle.found.factors, np.abs(_values(case))
+        )
         lse_rounding = lse_rounding + moved
         out_rounding = out_rounding + 2 * np.where(np.isfinite(moved), moved, 0).swapaxes(1, 2)[..., None] * around
     tolerance.check("out", found.out, by_plain.out, right.out, out_rounding)

@@ -41,6 +41,7 @@ class Forward(NamedTuple):
     weights: np.ndarray
     visible: np.ndarray
     factors: np.ndarray | float = 1.0
+    normalize: str = "softmax"
 
 
 class Gradients(NamedTuple):
@@ -65,7 +66,16 @@ def grids(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
 
 
 def forward(
-    query, key, value, scale, score: Score | None, mask, captures: Captures, sinks=None, factors=None
+    query,
+    key,
+    value,
+    scale,
+    score: Score | None,
+    mask,
+    captures: Captures,
+    sinks=None,
+    factors=None,
+    normalize="softmax",
 ) -> Forward:
     """Follows the definition; `sinks` [Hq] enter the denominators, `factors` of dropout are a function of the grids."""
     k, v = (_per_query_head(x, query) for x in (key, value))
@@ -74,6 +84,11 @@ def forward(
     visible = np.broadcast_to(True if mask is None else mask(*places, captures), raw.shape)
     with np.errstate(all="ignore"):  # where nothing is visible, a mod may divide by 0
         s = raw if score is None else score.value(raw, *places, captures)
+    factors = 1.0 if factors is None else factors(*places)
+    if normalize == "none":
+        weights = np.where(visible, s, 0)
+        out = np.einsum("bhts,bshd->bthd", weights * factors, v)
+        return Forward(out, np.zeros(s.shape[:3]), raw, weights, visible, factors, normalize)
     s = np.where(visible, s, -np.inf)
     sink = -np.inf if sinks is None else sinks[:, None, None]
     top = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -82,7 +97,6 @@ def forward(
     total = np.where(empty, 1, weights.sum(-1, keepdims=True) + np.exp(sink - np.where(empty, 0, top)))
     weights = weights / total
     lse = np.where(empty, -np.inf, np.where(empty, 0, top) + np.log(total))[..., 0]
-    factors = 1.0 if factors is None else factors(*places)
     return Forward(np.einsum("bhts,bshd->bthd", weights * factors, v), lse, raw, weights, visible, factors)
 
 
@@ -96,9 +110,10 @@ def gradients(
     pull = lambda d_s, of: _pull(
         (of(query), of(key), of(value), of(d_out)), of(scale), score, found, captures, of(d_s), of
     )
-    sums, masses = pull(p * (d_p - delta + d_lse[..., None]), lambda x: x)
-    sizes, _ = pull(p * (d_p - delta + d_lse[..., None]), np.abs)
-    output = np.abs(found.out * d_out).sum(-1).swapaxes(1, 2)[..., None]
+    d_s = p * (d_p - delta + d_lse[..., None]) if found.normalize == "softmax" else np.where(found.visible, d_p, 0)
+    sums, masses = pull(d_s, lambda x: x)
+    sizes, _ = pull(d_s, np.abs)
+    output = np.abs(found.out * d_out).sum(-1).swapaxes(1, 2)[..., None] * (found.normalize == "softmax")
     by_output, output_masses = pull(p * output, np.abs)
     if sinks is not None:
         of_sink = np.exp(sinks[:, None] - found.lse)
@@ -146,7 +161,7 @@ def _pull(arrays, scale, score, found: Forward, captures: Captures, d_s, of) -> 
                 masses[name] += np.abs(each).sum()
     sums["query"] = scale * np.einsum("bhts,bshd->bthd", d_raw, k)
     sums["key"] = _per_key_head(scale * np.einsum("bhts,bthd->bshd", d_raw, query), key)
-    sums["value"] = _per_key_head(np.einsum("bhts,bthd->bshd", found.weights * found.factors, d_out), value)
+    sums["value"] = _per_key_head(np.einsum("bhts,bthd->bshd", of(found.weights) * found.factors, d_out), value)
     return sums, masses
 
 

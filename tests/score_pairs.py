@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+import jflex
 from tests.oracle import Score
 
 F32 = jnp.float32
@@ -106,6 +107,16 @@ softcap_of_much = plain(
     lambda s, b, h, q, k: 5 * jnp.tanh((s + jnp.sin((q - k).astype(F32))) / 5),
     lambda s, b, h, q, k: 5 * np.tanh((s + np.sin(q - k)) / 5),
     lambda s, b, h, q, k: 1 - np.tanh((s + np.sin(q - k)) / 5) ** 2,
+)
+flash_sigmoid = plain(  # of FlashInfer's documentation, with a scale of 128 ** -0.5
+    jflex.scores.sigmoid(0.25),
+    lambda s, *_: special.expit(s + 0.25),
+    lambda s, *_: special.expit(s + 0.25) * special.expit(-s - 0.25),
+)
+sigmoid = plain(
+    jflex.scores.sigmoid(-2.0),
+    lambda s, *_: special.expit(s - 2),
+    lambda s, *_: special.expit(s - 2) * special.expit(2 - s),
 )
 relu = plain(lambda s, b, h, q, k: 2 * jax.nn.relu(s), lambda s, *_: 2 * np.maximum(s, 0), lambda s, *_: 2.0 * (s > 0))
 softplus = plain(

@@ -31,7 +31,8 @@ def test_gradients_match_finite_differences(case):
         captures = {**drawn.score, **dict(zip(floats, captured, strict=True))}
         score = None if case.score is None else case.score.exact
         mask, sinks = functools.partial(evaluation._visible, case), captures.get("sinks")
-        found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, evaluation.factors_of(case))
+        factors = evaluation.factors_of(case)
+        found = oracle.forward(q, k, v, scale, score, mask, captures, sinks, factors, case.normalize)
         return np.sum(found.out * d_out) + np.sum(np.where(found.lse == -np.inf, 0, found.lse) * d_lse)
 
     gradients = exact.results

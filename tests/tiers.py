@@ -15,7 +15,8 @@ BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_
 
 # Of the tables of cases: a mod of each family, each form of a mask, decoding, each dtype and layout, a refusal.
 CASES = {
-    "bnth", "causal", "decode", "dropout", "head_size_300", "sinks", "slopes", "softcap", "sorting", "two_groups",
+    "bnth", "causal", "decode", "dropout", "head_size_300", "sigmoid", "sinks", "slopes", "softcap", "sorting",
+    "two_groups",
 }  # fmt: skip
 TABLES = {
     "test_attention_weights", "test_backward", "test_captured_gradients", "test_forward", "test_hopper", "test_oracle",

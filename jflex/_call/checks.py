@@ -122,6 +122,28 @@ def check_scale(scale: object, D: int) -> float:
     return float(scale)
 
 
+def check_normalize(normalize: object, sinks: object) -> None:
+    """Raises unless `normalize` is known and fits the sinks.
+
+    Raises:
+      ValueError: It is unknown, or there are sinks without a softmax.
+    """
+    if normalize not in ("softmax", "none"):
+        raise ValueError(f"`normalize` must be 'softmax' or 'none'. Got {normalize!r}.")
+    if normalize == "none" and sinks is not None:
+        raise ValueError(
+            "`sinks` enter the denominator of a softmax, and with `normalize='none'` there is none. Leave one out."
+        )
+
+
+def check_lse(return_lse: bool, normalize: str) -> None:
+    """Raises ValueError if an lse is requested where there is none."""
+    if return_lse and normalize == "none":
+        raise ValueError(
+            "`return_lse` must be False with `normalize='none'`: the lse is that of a softmax. Leave one of them out."
+        )
+
+
 def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: int, S: int) -> None:
     """Raises unless `block_mask` fits the call.
 

@@ -58,7 +58,10 @@ class Reference(Backend):
             if spec.score_mod is not None:
                 positions = [jax.lax.broadcasted_iota(jnp.int32, score.shape, axis) for axis in range(4)]
                 score = modified(spec.score_mod, operands, score.astype(jnp.float32), positions, visible).astype(exact)
-            weights, lse = softmax(score, visible, sinks)
+            if spec.normalize == "none":
+                weights, lse = jnp.where(visible, score, 0), jnp.zeros(spec.lse_shape(), exact)
+            else:
+                weights, lse = softmax(score, visible, sinks)
             weights = weights if kept is None else jnp.where(kept, weights * spec.kept_scale, 0)
             return outputs(weights, value), lse
 

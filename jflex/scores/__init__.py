@@ -13,5 +13,6 @@ from jflex.scores.graph_bias import edge_bias as edge_bias
 from jflex.scores.graph_bias import spatial_bias as spatial_bias
 from jflex.scores.relative_bias import relative_bias as relative_bias
 from jflex.scores.sandwich import sandwich as sandwich
+from jflex.scores.sigmoid import sigmoid as sigmoid
 from jflex.scores.softcap import softcap as softcap
 from jflex.scores.t5_bias import t5_bias as t5_bias

@@ -1,4 +1,4 @@
-"""Sandwich: what sinusoidal embeddings say of distances, as a bias (https://arxiv.org/abs/2212.10356, appendix E)."""
+"""Sandwich: what sinusoidal embeddings say of distances, as a bias (https://arxiv.org/abs/2212.10356)."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import softmax
 from pallas_kernels.marks import mark
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.triton.containment import Attended, cleared
 from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
-from pallas_kernels.triton.scores import Scores
+from pallas_kernels.triton.scores import Scores, linear_weights
 from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, S
 
@@ -79,17 +80,23 @@ class Attention(NamedTuple):
         return softmax.start(self.rows, zero_rows(self.rows, self.prepared.spec.Dv))
 
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
+        spec = self.prepared.spec
+        if spec.normalize == "none":
+            return tuple(x * spec.kept_scale for x in state.out), jnp.zeros((self.rows,), jnp.float32)
         log2_scale = self.prepared.log2_scale
         state = state if self.sink is None else softmax.with_sink(state, self.sink, log2_scale)
         return softmax.finish(state, log2_scale, self.prepared.spec.kept_scale)
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
+        product = lambda p: pv_dot(spec, tile.drop(p), values)
+        if spec.normalize == "none":
+            return softmax.add_weights(state, product, linear_weights(self.prepared, tile))
         return softmax.update(
             state,
             tile.s,
             log2_scale=log2_scale,
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
-            pv_dot=lambda p: pv_dot(spec, tile.drop(p), values),
+            pv_dot=product,
             may_be_empty=self.may_be_empty,
         )

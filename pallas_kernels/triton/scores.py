@@ -14,7 +14,7 @@ from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
-from pallas_kernels.triton.tile import evaluation, k_indices, q_indices
+from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights
 from pallas_kernels.types import Index, Ref
 
 
@@ -132,6 +132,29 @@ def compute(scores: Scores, q: Columns, k: Columns, first: Index, is_partial: bo
     visible = None if is_partial is False else _visible(scores, first, is_partial)
     s = s if visible is None else jnp.where(visible, s, -jnp.inf)
     return ScoreTile(s, visible, score, _kept(scores, first))
+
+
+def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
+    """The weights of a tile without a softmax: its scores, with zeros where masked."""
+    return tile.clear(tile.s * abs(scores.spec.scale) if scores.score is None else tile.s)
+
+
+def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.Array:
+    """The weights of a tile in the backward pass, before dropout.
+
+    Args:
+      scores: How the tile was computed.
+      tile: Its scores.
+      lse_log2: Of its queries, in base 2, [Bq, 1], or [1, Bq] where tiles are transposed.
+    """
+    if scores.spec.normalize == "none":
+        return linear_weights(scores, tile)
+    return weights(scores.spec, tile.s, scores.log2_scale, lse_log2)
+
+
+def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, delta: jax.Array) -> jax.Array:
+    """The cotangents of the modified scores, from weights and cotangents of weights; `delta` as `lse_log2` above."""
+    return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)
 
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:

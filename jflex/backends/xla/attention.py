@@ -76,7 +76,8 @@ class Xla(Backend):
             shape, exact = q.shape[:-1], _exact(spec)
             start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, spec.Dv), exact))
             top, total, out = walk.over_columns(unit, start, step)
-            return _finish(top, total, scaled_up(out, spec))
+            out = scaled_up(out, spec)
+            return (out, jnp.zeros(shape, exact)) if spec.normalize == "none" else _finish(top, total, out)
 
         out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
         lse = lse.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
@@ -178,11 +179,12 @@ class _Backward:
         visible = walk.visible(unit, column) if is_partial else None
         clear = lambda x, other=0.0: x if visible is None else jnp.where(visible, x, other)
         raw = _scaled(_einsum("bksd,bkdgq->bksgq", k, rows.q_columns, spec), spec)
-        s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf)
-        p = clear(jnp.exp(s - rows.lse))
+        is_softmax = spec.normalize == "softmax"
+        s = clear(_modified(walk, self.inputs, raw, unit, column), -jnp.inf if is_softmax else 0.0)
+        p = clear(jnp.exp(s - rows.lse)) if is_softmax else s
         kept = kept_weights(walk, self.inputs, unit, column)
         d_p = scaled_up(dropped(_einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec), kept), spec)
-        d_s = clear(p * (d_p - rows.delta))
+        d_s = clear(p * (d_p - rows.delta) if is_softmax else d_p)
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
         d_s = clear(d_s)
         d_s = (d_s * spec.scale).astype(spec.dtype)
@@ -346,11 +348,14 @@ def _accumulate(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """One step of the online softmax; dropout concerns the output alone."""
     row_max, row_sum, out = state
+    gemm = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
+    if spec.normalize == "none":
+        p = s if visible is None else jnp.where(visible, s, 0.0)
+        return row_max, row_sum, out + masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
     new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
     shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     p = jnp.exp(s - shift[..., None])
     alpha = jnp.exp(row_max - shift)
-    gemm = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
     out = out * alpha[..., None] + masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
     return new_max, row_sum * alpha + jnp.sum(p, axis=-1), out
 

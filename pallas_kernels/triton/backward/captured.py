@@ -32,7 +32,6 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, Ref
 
 MAX_TILE = 64
@@ -208,9 +207,9 @@ class _Program(NamedTuple):
         q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
         prepared = self._scores(at, self.derivative.nodes)
         outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
-        p = weights(spec, outs.s, prepared.log2_scale, log2_lse(vector(rows.lse, other=-jnp.inf))[:, None])
+        p = scores.probabilities(prepared, outs, log2_lse(vector(rows.lse, other=-jnp.inf))[:, None])
         d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))
-        d_s = p * (d_p - vector(rows.delta, other=0.0)[:, None])
+        d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]
         if self.work.axes.diagonal and rows_end:  # padding of the last tile is no padding in the first

@@ -37,7 +37,6 @@ from pallas_kernels.triton.head_chunks import (
     zero_rows,
 )
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -261,10 +260,10 @@ class _Head(NamedTuple):
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
-            p = weights(spec, tile.s, prepared.log2_scale, log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :])
+            p = scores.probabilities(prepared, tile, log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :])
             d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))
             d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
-            d_s = p * (d_p - vector(self.rows.delta, other=0.0)[None, :])
+            d_s = scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
             return add_rows(d_k, pv_dot(spec, d_s, q)), d_v, sums
@@ -280,10 +279,10 @@ class _Head(NamedTuple):
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
             lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))
-            p = tile.clear(weights(spec, tile.s, prepared.log2_scale, lse_log2[None, :]))
+            p = tile.clear(scores.probabilities(prepared, tile, lse_log2[None, :]))
             d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))
             d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
-            d_s = tile.clear(p * (d_p - vector(self.rows.delta, other=0.0)[None, :]))
+            d_s = tile.clear(scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
             d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
             return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)
 

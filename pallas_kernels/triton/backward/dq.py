@@ -41,7 +41,6 @@ from pallas_kernels.triton.head_chunks import (
     zero_rows,
 )
 from pallas_kernels.triton.launch import launch
-from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, Location, Ref, S
 
 
@@ -251,9 +250,9 @@ class _Queries(NamedTuple):
         load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
         k = load(self.arrays.key)
         tile = scores.compute(self.prepared, self.q, k, key, is_partial)
-        p = weights(spec, tile.s, self.prepared.log2_scale, self.lse_log2[:, None])
+        p = scores.probabilities(self.prepared, tile, self.lse_log2[:, None])
         d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))
-        return k, tile, p * (d_p - self.delta[:, None])
+        return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])
 
     def store(self, d_query: Ref, d_q: Columns) -> None:
         """Epilogue: scales and stores dQ."""
