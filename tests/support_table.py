@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import jflex
 from jflex import backends
 from jflex._call.dispatch import select, select_passes
+from jflex._call.dropout import kept_mod
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from pallas_kernels.plan import Refusal, all_gradients
-from pallas_kernels.spec import AttentionSpec, Blocks, Paging
+from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Paging
 from tests.specs import spec_of
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -67,6 +68,12 @@ def _distance(table):
 
 def _gathered(table, ids):
     return lambda score, b, h, q_idx, kv_idx: score + table[ids[q_idx], ids[kv_idx]]
+
+
+def _dropout(seed):
+    kept = kept_mod(0.1, jax.random.key(seed), B, HEADS)
+    assert kept is not None  # the rate is not 0
+    return {"dropout": Dropout(0.1, trace_mask_mod(kept)[0])}
 
 
 class Feature(NamedTuple):
@@ -129,6 +136,9 @@ def features() -> list[Feature]:
             "gradient of `table[ids[q_idx], ids[kv_idx]]`",
             _captured(lambda *x: _score(_gathered(*x)), table, ids),
         ),
+        Feature("`sinks`", {"sinks": True}),
+        Feature("`dropout_rate`", _captured(_dropout, ((), "uint32"))),
+        Feature('`normalize="none"` (sigmoid attention)', {"normalize": "none", **_score(jflex.scores.sigmoid(-8.0))}),
         Feature("a mod that sorts", _score(_sorting)),
         Feature("`Config(deterministic=True)`", {"config": jflex.Config(deterministic=True)}),
     ]
