@@ -70,16 +70,6 @@ ROWS = [
     ),
     ("rank_bnth", lambda: call((8, 4, 16), layout="BNTH"), ValueError, r"`query` must have four axes, \[B, Hq, T, D\]"),
     (
-        "captured_random_key",
-        lambda key=jax.random.key: call(
-            score_mod=functools.partial(
-                lambda key, s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(key, q)), key(0)
-            )
-        ),
-        TypeError,
-        r"`score_mod` cannot capture a random key; .*captures key<fry>\[\]\. Draw the numbers outside",
-    ),
-    (
         "integers",
         lambda: call(dtypes=(jnp.int32,) * 3),
         TypeError,

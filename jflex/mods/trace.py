@@ -129,12 +129,7 @@ def _trace(mod: Callable[..., ArrayLike], role: Role) -> tuple[TracedMod, tuple[
     with _explained(role, source):
         traced = jax.make_jaxpr(call)(*scalars)
     replay, operands = _hoist(traced)
-    for x in operands:
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise TypeError(
-                f"`{role}_mod` cannot capture a random key; {source} captures {x.dtype}[{','.join(map(str, x.shape))}]."
-                " Draw the numbers outside of the function, and capture the array."
-            )
+    replay, operands = _with_key_data(replay, operands, len(scalars))
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         residual = jax.make_jaxpr(replay)(*scalars, *avals)
@@ -275,6 +270,23 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
         return jnp.asarray(read(result))
 
     return replay, tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in captured.values())
+
+
+def _with_key_data(
+    replay: Callable[..., jax.Array], operands: tuple[jax.Array, ...], arguments: int
+) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
+    """The same with random keys as uint32, which any array may be; they become keys again where the mod uses them."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if not any(map(is_key, operands)):
+        return replay, operands
+    kinds = [jax.random.key_impl(x) if is_key(x) else None for x in operands]
+
+    def with_keys(*args: jax.Array) -> jax.Array:
+        captured = zip(args[arguments:], kinds, strict=True)
+        keys = (x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in captured)
+        return replay(*args[:arguments], *keys)
+
+    return with_keys, tuple(jax.random.key_data(x) if is_key(x) else x for x in operands)
 
 
 def _is_literal(x: _Known) -> bool:
