@@ -23,6 +23,8 @@ def _on_hopper(case: Case) -> Case:
     if block is not None:
         block = tuple(max(64, -(-size // 64) * 64) for size in (block if isinstance(block, tuple) else (block,) * 2))
     reason = REFUSED.get(case.name)
+    reason = r"kernels have no dropout" if case.dropout_rate else reason
+    reason = r"normalise by softmax alone" if case.normalize == "none" else reason
     return dataclasses.replace(
         case,
         block=block,
