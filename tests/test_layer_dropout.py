@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+import flax_layers
 import flax_layers.linen
 import flax_layers.nnx
 import jflex
@@ -172,6 +173,34 @@ def test_gradients_are_those_of_the_same_draw(flavour):
     expected = (loss(moved(1e-3)) - loss(moved(-1e-3))) / 2e-3
     slope = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(found), leaves, strict=True))
     np.testing.assert_allclose(slope, expected, rtol=2e-2)
+
+
+# --- Flax's own layers
+
+
+@flavours
+def test_the_function_for_flaxs_own_layers_drops(flavour):
+    """With the key that they pass, where each weight has its own draw."""
+    keys = []
+
+    def by_hand(query, key, value, dropout_rng=None, **handed):  # linen passes what it finds in the signature
+        keys.append(dropout_rng)
+        return jflex.flex_attention(query, key, value, dropout_rate=RATE, dropout_key=dropout_rng, implementation="xla")
+
+    options = {"num_heads": HEADS, "dropout_rate": RATE, "broadcast_dropout": False, "deterministic": False}
+    outputs = []
+    for function in (flax_layers.attention_fn(implementation="xla"), by_hand):
+        if flavour == "nnx":
+            layer = nnx.MultiHeadAttention(
+                in_features=IN_FEATURES, attention_fn=function, decode=False, rngs=nnx.Rngs(0), **options
+            )
+            outputs.append(layer(INPUTS))
+        else:
+            layer = linen.MultiHeadDotProductAttention(attention_fn=function, **options)
+            variables = layer.init(jax.random.key(0), INPUTS)
+            outputs.append(layer.apply(variables, INPUTS, rngs={"dropout": jax.random.key(1)}))
+    assert keys
+    assert_same(*outputs)
 
 
 # --- errors
