@@ -88,6 +88,7 @@ class Layer:
     rotary_scaling: Any
     rotary_dim: Any
     implementation: Any
+    dropout_rate: Any
     query: Any
     key: Any
     value: Any
@@ -109,6 +110,12 @@ def check_heads(in_features: int, num_heads: int, num_kv_heads: int, head_dim: i
             f"`num_heads` must divide `in_features` if `head_dim` is not set. Got in_features={in_features}, num_heads="
             f"{num_heads}. Pass `head_dim`, or change one of them."
         )
+
+
+def check_dropout_rate(rate: float) -> None:
+    """Raises ValueError if the `dropout_rate` of a layer is outside of [0, 1)."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"`dropout_rate` must be at least 0 and less than 1. Got {rate}.")
 
 
 def heads_of(
@@ -178,9 +185,11 @@ def attend(
     inputs: Float[Array, "*batch T features"],
     mods: Mods,
     positions: Int[Array, "*#batch T"] | None,
+    dropout_key: Any = None,
 ) -> Float[Array, "*batch T features"]:
-    """Computes the call of a layer."""
+    """Computes the call of a layer. It drops weights if there is a `dropout_key`."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
+    dropout = {} if dropout_key is None else {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
     known = length if positions is None else None
     positions = jnp.arange(length) if positions is None else positions
     query, key, value = map(fold_batch, project(layer, inputs, positions, known))
@@ -194,6 +203,7 @@ def attend(
         sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
+        **dropout,
     )
     return join(layer, attended.reshape(*batch, *attended.shape[1:]))
 

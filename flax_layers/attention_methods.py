@@ -1,9 +1,12 @@
-"""The methods of the attention layers of nnx and linen. Each layer adds its constructor and its parameters."""
+"""The methods that the attention layers of nnx and linen share.
+
+Each layer adds its constructor, its parameters and its `__call__`, where keys for dropout come as Flax passes them.
+"""
 
 from __future__ import annotations
 
 from flax.typing import Dtype
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int32
 
 import jflex
 from flax_layers import attention_core
@@ -12,36 +15,7 @@ from flax_layers.streaming_llm import Streaming
 
 
 class AttentionMethods(attention_core.Layer):
-    """The calls of a `FlexAttention`: whole sequences, and sequences in a dense or a paged cache."""
-
-    def __call__(
-        self,
-        inputs: Float[Array, "*batch T features"],
-        *,
-        score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
-        positions: Int[Array, "*#batch T"] | None = None,
-    ) -> Float[Array, "*batch T features"]:
-        """Attends within each sequence.
-
-        Args:
-            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
-                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
-            score_mod: Replaces the constructor's.
-            mask_mod: Replaces the constructor's mask, of either form.
-            block_mask: Replaces the constructor's mask, of either form.
-            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
-                always indices within the sequence.
-
-        Returns:
-            One vector for each position, in the dtype of the computation.
-
-        Raises:
-            ValueError: A BlockMask for another length or batch, and what `jflex.flex_attention` raises.
-        """
-        mods = self._mods(score_mod, mask_mod, block_mask)
-        return attention_core.attend(self, inputs, mods, positions)
+    """The calls of a `FlexAttention` on sequences in a dense or a paged cache. They are inference and never drop."""
 
     def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
         """A dense cache of empty sequences for `decode`. It needs no parameters.
@@ -101,7 +75,8 @@ class AttentionMethods(attention_core.Layer):
         mods capture must cover all positions in use, not only those of this call; for ready mods this is checked as far
         as lengths are known.
 
-        The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place.
+        The lengths are data: one program serves all of them. Donate the cache to `jit` to update it in place. This is
+        inference: it never drops weights, whatever the layer's `dropout_rate`.
 
         Args:
             inputs: The next T tokens of each sequence. Leading axes are folded as by `__call__`.
@@ -139,7 +114,7 @@ class AttentionMethods(attention_core.Layer):
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
         Prompts, chunks of prompts and single tokens go in one call, without padding. Mods, positions, masks and
-        donation are as in `decode`; `b` is the number of the request in `batch`.
+        donation are as in `decode`; `b` is the number of the request in `batch`. It never drops weights, either.
 
         Args:
             inputs: The tokens of all requests, packed in the order of `batch`.

@@ -13,6 +13,7 @@ import jflex
 from flax_layers.attention_core import Mods, fold_batch
 from flax_layers.handed_over import (
     check_handed_over,
+    dropout_options,
     four_axes,
     matmul_precision,
     reader,
@@ -150,9 +151,9 @@ class AttentionFn:
             value: Values.
             bias: Added to the scores; broadcasts to [*batch, Hq, T, S].
             mask: 0 or False where a key is not attended to; broadcasts to [*batch, Hq, T, S].
-            broadcast_dropout: Ignored, as no dropout is applied.
-            dropout_rng: Ignored, as no dropout is applied.
-            dropout_rate: Must be 0 unless `deterministic`.
+            broadcast_dropout: Must be False where dropout is active: each weight has its own draw.
+            dropout_rng: Key of the dropout.
+            dropout_rate: Probability with which each weight is dropped, unless `deterministic`.
             deterministic: Whether dropout is off.
             dtype: Dtype to which queries, keys and values are cast. Default: their promoted dtype.
             precision: Precision of float32 matrix products, forward and backward.
@@ -169,22 +170,17 @@ class AttentionFn:
             One vector for each query and head.
 
         Raises:
-            NotImplementedError: An argument that must be None is not None, or dropout is active.
-            ValueError: Shapes do not fit, or the position of the query is unknown.
+            NotImplementedError: An argument that must be None is not None, or active dropout is to be broadcast.
+            ValueError: Shapes do not fit, the position of the query is unknown, or dropout has no key.
         """
-        del broadcast_dropout, dropout_rng, force_fp32_for_softmax
+        del force_fp32_for_softmax
         einsums = {
             "einsum_dot_general": einsum_dot_general,
             "qk_attn_weights_einsum": qk_attn_weights_einsum,
             "attn_weights_value_einsum": attn_weights_value_einsum,
         }
-        check_handed_over(
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            module=module,
-            input_positions=input_positions,
-            einsums=einsums,
-        )
+        dropout = dropout_options(dropout_rate, deterministic, broadcast_dropout, dropout_rng)
+        check_handed_over(module=module, input_positions=input_positions, einsums=einsums)
         if promote_dtype is None:
             query, key, value = linen_promote_dtype(query, key, value, dtype=dtype)
         else:
@@ -194,7 +190,7 @@ class AttentionFn:
         mask_mod = with_parameters("mask_mod", self.mask_mod)
         call = _Call(Mods(score_mod, mask_mod, self.block_mask), query, key, value, bias, mask, is_causal)
         with matmul_precision(precision):
-            attended = call.run(self.decode, self.options)
+            attended = call.run(self.decode, self.options | dropout)
         return attended.reshape(*query.shape[:-1], value.shape[-1])
 
 

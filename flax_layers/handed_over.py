@@ -15,14 +15,46 @@ Reader = Callable[[Any, Any, Any, Any], Array]
 """`(b, h, q_idx, kv_idx) -> element`, on scalars."""
 
 
-def check_handed_over(
-    *, dropout_rate: float, deterministic: bool, module: Any, input_positions: Any, einsums: dict[str, Any]
-) -> None:
+def dropout_options(rate: float, deterministic: bool, is_broadcast: bool, key: Any) -> dict[str, Any]:
+    """Returns the arguments for dropout of `jflex.flex_attention`.
+
+    Args:
+        rate: The argument `dropout_rate` of Flax.
+        deterministic: Whether dropout is off.
+        is_broadcast: The argument `broadcast_dropout`; must be False unless dropout is off.
+        key: The argument `dropout_rng`.
+
+    Returns:
+        No arguments if dropout is off.
+
+    Raises:
+        NotImplementedError: Batch entries and heads would share one draw.
+        ValueError: There is no key.
+
+    Example:
+        >>> dropout_options(0.1, True, True, None)
+        {}
+        >>> dropout_options(0.1, False, True, None)
+        Traceback (most recent call last):
+        NotImplementedError: `broadcast_dropout` must be False where dropout is active. Got True, ...
+    """
+    if rate == 0 or deterministic:
+        return {}
+    if is_broadcast:
+        raise NotImplementedError(
+            f"`broadcast_dropout` must be False where dropout is active. Got True, `dropout_rate` {rate}: here each "
+            "weight has its own draw, which batch entries and heads do not share. Make the layer with "
+            "broadcast_dropout=False or dropout_rate=0, or call it with deterministic=True."
+        )
+    if key is None:
+        raise ValueError(f"`dropout_rng` is missing, and `dropout_rate` is {rate}. Pass a key, or deterministic=True.")
+    return {"dropout_rate": rate, "dropout_key": key}
+
+
+def check_handed_over(*, module: Any, input_positions: Any, einsums: dict[str, Any]) -> None:
     """Refuses arguments that jflex does not support.
 
     Args:
-        dropout_rate: Must be 0 unless `deterministic`.
-        deterministic: Whether dropout is off.
         module: The module that sows attention weights; must be None.
         input_positions: Positions for a rotary embedding; must be None.
         einsums: Replacements of matrix products, by name; all must be None.
@@ -31,16 +63,10 @@ def check_handed_over(
         NotImplementedError: An argument is set.
 
     Example:
-        >>> check_handed_over(dropout_rate=0.1, deterministic=False, module=None, input_positions=None, einsums={})
+        >>> check_handed_over(module=object(), input_positions=None, einsums={})
         Traceback (most recent call last):
-        NotImplementedError: `dropout_rate` must be 0 where `deterministic` is False. Got 0.1: this `attention_fn` ...
+        NotImplementedError: `module` is set to sow the attention weights (`sow_weights=True`), which jflex never ...
     """
-    if dropout_rate > 0 and not deterministic:
-        raise NotImplementedError(
-            f"`dropout_rate` must be 0 where `deterministic` is False. Got {dropout_rate}: this `attention_fn` "
-            "applies none. Make the layer with dropout_rate=0, call it with deterministic=True, or pass a function of "
-            "your own that calls `jflex.flex_attention(..., dropout_rate=..., dropout_key=...)`."
-        )
     if module is not None:
         raise NotImplementedError(
             "`module` is set to sow the attention weights (`sow_weights=True`), which jflex never stores. Call the "

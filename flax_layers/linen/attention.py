@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen
 from flax.typing import Dtype, Initializer
+from jaxtyping import Array, Float, Int
 
 import jflex
 from flax_layers import attention_core
@@ -54,11 +55,14 @@ class FlexAttention(AttentionMethods, linen.Module):
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
         bias_init: Initializer of their biases.
+        dropout_rate: Probability with which a call drops each attention weight; every weight has its own draw.
+            `decode` and `decode_paged` never drop.
+        deterministic: Whether dropout is off. With a rate, it must be set here or in the call.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
 
     Raises:
-        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, or a mod
-            holds parameters of NNX.
+        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, a mod
+            holds parameters of NNX, or the rate is outside of [0, 1).
 
     Example:
         >>> import jax
@@ -102,6 +106,8 @@ class FlexAttention(AttentionMethods, linen.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = linen.initializers.lecun_normal()
     bias_init: Initializer = linen.initializers.zeros_init()
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
     implementation: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +118,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         for name, mod in (("score_mod", self.score_mod), ("mask_mod", self.mask_mod)):
             check_no_nnx_state(name, mod)
             jflex.check_mod_sizes(mod, heads=self.num_heads, caller="a layer")
+        attention_core.check_dropout_rate(self.dropout_rate)
         super().__post_init__()
 
     def setup(self) -> None:
@@ -131,8 +138,42 @@ class FlexAttention(AttentionMethods, linen.Module):
         zeros = linen.initializers.zeros_init()
         self.sinks = self.param("sinks", zeros, (self.num_heads,), self.param_dtype) if self.use_sinks else None
 
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        *,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+    ) -> Float[Array, "*batch T features"]:
+        """Attends within each sequence.
+
+        Args:
+            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
+                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces the constructor's mask, of either form.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
+            deterministic: Whether dropout is off. Pass it here or to the constructor, not to both.
+            dropout_rng: Key of this call's dropout. Default: one from `self.make_rng("dropout")`.
+
+        Returns:
+            One vector for each position, in the dtype of the computation.
+
+        Raises:
+            ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
+                what `jflex.flex_attention` raises.
+        """
+        dropout_key = _dropout_key(self, deterministic, dropout_rng)
+        mods = self._mods(score_mod, mask_mod, block_mask)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key)
+
     # linen wraps only methods of the class's own namespace, not inherited ones.
-    __call__ = AttentionMethods.__call__
     decode = AttentionMethods.decode
     decode_paged = AttentionMethods.decode_paged
 
@@ -149,3 +190,17 @@ class FlexAttention(AttentionMethods, linen.Module):
     @linen.nowrap
     def _compute_dtype(self) -> Dtype:
         return self.dtype or self.param_dtype
+
+
+def _dropout_key(layer: FlexAttention, deterministic: bool | None, dropout_rng: Array | None) -> Array | None:
+    """The key of a call, None if it drops nothing."""
+    if layer.dropout_rate == 0 or linen.merge_param("deterministic", layer.deterministic, deterministic):
+        return None
+    if dropout_rng is not None:
+        return dropout_rng
+    if not (layer.has_rng("dropout") or layer.has_rng("params")):  # linen falls back to that one
+        raise ValueError(
+            f"There is no key for dropout, and `dropout_rate` is {layer.dropout_rate}. Pass "
+            '`rngs={"dropout": key}` to `apply`, `dropout_rng` to this call, or deterministic=True.'
+        )
+    return layer.make_rng("dropout")

@@ -5,8 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
@@ -50,12 +52,19 @@ class FlexAttention(AttentionMethods, Projections):
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the four projections.
         bias_init: Initializer of their biases.
+        dropout_rate: Probability with which a call drops each attention weight; every weight has its own draw.
+            `decode` and `decode_paged` never drop.
+        deterministic: Whether dropout is off; `train()`, `eval()` and `nnx.view` set it. With a rate, it must be set in
+            one of these ways or in the call.
+        keep_rngs: Whether the layer keeps a stream of its own for dropout, forked from `rngs.dropout` if there is a
+            rate. If not, pass `rngs` to each call.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
-        rngs: Source of the keys of the initializers.
+        rngs: Source of the keys of the initializers, and of dropout.
 
     Raises:
-        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, or a mod
-            holds parameters that would get no gradients.
+        ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, a mod
+            holds parameters that would get no gradients, the rate is outside of [0, 1), or `rngs` have no stream for
+            dropout.
 
     Example:
         >>> import jax.numpy as jnp
@@ -110,12 +119,16 @@ class FlexAttention(AttentionMethods, Projections):
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008  a pure function, Flax's own habit
         bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        keep_rngs: bool = True,
         implementation: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             check_no_hidden_state(name, mod)
             jflex.check_mod_sizes(mod, heads=num_heads, caller="a layer")
+        attention_core.check_dropout_rate(dropout_rate)
         super().__init__(
             in_features, num_heads, num_kv_heads, head_dim,
             rotary_base=rotary_base, rotary_scaling=rotary_scaling, rotary_dim=rotary_dim,
@@ -128,6 +141,90 @@ class FlexAttention(AttentionMethods, Projections):
         self.block_mask = nnx.data(block_mask)
         self.scale = scale
         self.implementation = implementation
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
+        self.rngs = nnx.data(_dropout_stream(rngs).fork() if keep_rngs and dropout_rate > 0 else None)
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch T features"],
+        *,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+        block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+    ) -> Float[Array, "*batch T features"]:
+        """Attends within each sequence.
+
+        Args:
+            inputs: One vector for each position. The leading axes are folded into one batch axis, the last of them
+                fastest; `b` in mods, and the batch of a BlockMask, count along that axis.
+            score_mod: Replaces the constructor's.
+            mask_mod: Replaces the constructor's mask, of either form.
+            block_mask: Replaces the constructor's mask, of either form.
+            positions: Positions for the rotary embedding. Default: 0, 1, 2, ... `q_idx` and `kv_idx` in mods are
+                always indices within the sequence.
+            deterministic: Whether dropout is off. Replaces the layer's own.
+            rngs: Source of the key of this call's dropout, or the key. Replaces the stream that the layer keeps.
+
+        Returns:
+            One vector for each position, in the dtype of the computation.
+
+        Raises:
+            TypeError: `rngs` has a wrong type.
+            ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
+                what `jflex.flex_attention` raises.
+        """
+        dropout_key = self._dropout_key(deterministic, rngs)
+        mods = self._mods(score_mod, mask_mod, block_mask)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets what `nnx.view` changes.
+
+        Args:
+            deterministic: Whether dropout is off. None: as it is.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def _dropout_key(self, deterministic: bool | None, rngs: Any) -> Array | None:
+        """The key of a call, None if it drops nothing."""
+        if self.dropout_rate == 0:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"`deterministic` is not set, and `dropout_rate` is {self.dropout_rate}. Call `layer.train()` or "
+                "`layer.eval()`, or pass `deterministic` to the constructor or to this call."
+            )
+        if deterministic:
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        if isinstance(rngs, Array):
+            return rngs
+        if rngs is None:
+            raise ValueError(
+                f"`rngs` are missing: `dropout_rate` is {self.dropout_rate}, and the layer keeps no stream "
+                "(keep_rngs=False). Pass `rngs=nnx.Rngs(dropout=key)` to this call, or deterministic=True."
+            )
+        return _dropout_stream(rngs)()
 
     def _compute_dtype(self) -> Dtype:
         return self.key.dtype or self.key.param_dtype
+
+
+def _dropout_stream(rngs: Any) -> nnx.RngStream:
+    """The stream for dropout: that of this name, or else the default one."""
+    if isinstance(rngs, nnx.RngStream):
+        return rngs
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"`rngs` must be nnx.Rngs, an nnx.RngStream or a random key. Got {type(rngs).__name__}.")
+    if "dropout" not in rngs and "default" not in rngs:
+        raise ValueError(
+            f'`rngs` must have a stream "dropout" or a default one, because `dropout_rate` is above 0. Got the streams '
+            f"{sorted(rngs)}. Add one, as `nnx.Rngs(params=0, dropout=1)`."
+        )
+    return rngs.dropout
