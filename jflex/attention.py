@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
@@ -27,10 +28,11 @@ from jflex._call.sinks import fold_sinks
 from jflex._jax import custom_vjp
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.backends.base import Inputs, Saved
+from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
-from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.state import checked_sinks
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
@@ -196,10 +198,9 @@ def prepare(
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
     check_arrays(query, key, value, layout, has_value=has_value)
     value = value if has_value else key
-    B, T, Hq = query.shape[0], *(query.shape[1:3] if layout == "BTNH" else query.shape[2:0:-1])
-    S, Hkv = key.shape[1:3] if layout == "BTNH" else key.shape[2:0:-1]
-    D, Dv = query.shape[3], value.shape[3]
-    scale = check_scale(scale, D)
+    sizes = _Sizes.of(query, key, value, layout)
+    B, T, S, Hq = sizes[:4]
+    scale = check_scale(scale, sizes.D)
     dropout_rate = check_dropout(dropout_rate, dropout_key)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
@@ -208,29 +209,17 @@ def prepare(
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
-    blocks, lists = None, None
-    if block_mask is not None:
-        mask, mask_operands, lists = block_mask.traced, block_mask.mask_operands, block_mask.lists
-        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2])
-    else:
-        mask, mask_operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
-    config = check_config(config, blocks)
+    mask = _traced_mask(block_mask, mask_mod)
+    config = check_config(config, mask.blocks)
     platform, device_kind = current_device(query, key, value)
     spec = AttentionSpec(
-        B=B,
-        T=T,
-        S=S,
-        Hq=Hq,
-        Hkv=Hkv,
-        D=D,
-        Dv=Dv,
-        Bkv=key.shape[0],
+        **sizes._asdict(),
         dtype=str(query.dtype),
         layout=layout,
         scale=scale,
         score_mod=score,
-        mask_mod=mask,
-        blocks=blocks,
+        mask_mod=mask.mod,
+        blocks=mask.blocks,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),
@@ -240,8 +229,44 @@ def prepare(
         normalize=normalize,
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
-    call = Call(spec, Inputs(query, key, value, lists, score_operands, mask_operands, kv_lengths, sinks=sinks))
+    call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
     return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a call, by the letters of `AttentionSpec`."""
+
+    B: int
+    T: int
+    S: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    Bkv: int
+
+    @classmethod
+    def of(cls, query: Any, key: Any, value: Any, layout: str) -> _Sizes:
+        """Those of checked arrays."""
+        length, heads = (1, 2) if layout == "BTNH" else (2, 1)
+        (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
+        return cls(query.shape[0], T, S, Hq, Hkv, query.shape[3], value.shape[3], key.shape[0])
+
+
+class _Mask(NamedTuple):
+    """The mask of a call: the traced mod, the arrays that it captures, and the blocks and lists of a BlockMask."""
+
+    mod: TracedMod | None
+    operands: tuple[jax.Array, ...]
+    blocks: Blocks | None = None
+    lists: BlockLists | None = None
+
+
+def _traced_mask(block_mask: BlockMask | None, mask_mod: MaskMod | None) -> _Mask:
+    if block_mask is not None:
+        blocks = Blocks(block_mask.block_size, *block_mask.shape[:2])
+        return _Mask(block_mask.traced, block_mask.mask_operands, blocks, block_mask.lists)
+    return _Mask(None, ()) if mask_mod is None else _Mask(*trace_mask_mod(mask_mod))
 
 
 def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
