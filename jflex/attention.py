@@ -201,7 +201,8 @@ def prepare(
     sizes = _Sizes.of(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
     scale = check_scale(scale, sizes.D)
-    dropout_rate = check_dropout(dropout_rate, dropout_key)
+    has_dropout = dropout_key is not None or type(dropout_rate) is not float or dropout_rate != 0
+    dropout_rate = check_dropout(dropout_rate, dropout_key) if has_dropout else 0.0
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
     check_normalize(normalize, sinks)
@@ -230,7 +231,7 @@ def prepare(
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
     call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
-    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
+    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq)) if has_dropout else call
 
 
 class _Sizes(NamedTuple):
