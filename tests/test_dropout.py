@@ -294,7 +294,7 @@ def test_mosaic_gpu_refuses_it():
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     call = jflex.attention.prepare(
         x, x, x, None, None, mask_mod=None, kv_lengths=None, scale=None, layout="BTNH", dropout_rate=RATE,
-        dropout_key=KEY, config=None,
+        dropout_key=KEY, normalize="softmax", sinks=None, config=None,
     )  # fmt: skip
     assert limit_of_arrays(call.spec) == "its kernels have no dropout"
     assert mosaic_gpu._plan(call.spec, None) == Refusal("its kernels have no dropout")
