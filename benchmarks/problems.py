@@ -29,6 +29,7 @@ class Problem:
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
+      weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
       source: Where the problem comes from.
     """
 
@@ -46,6 +47,7 @@ class Problem:
     page: int = 0
     prefix: int = 0
     Dv: int = 0
+    weights: str = ""
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -63,6 +65,7 @@ class Problem:
     def label(self) -> str:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
+        notes += f", {self.weights}" if self.weights else ""
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
         return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
 
@@ -205,6 +208,18 @@ def _blocks() -> list[Problem]:
     shapes = [(16, S, 16, 64) for S in (1024, 2048, 4096, 8192)] + [(4, 16384, 16, 64), (2, 16384, 16, 128)]
     forms = ("split", "partial", "everywhere")
     return [square(*shape, "causal", form=form) for shape in shapes for form in forms]
+
+
+@_suite("sinks, dropout and sigmoid weights beside a plain softmax", "jflex jflex-mosaic jflex-triton")
+def _weights() -> list[Problem]:
+    shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
+    kinds = ("", "sinks", "dropout", "sigmoid")
+    return [
+        square(*shape, variant, weights=x)
+        for shape in shapes
+        for variant in ("causal", "sliding_window")
+        for x in kinds
+    ]
 
 
 @_suite("captured arrays with and without their gradient", _CUDNN)

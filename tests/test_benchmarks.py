@@ -13,7 +13,7 @@ import pytest
 from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers import jax_peers
-from benchmarks.peers.table import by_library, peers_of
+from benchmarks.peers.table import PEERS, by_library, peers_of
 from benchmarks.problems import SUITES, Problem, parts_of_mixed, requests_of, square, suite
 from benchmarks.variants import VARIANTS, Operations
 
@@ -140,3 +140,21 @@ def test_what_the_parent_process_uses_loads_no_library():
     words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
     words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("weights", ["sinks", "dropout", "sigmoid"])
+def test_other_weights_than_of_a_plain_softmax(weights):
+    """The output differs from that of a plain softmax; peers have no such weights."""
+    plain, other = (square(1, 64, 2, 16, "causal", weights=x) for x in ("", weights))
+    outs = []
+    for problem in (plain, other):
+        mods, captured = jax_peers.mods_of(problem)
+        block_mask, _ = jax_peers.block_mask_of(problem, mods(captured))
+        outs.append(
+            jax_peers.attention("jflex-xla", problem, mods)(*jax_peers.inputs_of(problem, captured, block_mask))
+        )
+    assert np.isfinite(np.asarray(outs[1], np.float32)).all()
+    assert not np.allclose(*(np.asarray(x, np.float32) for x in outs), atol=0.05)
+    found = by_library(other, tuple(PEERS.values()))
+    assert all(name.startswith("jflex") for names in found.values() for name in names)
+    assert weights in other.name

@@ -6,6 +6,7 @@ All arrays are arguments of what is jitted, so that none is a constant of the pr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -120,17 +121,30 @@ def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, 
     """The backend of jflex that runs a problem, for each peer that is jflex."""
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
     everywhere = mask if problem.form == "everywhere" else None
-    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere)
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **_weights_of(problem))
     return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
+
+
+def _weights_of(problem: Problem) -> dict[str, Any]:
+    """Arguments of `flex_attention`, by `Problem.weights`."""
+    if problem.weights == "sinks":
+        return {"sinks": jnp.zeros(problem.Hq)}
+    if problem.weights == "dropout":
+        return {"dropout_rate": 0.1, "dropout_key": jax.random.key(1)}
+    return {"normalize": "none"} if problem.weights == "sigmoid" else {}
 
 
 def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
     def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
         mask, score = mods(captured)
+        if problem.weights == "sigmoid":
+            assert score is None  # of the variants of the suite
+            score = jflex.scores.sigmoid(-math.log(problem.S))
         everywhere = mask if problem.form == "everywhere" else None
         return jflex.flex_attention(
-            query, key, value, score, block_mask, mask_mod=everywhere, implementation=implementation
-        )
+            query, key, value, score, block_mask, mask_mod=everywhere, implementation=implementation,
+            **_weights_of(problem),
+        )  # fmt: skip
 
     return attend
 

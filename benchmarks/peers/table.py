@@ -80,6 +80,10 @@ def _materialized(problem: Problem) -> str | None:
     return f"would hold a mask of {mask / 2**30:.0f} GiB" if not plain and mask > _MAX_MASK else None
 
 
+def _plain_softmax(problem: Problem) -> str | None:
+    return f"has no {problem.weights}" if problem.weights else None
+
+
 def _all(*refusals: Refuses) -> Refuses:
     return lambda problem: next((reason for refuses in refusals if (reason := refuses(problem)) is not None), None)
 
@@ -120,6 +124,7 @@ def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
     """Names of the peers that a problem is measured with, by library."""
     found: dict[str, list[str]] = {}
     for peer in peers:
-        if peer.refuses(problem) is None:
+        refuses = peer.refuses if peer.name.startswith("jflex") else _all(_plain_softmax, peer.refuses)
+        if refuses(problem) is None:
             found.setdefault(peer.library, []).append(peer.name)
     return found
