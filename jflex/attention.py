@@ -156,12 +156,12 @@ def flex_attention(
     >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
     (2, 1, 4, 32)
     """
+    check_lse(return_lse, normalize)
     call = prepare(
         query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, normalize=normalize,
         sinks=sinks, scale=scale, layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key,
         config=config,
     )  # fmt: skip
-    check_lse(return_lse, normalize)
     saved = attend("flex_attention", call, implementation)
     return (saved.out, saved.lse) if return_lse else saved.out
 

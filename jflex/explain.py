@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from jflex import attention, cascade, varlen
 from jflex._call.account import Account
+from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import CascadeLevel
@@ -108,7 +109,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
             f"{getattr(call, '__name__', type(call).__name__)}."
         )
     arguments = _arguments(call, args, kwargs)
-    del arguments["return_lse"]
+    check_lse(arguments.pop("return_lse"), arguments.get("normalize", "softmax"))
     implementation = arguments.pop("implementation")
     prepare, account = _CALLS[call]
     return _with_tracers(lambda given: account(prepare(**given), implementation), arguments)

@@ -133,6 +133,7 @@ def flex_attention_varlen(
     >>> bool(jnp.allclose(again, out, atol=1e-5))
     True
     """
+    check_lse(return_lse, normalize)
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
         block_mask=block_mask, normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate,
@@ -141,7 +142,6 @@ def flex_attention_varlen(
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
     call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
-    check_lse(return_lse, normalize)
     out, lse = attend("flex_attention_varlen", call, implementation)
     out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
     return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out

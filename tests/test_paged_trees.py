@@ -153,7 +153,7 @@ def test_rows_and_positions():
 def test_tiles_before_a_window_are_not_read():
     """Comparisons of positions decide tiles of the prefix, with trees as without."""
     query, cache, batch, _ = drawn([(4 * KEYS + 9, TREE)])
-    options = {"score_mod": None, "mask_mod": window, "scale": None, "layer": None, "config": None}
+    options = {"score_mod": None, "mask_mod": window, "sinks": None, "scale": None, "layer": None, "config": None}
     call = prepare(jnp.asarray(query), cache, batch, **options)
     rows, heads = jnp.arange(7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
     walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
