@@ -117,9 +117,9 @@ def flex_attention(
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
-      dropout_rate: The probability with which each weight, after the softmax, is dropped; those that are kept are
-        multiplied by ``1 / (1 - dropout_rate)``. At least 0, less than 1; a Python number, part of the program. The
-        lse is that without dropout.
+      dropout_rate: Probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 -
+        dropout_rate)``. A Python number, at least 0 and less than 1, part of the program. The lse is that without
+        dropout.
       dropout_key: A random key, for a rate above 0; a new one recompiles nothing. What it drops depends on it and on
         ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Not used at a rate of 0.
       implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"`` or ``"reference"``, or a sequence of names, of which the
@@ -201,8 +201,7 @@ def prepare(
     sizes = _Sizes.of(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
     scale = check_scale(scale, sizes.D)
-    has_dropout = dropout_key is not None or type(dropout_rate) is not float or dropout_rate != 0
-    dropout_rate = check_dropout(dropout_rate, dropout_key) if has_dropout else 0.0
+    dropout_rate = check_dropout(dropout_rate, dropout_key)
     check_block_mask(block_mask, mask_mod, B, Hq, T, S)
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
     check_normalize(normalize, sinks)
@@ -231,7 +230,7 @@ def prepare(
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
     call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
-    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq)) if has_dropout else call
+    return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
 
 
 class _Sizes(NamedTuple):

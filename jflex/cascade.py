@@ -227,7 +227,7 @@ def cascade_attention(
     )  # fmt: skip
     states = [attend(level, implementation) for level in call.levels if level is not None]
     merged = merge_all(states) if states else AttentionState.empty(call.out_shape)
-    merged = merged if call.sinks is None else with_sinks(merged, call.sinks)
+    merged = merged if sinks is None else with_sinks(merged, sinks)
     out = merged.out.astype(call.dtype)
     return (out, merged.lse) if return_lse else out
 
@@ -239,13 +239,11 @@ class CascadeCall(NamedTuple):
       out_shape: [N, Hq, Dv].
       dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
-      sinks: [Hq], or None.
     """
 
     out_shape: tuple[int, int, int]
     dtype: Any
     levels: tuple[PagedCall | None, ...]
-    sinks: jax.Array | None
 
 
 def prepare(
@@ -271,7 +269,8 @@ def prepare(
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    sinks = None if sinks is None else checked_sinks(sinks, q.shape[1])
+    if sinks is not None:
+        checked_sinks(sinks, q.shape[1])
     partial = sinks is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
@@ -281,7 +280,7 @@ def prepare(
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
 
-    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), sinks)
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)))
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:

@@ -34,8 +34,8 @@ def explain(
     query: Float[Shaped, "B T Hq D"], key: Float[Shaped, "B S Hkv D"], value: Float[Shaped, "B S Hkv Dv"],
     score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
     mask_mod: MaskMod | None = None, kv_lengths: Any = None, normalize: Any = "softmax", sinks: Any = None,
-    scale: float | None = None,
-    layout: str = "BTNH", return_lse: bool = False, dropout_rate: float = 0.0, dropout_key: Any = None,
+    scale: float | None = None, layout: str = "BTNH", return_lse: bool = False,
+    dropout_rate: float = 0.0, dropout_key: Any = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Account: ...
 @overload

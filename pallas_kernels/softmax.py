@@ -69,7 +69,7 @@ def add_weights(
 
 
 def with_sink(state: SoftmaxState, sink: jax.Array, log2_scale: float) -> SoftmaxState:
-    """The state after one more score, of which the value is zero; `sink` is a natural logit, a scalar."""
+    """Adds the sink of a head to the state: a score with a value of zero; `sink` is a natural logit, a scalar."""
     row_max = jnp.maximum(state.row_max, sink * (LOG2_E / log2_scale))
     safe_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     alpha = jnp.exp2((state.row_max - safe_max) * log2_scale)

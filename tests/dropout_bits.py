@@ -21,7 +21,7 @@ def kept(rate: float, words: tuple[int, int], b, h, q, k) -> np.ndarray:
 
 
 def factors(rate: float, words: tuple[int, int], b, h, q, k) -> np.ndarray:
-    """What multiplies the weights: 0, or what makes up for those that are dropped."""
+    """The factors of the weights: 0 where dropped, else ``1 / (1 - rate)``."""
     return kept(rate, words, b, h, q, k) / (1.0 - rate)
 
 

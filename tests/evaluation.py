@@ -179,7 +179,7 @@ def everything(case: Case, backend: str) -> Results:
     attend = lambda x, blocks, q, k, v, floats: call(case, backend, q, k, v, {**x.score, **floats}, x.mask, blocks)
     drawn = poisoned(case)
     # `xla` as users run it in the cases of the short run; it takes twice as long to compile.
-    as_users = case.name in tiers.CASES - {"dropout", "sigmoid", "sinks"}
+    as_users = case.name in tiers.COMPILED_AS_USERS
     optimised = jax.default_backend() == "gpu" or (backend == "xla" and as_users)
     return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
 

@@ -160,6 +160,17 @@ def test_tiles_before_a_window_are_not_read():
     assert [int(x) for x in walk] == [4, 5]
 
 
+def test_tiles_before_a_document_are_not_read():
+    """`causal_document` compares positions alone, so tiles of earlier documents are empty."""
+    query, cache, batch, _ = drawn([(4 * KEYS + 9, 7)])
+    mask = masks.causal_document(jnp.arange(6 * KEYS) // (4 * KEYS))
+    options = {"score_mod": None, "mask_mod": mask, "sinks": None, "scale": None, "layer": None, "config": None}
+    call = prepare(jnp.asarray(query), cache, batch, **options)
+    rows, heads = jnp.arange(7, dtype=jnp.int32), jnp.arange(H, dtype=jnp.int32)
+    walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
+    assert [int(x) for x in walk] == [4, 5]
+
+
 @pytest.mark.parametrize("columns", [7, 12])
 def test_dense_masks_of_several_trees(columns):
     """`masks.trees` is `masks.tree` of each batch entry."""

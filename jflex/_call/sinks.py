@@ -27,6 +27,7 @@ def sinks_gradient(spec: AttentionSpec, sinks: jax.Array, saved: Saved, d_saved:
 
     The value of a sink is zero, so its dP is, and its dS = P * (dP - delta) is ``-P * delta``.
     """
+    # Not `pallas_kernels.gradients.row_statistics`: this is in the dtype of the sinks, float64 too.
     heads_first = (lambda x: x.swapaxes(1, 2)) if spec.layout == "BTNH" else (lambda x: x)
     out, d_out = (heads_first(x).astype(sinks.dtype) for x in (saved.out, d_saved.out))
     delta = jnp.sum(out * d_out, axis=-1) - (0 if d_saved.lse is None else d_saved.lse)

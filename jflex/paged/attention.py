@@ -21,7 +21,7 @@ from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.trees import Trees
-from jflex.state import checked_sinks
+from jflex.state import checked_sinks, with_sinks
 from jflex.types import AnyArray
 
 
@@ -111,7 +111,9 @@ def paged_attention(
         q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale, layer=layer, config=config
     )
     state = attend(call, implementation)
-    return (state.out, state.lse) if return_lse else state.out
+    state = state if sinks is None else with_sinks(state, sinks)
+    out = state.out.astype(call.query.dtype)
+    return (out, state.lse) if return_lse else out
 
 
 def prepare(
@@ -132,8 +134,10 @@ def prepare(
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     _check_sizes(score_mod, mask_mod, q.shape[1], batch)
-    sinks = None if sinks is None else checked_sinks(sinks, q.shape[1])
-    how = How(_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"), scale, config, sinks=sinks)
+    if sinks is not None:
+        checked_sinks(sinks, q.shape[1])
+    mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
+    how = How(*mods, scale, config, exact_out=sinks is not None)  # then rounded once, after the merge
     return prepare_pages("paged_attention", q, pages, how)
 
 

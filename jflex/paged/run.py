@@ -5,7 +5,6 @@ Shared by `jflex.paged_attention` and `jflex.cascade_attention`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.state import AttentionState, with_sinks
+from jflex.state import AttentionState
 from pallas_kernels.spec import AttentionSpec, Paging
 
 
@@ -57,7 +56,6 @@ class How(NamedTuple):
       scale: As in `flex_attention`.
       config: Likewise.
       exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
-      sinks: [Hq], to be merged into the result; None without, and for a level.
     """
 
     score_mod: ScoreMod | None
@@ -65,7 +63,6 @@ class How(NamedTuple):
     scale: float | None
     config: Config | None
     exact_out: bool = False
-    sinks: jax.Array | None = None
 
 
 class PagedCall(NamedTuple):
@@ -78,7 +75,6 @@ class PagedCall(NamedTuple):
       pages: The keys and values.
       score_operands: The arrays that the score mod captures.
       mask_operands: The arrays that the mask captures.
-      sinks: [Hq], to be merged into the result; None without.
     """
 
     caller: str
@@ -87,7 +83,6 @@ class PagedCall(NamedTuple):
     pages: Pages
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
-    sinks: jax.Array | None = None
 
     def inputs(self) -> PagedInputs:
         """The arrays."""
@@ -100,14 +95,6 @@ class PagedCall(NamedTuple):
 
 def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     """Attention of each packed query over the keys of its group, out [N, Hq, Dv] and lse [N, Hq]."""
-    state = _attend(call, implementation)
-    if call.sinks is None:
-        return state
-    state = with_sinks(state, call.sinks)
-    return dataclasses.replace(state, out=state.out.astype(call.query.dtype))
-
-
-def _attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     caller, spec = call.caller, call.spec
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
@@ -126,7 +113,6 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
-    exact_out = how.exact_out or how.sinks is not None  # rounded once, after the merge
     page_size, Hkv, D = pages.key.shape[-3:]
     platform, device_kind = current_device(query, pages.key, pages.value)
     spec = AttentionSpec(
@@ -140,7 +126,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         paging=Paging(page_size, pages.num_pages),
         Bkv=R,
         dtype=str(query.dtype),
-        out_dtype="float32" if exact_out and query.dtype != jnp.float64 else str(query.dtype),
+        out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),
         scale=check_scale(how.scale, D),
         score_mod=score,
         mask_mod=mask,
@@ -149,7 +135,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         precision=current_precision(query.dtype),
         config=check_config(how.config, None),
     )
-    return PagedCall(caller, spec, query, pages, score_operands, mask_operands, how.sinks)
+    return PagedCall(caller, spec, query, pages, score_operands, mask_operands)
 
 
 def no_derivative(caller: str, name: str) -> str | None:

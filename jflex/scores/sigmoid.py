@@ -13,8 +13,8 @@ def sigmoid(bias: float | Float[ArrayLike, ""]) -> ScoreMod:
     """Maps a score to ``sigmoid(score + bias)``, for calls with ``normalize="none"``.
 
     Args:
-      bias: Added to each score. For S keys, Ramapuram et al. begin with ``-log(S)``, by which the weights of a row are
-        about 1 together.
+      bias: Added to each score. Ramapuram et al. start from ``-log(S)`` for S keys: then the weights of a
+        row sum to about 1.
 
     Returns:
       A score_mod.

@@ -22,10 +22,10 @@ def kept_weights(walk: Walk, inputs: Inputs, unit: Unit, column: jax.Array) -> j
 
 
 def dropped(x: jax.Array, kept: jax.Array | None) -> jax.Array:
-    """Weights, or their cotangents, with 0 for those that are dropped."""
+    """Weights or their cotangents, 0 where dropped."""
     return x if kept is None else jnp.where(kept, x, 0.0)
 
 
 def scaled_up(x: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """What is computed from the weights that are kept, times the scale of dropout."""
+    """Multiplies a sum over kept weights, or its cotangent, by the scale of dropout."""
     return x if spec.dropout is None else x * jnp.asarray(spec.dropout.scale, x.dtype)
