@@ -311,9 +311,9 @@ SINKS = [
     Case("sinks", mask=masks.causal, sizes=N(T=129, Hq=4, Hkv=2), block=64, sinks=True, **BF16),
     Case("sinks_alone", sizes=N(T=70, S=100, Hq=3), sinks=True),
     Case("sinks_see_nothing", captured.slopes, masks.strictly_causal, N(T=70, Hq=4, Hkv=2), block=32, sinks=True),
-    Case("sinks_softcap", scores.softcap, masks.window, N(T=129, Hq=4, Hkv=1), layout="BNTH", sinks=True, **F16),
+    Case("softcap_sinks", scores.softcap, masks.window, N(T=129, Hq=4, Hkv=1), layout="BNTH", sinks=True, **F16),
     Case("sinks_negative_scale", scale=-0.5, sizes=N(T=33, Bkv=1), sinks=True, **BF16),
-    Case("sinks_decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), sinks=True, **BF16),
+    Case("softcap_sinks_decode", scores.softcap, sizes=N(T=1, S=500, Hq=8, Hkv=2), sinks=True, **BF16),
     Case("sinks_decode_bnth", captured.slopes, masks.causal, N(T=4, S=99, Hq=4, Hkv=2), layout="BNTH", sinks=True),
 ]
 
@@ -331,7 +331,15 @@ NOT_NORMALIZED = [
 DROPOUT = [
     Case("dropout", mask=masks.causal, sizes=N(T=70, Hq=4, Hkv=2), block=32, dropout_rate=0.3, **BF16),
     Case("causal_dropout_repaired", captured.bias_hqk, masks.causal, N(T=67, S=70), block=32, dropout_rate=0.5),
-    Case("dropout_sinks", scores.softcap, masks.causal, N(T=70, Hq=4, Hkv=2), dropout_rate=0.3, sinks=True, **BF16),
+    Case(
+        "softcap_dropout_sinks",
+        scores.softcap,
+        masks.causal,
+        N(T=70, Hq=4, Hkv=2),
+        dropout_rate=0.3,
+        sinks=True,
+        **BF16,
+    ),
     Case("softcap_dropout", scores.softcap, sizes=N(T=129, Hq=4, Hkv=2), dropout_rate=0.1, **BF16),
     Case("dropout_bias_qk", captured.bias_qk, masks.window, N(T=70, Hq=4, Hkv=1), dropout_rate=0.2, layout="BNTH"),
     Case("dropout_table", captured.table, masks.causal, N(T=129), block=64, dropout_rate=0.9, **F16),

@@ -67,7 +67,8 @@ def score_rounding(drawn, found, case) -> np.ndarray:
 
     A sum in float32 of D products, one by one, is off by about sqrt(D) / 2 units in the last place. A tensor core adds
     16 products of 16-bit numbers at a time, and truncates: each of the D / 16 additions may lose one unit in the last
-    place of the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11.
+    place of the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11, by the cases
+    whose names begin with "softcap".
 
     Args:
       drawn: The arrays of the case.

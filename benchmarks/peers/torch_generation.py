@@ -35,7 +35,7 @@ class Block(nn.Module):
             self.register_buffer(name, cache)
 
     def forward(self, stream: Tensor, angles: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        projected = self.project(self.attention_norm(stream)).unflatten(-1, (sum(self.heads), self.size))
+        projected = self.project(self.attention_norm(stream)).view(*stream.shape[:2], sum(self.heads), self.size)
         query, key, value = projected.transpose(1, 2).split(self.heads, dim=1)
         query, key = rotate(query, angles), rotate(key, angles)
         self.keys.index_copy_(2, positions, key)
@@ -118,11 +118,12 @@ def torch_generation(
     """Seconds of prompt and decoding of each run, after two that compile and record graphs; and the copy rate."""
     sizes, wanted = Shape(*shape), Load(*load)
     torch.manual_seed(0)
-    with torch.no_grad(), torch.device(device):
-        prompts = torch.randint(sizes.vocabulary, (wanted.batch, wanted.prompt))
-        compiled = programs(sizes, wanted, how)
+    with torch.no_grad():
+        with torch.device(device):  # not around the calls: torch.compile does not trace all of them under it
+            prompts = torch.randint(sizes.vocabulary, (wanted.batch, wanted.prompt))
+            compiled = programs(sizes, wanted, how)
+            copied = torch.empty(COPIED_BYTES // 4, dtype=torch.int32)
         times = [_seconds(compiled, prompts, wanted.tokens) for _ in range(runs + 2)][2:]
-        copied = torch.empty(COPIED_BYTES // 4, dtype=torch.int32)
         copy = copy_rate(copied.clone, lambda _: _wait())
     return {"prefill": [prefill for prefill, _ in times], "decode": [decode for _, decode in times], "copy": copy}
 
@@ -134,7 +135,7 @@ def _seconds(compiled: Programs, prompts: Tensor, tokens: int) -> tuple[float, f
     token = compiled.prefill(prompts)
     _wait()
     begun = time.perf_counter()
-    position, written = torch.tensor([prompts.shape[1]]), [token]
+    position, written = torch.tensor([prompts.shape[1]], device=prompts.device), [token]
     for _ in range(tokens - 1):
         token = compiled.step(token, position).clone()  # a graph writes to the same memory again
         written.append(token)

@@ -2,7 +2,8 @@
 
 The model has the shape of Llama 3 8B and random weights in bfloat16; there is no HTTP. Clients of a closed loop send
 1024 tokens and get 256; so do Poisson arrivals, at shares of the closed loop's rate. Then 64 users share a prompt of
-4096 tokens: without the prefix cache, with it, and with a cascade. A run of the same load compiles the programs before.
+4096 tokens: without the prefix cache, with it, and with a cascade. All programs are compiled before, and a run of the
+same load warms the GPU.
 
 The least time of a step is the longer of two: that of reading all weights but the embeddings, and the keys and values
 of its requests, at the rate of a copy in that process (bytes read and written); and that of its products at the rate of
@@ -264,6 +265,9 @@ def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
             num_pages=1 + (clients + 1) * pages, context=length, prefix_cache=False,
         )  # fmt: skip
         running, load = metered(model, options), Load(requests, clients, None, ((sizes.prompt, sizes.output),), 0, 0)
+        started = time.perf_counter()
+        running.warm_up()
+        results.add(f"{clients} clients: warm-up", time.perf_counter() - started, "s")
         running.start()
         drive(running, dataclasses.replace(load, requests=clients), shape.vocabulary)
         rate = measured(running, f"{clients} clients", load, shape, roof, results)
@@ -300,6 +304,7 @@ def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
             num_pages=1 + (users + 1) * pages, context=prompt + sizes.own, **own,
         )  # fmt: skip
         running, load = metered(model, options), Load(2 * users, users, None, ((prompt, sizes.own),), sizes.shared, 0)
+        running.warm_up()
         running.start()
         drive(running, dataclasses.replace(load, requests=users, seed=1), shape.vocabulary)
         measured(running, f"{users} users share {sizes.shared} tokens, {kind}", load, shape, roof, results)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int, Int32
 
+from flax_layers.compiler_options import DECODING
 from flax_layers.generate.sequences import DenseSequences, PagedSequences
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
@@ -80,7 +81,7 @@ def prefill(
     return _choose(logits, State(sequences, begun, begun, begun > 0), rules)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graph", "steps"), donate_argnames="state", compiler_options=DECODING)
 def write_chunk(
     graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -27,6 +26,7 @@ from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
 from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
 from flax_layers.serving.ticket import Closed, QueueFull, Ticket
+from flax_layers.serving.warm_up import warm_up
 
 
 class _Dispatched(NamedTuple):
@@ -163,16 +163,15 @@ class Engine:
         """Compiles every program that a step may need, so that none is compiled later.
 
         Args:
-            report: Called with the number of programs that are compiled, and of all, after each.
+            report: Called with the number of programs that are compiled, and of all, after each. What it raises ends
+                the warm-up.
         """
         shapes = self.options.shapes(self.config)
         self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
         self._allow([])
         programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
         programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in (True, False)]
-        for done, program in enumerate(programs, 1):
-            jax.block_until_ready(self._run([], program))
-            report(done, len(programs))
+        warm_up(self._executor, [(self._packed([], program), program) for program in programs], report)
 
     @property
     def is_running(self) -> bool:
@@ -322,7 +321,10 @@ class Engine:
         return _Dispatched(chunks, shape, fields)
 
     def _run(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> Array:  # noqa: B008  a tuple
-        return self._executor.run(pack(chunks, program.shape, self.options.max_requests, shared), program)
+        return self._executor.run(self._packed(chunks, program, shared), program)
+
+    def _packed(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> np.ndarray:  # noqa: B008
+        return pack(chunks, program.shape, self.options.max_requests, shared)
 
     def _allow(self, chunks: list[Chunk]) -> None:
         """Tells the device what constraints allow; a second transfer, in steps that have any."""

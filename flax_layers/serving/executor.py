@@ -47,6 +47,18 @@ class Executor:
             cache.num_kv_heads // mesh.get("model", 1)
         )
 
+    def lower(self, packed: Int32[AnyArray, " words"], program: Program) -> jax.stages.Lowered | None:
+        """Lowers a step. Once the result is compiled, in any thread, `run` need not compile it.
+
+        Args:
+            packed: The packed inputs, for their sizes.
+            program: Which program.
+
+        Returns:
+            What compiles it; None if only `run` may.
+        """
+        return self._step.lower(self._parameters, self._state, packed, program=program)
+
     def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
         """Runs a step; see `flax_layers.serving.step.Step`.
 

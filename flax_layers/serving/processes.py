@@ -52,6 +52,9 @@ class LeadingExecutor(Executor):
             follower.send_bytes(json.dumps(dataclasses.asdict(options)).encode())
         super().__init__(model, options)
 
+    def lower(self, packed: Int32[AnyArray, " words"], program: Program) -> None:
+        """None: all processes compile in the same order, as they run."""
+
     def run(self, packed: Int32[AnyArray, " words"], program: Program) -> Int32[Array, "R fields"]:
         """See `Executor.run`."""
         self._tell(_RUN, packed, *program.shape, *program[1:])

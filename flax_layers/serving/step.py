@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from flax_layers.compiler_options import DECODING
 from flax_layers.models import Decoder
 from flax_layers.sampling import SamplingBatch, sample
 from flax_layers.serving.options import Program
@@ -66,6 +67,12 @@ class Step(Protocol):
         Returns:
             The state, and the fields that `read_row` reads: the only transfer back.
         """
+        ...
+
+    def lower(
+        self, parameters: Items[Array], state: DeviceState, packed: Int32[AnyArray, " words"], *, program: Program
+    ) -> jax.stages.Lowered:
+        """What compiles the step, from the same arguments."""
         ...
 
 
@@ -121,7 +128,7 @@ def make_step(
         state = DeviceState(cache, state.sampled.at[inputs.slots].set(found, mode="drop"), edits, state.allowed)
         return _constrained(state, sharding), _replicated(fields, sharding)
 
-    return jax.jit(run, static_argnames="program", donate_argnames="state")
+    return jax.jit(run, static_argnames="program", donate_argnames="state", compiler_options=DECODING)
 
 
 def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding | None:
