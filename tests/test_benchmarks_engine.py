@@ -27,7 +27,7 @@ def test_clients():
     records, remarks = engine.engine(TINY, SIZES, ["clients"], run=run_here)
     found = {record.name: record.value.median for record in records}
     assert remarks == []
-    assert len(found) == len(records) == 2 + 4 * 8
+    assert len(found) == len(records) == 2 + 2 + 4 * 8
     assert found["4 clients: failed"] == found["1 clients: failed"] == 0
     assert found["4 clients: output"] == pytest.approx(6 * found["4 clients: requests"], rel=1e-2)
     assert found["Poisson arrivals at 50% of 4 clients: requests"] < found["4 clients: requests"]

@@ -208,8 +208,8 @@ def test_a_step_reads_only_the_window_of_a_dense_cache(model):
     """By the jaxpr of the compiled loop: the layer with a window gets the list of its blocks of 512 keys."""
     graph, parameters = nnx.split(model)
     state, rules = state_of(model, "dense", 512)
-    step = lambda *arguments: write_chunk(graph, *arguments, steps=4)
-    windowed, full = attention_calls(jax.make_jaxpr(step)(parameters, state, rules).jaxpr)
+    traced = write_chunk.trace(graph, parameters, state, rules, steps=4)
+    windowed, full = attention_calls(traced.jaxpr.jaxpr)
     assert "(2, 1, 1, 4)" in windowed
     assert "(2, 1, 1, 4)" not in full
 

@@ -51,29 +51,29 @@ class DenseSequences:
     """Sequences in dense caches, with a row for each sequence.
 
     Attributes:
-        caches: One for each layer.
+        keys_and_values: Of each layer.
+        lengths: Number of tokens of each sequence in the caches. Stored once: a loop over decoding steps would copy
+            those of each layer, in a kernel for each.
     """
 
-    caches: tuple[DenseCache, ...]
+    keys_and_values: tuple[tuple[Array, Array], ...]
+    lengths: Int32[Array, " B"]
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
         """See `Sequences.empty`."""
-        return cls(model.init_caches(batch_size, max_length))
-
-    @property
-    def lengths(self) -> Int32[Array, " B"]:
-        """See `Sequences.lengths`."""
-        return self.caches[0].lengths
+        caches = model.init_caches(batch_size, max_length)
+        return cls(tuple((cache.k, cache.v) for cache in caches), caches[0].lengths)
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], DenseSequences]:
         """See `Sequences.read`. Appends the padding as well, and then drops it."""
         lengths = self.lengths + counts
-        hidden, caches = model.decode_hidden(tokens, self.caches)
+        caches = tuple(DenseCache(k, v, self.lengths) for k, v in self.keys_and_values)
+        hidden, caches = model.decode_hidden(tokens, caches)
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model.logits(last), DenseSequences(tuple(cache.with_lengths(lengths) for cache in caches))
+        return model.logits(last), DenseSequences(tuple((cache.k, cache.v) for cache in caches), lengths)
 
 
 @jax.tree_util.register_dataclass
