@@ -246,3 +246,14 @@ def test_the_profile_of_a_gpu_is_read():
     data = jax.profiler.ProfileData
     profile = data.from_serialized_xspace(data.text_proto_to_serialized_xspace(PROFILE))
     assert busy_per_call(gpu_spans(profile), 1) == [pytest.approx(5e-7)]
+
+
+def test_a_remark_leaves_out_what_is_measured_by_now():
+    done, left = suite("tiny")[:2]
+    records = [schema.Record("", schema.Summary.of([1.0]), "s", done, "jflex", "forward")]
+    remarks = [f"not measured: the time was over [{done.name}; {left.name}]", f"torch: no GPU [{done.name}]"]
+    assert schema.without_measured([*remarks, remarks[1]], records) == [
+        f"not measured: the time was over [{left.name}]",
+        remarks[1],
+    ]
+    assert schema.without_measured([f"not measured: the time was over [{done.name}]"], records) == []

@@ -81,6 +81,23 @@ class CountingSpace(Space):
         return super().multiply_add(a, b, c)
 
 
+@pytest.mark.parametrize("operation", [jnp.floor_divide, jnp.remainder])
+@pytest.mark.parametrize("divisor", [1, 8, 12, 1 << 20])
+@pytest.mark.parametrize("offset", [0, -5])
+def test_indices_are_divided_by_powers_of_two_without_a_division(operation, divisor, offset):
+    program = program_of(lambda s, b, h, q, k: s * operation(k + offset, divisor).astype(jnp.float32))
+    keys = 13 * jnp.arange(7, dtype=jnp.int32)[None, :]
+
+    def evaluate(k):
+        known = {node: {"score": jnp.ones((5, 7)), "k": k}.get(node.value) for node in program.arguments}
+        return Evaluation(CountingSpace(), known)(program.output)
+
+    expected = np.broadcast_to(operation(keys + offset, divisor), (5, 7))
+    np.testing.assert_array_equal(evaluate(keys), expected)
+    operations = {equation.primitive.name for equation in jax.make_jaxpr(evaluate)(keys).eqns}
+    assert operations.isdisjoint({"div", "rem", "jit"}) == (offset == 0 and divisor != 12)
+
+
 @pytest.mark.parametrize(("mod", "expected"), [
     (lambda s, b, h, q, k: s - 0.5 * (q - k).astype(jnp.float32), 1),
     (lambda s, b, h, q, k: s * s + s, 1),

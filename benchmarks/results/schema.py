@@ -185,3 +185,22 @@ def merged(old: ResultFile | None, new: Sequence[Record]) -> list[Record]:
     again = {record.key for record in new}
     kept = [record for record in old.records if record.key not in again] if old else []
     return [*kept, *new]
+
+
+def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[str]:
+    """The remarks, but of problems that were "not measured" only those without a record.
+
+    >>> without_measured(["not measured: the time was over [causal; S 8; noop; S 8]"], [])
+    ['not measured: the time was over [causal; S 8; noop; S 8]']
+    """
+    measured, kept = {record.problem.name for record in records if record.problem is not None}, []
+    for remark in remarks:
+        what, _, where = remark.removesuffix("]").rpartition(" [")
+        if remark.startswith("not measured: "):
+            parts = where.split("; ")  # a name has two parts
+            names = ["; ".join(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+            left = [name for name in names if name not in measured]
+            kept += [f"{what} [{'; '.join(left)}]"] * bool(left)
+        else:
+            kept.append(remark)
+    return list(dict.fromkeys(kept))

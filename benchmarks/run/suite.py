@@ -308,8 +308,9 @@ def _measure(
             else:
                 run.measure(problem)
             if run.records:
-                now = {"clocks": watch.seen(), "remarks": [*earlier, *run.remarks()]}
-                schema.write(path, schema.merged(old, run.records), about | now)
+                records = schema.merged(old, run.records)
+                remarks = schema.without_measured([*earlier, *run.remarks()], records)
+                schema.write(path, records, about | {"clocks": watch.seen(), "remarks": remarks})
     if run.records:
         return path
     print("\n".join(run.remarks()))

@@ -67,10 +67,14 @@ def neighborhood(
     for side, around in zip(canvas, kernel, strict=True):
         if around % 2 == 0 or around > side:
             raise ValueError(f"`kernel` must be odd and fit in the canvas. Got {kernel} on a canvas of {canvas}.")
-    cells = None if order is None else _checked_cells(order, canvas)
+    # Of each token, so that a kernel loads them, and does not divide for each element.
+    reordered = None if order is None else coordinates(_checked_cells(order, canvas), canvas)
 
     def mask(b, h, q_idx, kv_idx):
-        at = (coordinates(index if cells is None else cells[index], canvas) for index in (q_idx, kv_idx))
+        at = (
+            coordinates(index, canvas) if reordered is None else [of_axis[index] for of_axis in reordered]
+            for index in (q_idx, kv_idx)
+        )
         near = [
             jnp.abs(jnp.clip(query, around // 2, side - 1 - around // 2) - key) <= around // 2
             for query, key, side, around in zip(*at, canvas, kernel, strict=True)
