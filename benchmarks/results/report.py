@@ -33,6 +33,20 @@ _VARIANTS = {
     "softcap": "soft cap",
     "alibi": "ALiBi",
 }
+# Rows of whole models: the question, in words, and the name of the record of each column.
+_WHOLE_MODELS = (
+    (
+        "training",
+        "training step of a 1.2 B Llama, S 8192, 12 documents a row (cuDNN: one), tokens/s",
+        {x: f"llama3-1b, {name}: tokens" for x, name in zip(_COLUMNS, ("jflex", "torch", "cudnn"), strict=False)},
+    ),
+    (
+        "generation",
+        "generation with an 8 B Llama, batch 1, tokens/s",
+        {x: f"batch 1, {name}: decode" for x, name in zip(_COLUMNS, ("jflex dense", "torch sdpa"), strict=False)},
+    ),
+    ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", {"jflex": "64 clients: output"}),
+)
 _METHOD = (
     "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
@@ -164,11 +178,15 @@ def speed_table(results: Results) -> str:
         suites.get("decode"), columns, "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0
     )
     rows += _served_row(suites.get("paged"), columns, "the same from pages of 64, 4096 keys, B 32", 64)
+    for question, words, names in _WHOLE_MODELS:
+        if (result := suites.get(question)) is not None:
+            found = {record.name: f"{record.value.median:,.0f}" for record in result.records}
+            rows.append([words, *(found.get(names.get(column, ""), "") for column in columns)])
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
-        f"Device time on {about['machine']['device']}, bfloat16, S 16384, D 128, jax {about['versions']['jax']}, "
-        f"torch {about['versions']['torch']}, {about['date'][:10]}. [Every figure and how it was measured]({link}).\n\n"
-        f"{_markdown(rows)}"
+        f"One {about['machine']['device']}, bfloat16; S 16384, D 128 and time on the device where a row says nothing "
+        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, {about['date'][:10]}. "
+        f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
 
 

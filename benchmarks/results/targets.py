@@ -92,6 +92,12 @@ QUESTION_TARGETS = (
     QuestionTarget(DEVICE, "memory", "bytes per token relative to * jflex triton, *", at_most=1.1),
     QuestionTarget(DEVICE, "block_mask", "time, jflex, *", at_most=100.0),
     QuestionTarget(DEVICE, "block_mask", "p* jflex, *", at_most=1000.0),  # peak of the allocator, planned by XLA
+    QuestionTarget(DEVICE, "training", "llama3-*, jflex: model FLOP utilisation", at_least=50.0),
+    QuestionTarget(DEVICE, "generation", "*, jflex dense: share of the copy rate", at_least=80.0),
+    QuestionTarget(DEVICE, "generation", "*, jflex dense: decode over that of the faster torch", at_least=1.0),
+    QuestionTarget(DEVICE, "engine", "1 clients: share of the roof", at_least=80.0),
+    QuestionTarget(DEVICE, "engine", "[0-9]* clients: share of the roof", at_least=70.0),
+    QuestionTarget(DEVICE, "engine", "* clients: idle GPU", at_most=5.0),
 )
 # Targets of `hopper` by variant: TFLOP/s; of the rate of causal; and speed over `_HOPPER_PEERS`. The rates come from
 # figures that were published for another H200. A run is judged by its own peers: a target over a peer is the ratio of
