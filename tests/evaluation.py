@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import zlib
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import pytest
 import jflex
 from tests import dropout_bits, oracle, tiers, tolerance
 from tests.cases import Case
+from tests.hopper_emulator import emulated
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
 BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -135,9 +137,11 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
     repairs = str(case).startswith("causal")  # they take as long as the kernels; test_containment has the others
     configs = {
         "interpret": jflex.Config(interpret=True, contain_nan=repairs),
+        "emulated": jflex.Config(interpret=True, contain_nan=repairs),
         "no_repair": jflex.Config(contain_nan=False),
+        "one_pass": one_pass(case),
+        "emulated_one_pass": dataclasses.replace(one_pass(case), interpret=True, contain_nan=False),
     }
-    config = configs.get(manner)
     result: Any = jflex.flex_attention(
         turn(query),
         turn(key),
@@ -154,7 +158,7 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         dropout_rate=case.dropout_rate,
         dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
         implementation=implementation,
-        config=one_pass(case) if manner == "one_pass" else config,
+        config=configs.get(manner),
     )
     out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(_lse_shape(case), jnp.float32))
     return turn(out), lse
@@ -181,6 +185,9 @@ def everything(case: Case, backend: str) -> Results:
     # `xla` as users run it in the cases of the short run; it takes twice as long to compile.
     as_users = case.name in tiers.COMPILED_AS_USERS
     optimised = jax.default_backend() == "gpu" or (backend == "xla" and as_users)
+    if "emulated" in backend:
+        with emulated():
+            return _differentiated(case, drawn, attend, block_mask(case), in_haste=True, compiled=False)
     return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
 
 
@@ -273,7 +280,7 @@ def _rounded_back(x, dtype):
 _rounded_back.defvjp(lambda x, dtype: (x, None), lambda dtype, _, ct: (ct.astype(dtype).astype(jnp.float32),))
 
 
-def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool) -> Results:
+def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool, compiled: bool = True) -> Results:
     x = jax.tree.map(jnp.asarray, drawn)
 
     def run(x, more, floats):
@@ -281,7 +288,7 @@ def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool) -
         return Results(*out, *pull((x.d_out, x.d_lse)))
 
     with jax.default_matmul_precision(precision(case)), compiled_in_haste(in_haste):
-        return jax.jit(run)(x, more, {name: x.score[name] for name in draw(case).floats()})
+        return (jax.jit(run) if compiled else run)(x, more, {name: x.score[name] for name in draw(case).floats()})
 
 
 @contextlib.contextmanager
