@@ -88,9 +88,7 @@ def prepare(
         assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
     states = ("", "k" if transposed else "q")
-    approximate = (
-        arrays.query.dtype.itemsize == 2 and not spec.config.interpret
-    )  # the interpreter has no such functions
+    approximate = arrays.query.dtype.itemsize == 2
 
     def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
         if program is None:
