@@ -135,8 +135,9 @@ def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:
 
 def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
     """``weights @ rows`` (PV and its like) in float32, with the weights rounded to the dtype of the rows."""
-    if spec.programs.score is not None or spec.dropout is not None or spec.normalize == "none":
-        weights = opaque(spec, weights)  # they may end in a select
+    may_select = spec.programs.score is not None or spec.dropout is not None or spec.normalize == "none"
+    if may_select and rows[0].dtype.itemsize == 2:
+        weights = opaque(spec, weights)
     weights = weights.astype(rows[0].dtype)
     return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
 

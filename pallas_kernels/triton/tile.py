@@ -107,8 +107,9 @@ def _approximate_tanh(x: jax.Array, **_: object) -> jax.Array:
 def _logistic(exponent: jax.Array) -> jax.Array:
     """``1 / (1 + 2 ** exponent)``, with a relative error of 2 ** -21, for weights near 0 too; 0 below 2 ** -126.
 
-    A tanh would take one SFU function, not two, but has an absolute error of 2 ** -12: a weight of sigmoid attention
-    may be 2 ** -14 for all keys.
+    The rounding of the exponent adds 2 ** -24 for each unit of the argument, as a rounding of the score would. A tanh
+    would take one SFU function, not two, but has an absolute error of 2 ** -12, and a weight of sigmoid attention may
+    be 2 ** -14 for all keys.
     """
     asm = "{ ex2.approx.ftz.f32 $0, $1; add.rn.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
     return _of_elements(asm, exponent)
