@@ -53,6 +53,12 @@ WIDE = [
         scale=10.0,
         dtype="float16",
     ),
+    Case(
+        "two_groups_sinks", scores.alibi, masks.first_half_only, Sizes(T=400, Hq=4, D=64), block=128, sinks=True, **BF16
+    ),
+    Case(
+        "sinks_bounded", scores.softcap, masks.first_half_only, Sizes(T=260, Hq=4, D=64), block=128, sinks=True, **BF16
+    ),
     Case("softcap_of_much", scores.softcap_of_much, masks.causal, Sizes(T=260, D=64), block=128, **BF16),
     # Tiles end where the sequences do: elements are loaded from one address on.
     Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),

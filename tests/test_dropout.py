@@ -274,6 +274,42 @@ def test_rectangles_and_diagonals_are_independent(rate):
         assert deviations(functools.reduce(np.multiply, corners)) < 4.5
 
 
+@pytest.mark.parametrize("rate", RATES)
+def test_keys_that_share_a_hash_are_independent(rate):
+    """Of each other, and of the pairs of other queries and heads; and each half by itself has the rate."""
+    halves = np.moveaxis(drawn(rate).reshape(*POSITIONS[:3], -1, 2, 8), -2, 0)
+    assert all(deviations(half) < 4 for half in halves)
+    products = halves[0] * halves[1]
+    assert deviations(products) < 4
+    for axis, lag in itertools.product(range(products.ndim), (1, 2)):
+        z = np.moveaxis(products, axis, 0)
+        assert lag >= len(z) or deviations(z[lag:] * z[:-lag]) < 4.5
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_words_of_a_pair_correlate_by_less_than_a_millionth(rate):
+    """Counted over all 2 ** 32 words: how many have both multiples below the threshold."""
+    below, words = round(rate * 2**32), 2**32
+    both = floor_sum(below, words, dropout_bits.RATIO, 0) - floor_sum(below, words, dropout_bits.RATIO, -below)
+    assert abs(both / words - (below / words) ** 2) < 1e-6 * rate * (1 - rate)
+
+
+def floor_sum(count, modulus, factor, offset):
+    """The sum of ``(factor * i + offset) // modulus`` for i below `count`, as Euclid's algorithm finds it."""
+    total = 0
+    while True:
+        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        last = factor * count + offset
+        if last < modulus:
+            return total
+        count, offset, modulus, factor = last // modulus, last % modulus, factor, modulus
+
+
+def test_a_small_floor_sum():
+    assert floor_sum(50, 17, 11, -30) == sum((11 * i - 30) // 17 for i in range(50))
+
+
 @pytest.mark.parametrize("key", [4, 2**31 + 3])
 def test_keys_are_independent(key):
     assert deviations(drawn(0.5) * drawn(0.5, key)) < 4.5

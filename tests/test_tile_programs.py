@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.program import cotangents
 from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
-from pallas_kernels.program.evaluate import Evaluation, Product, Space
+from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product, Space
 from tests.specs import spec_of
 
 SIZES = Sizes(B=3, Hq=4, T=70, S=90)
@@ -108,11 +108,39 @@ def test_indices_are_divided_by_powers_of_two_without_a_division(operation, divi
     (lambda s, b, h, q, k: jnp.maximum(s, 0.0) + 1.0, 0),
 ])  # fmt: skip
 def test_sums_of_products_are_one_step(mod, expected):
+    check_multiply_adds(CountingSpace(), mod, expected)
+
+
+class SigmoidSpace(CountingSpace):
+    """The logistic by an exponential of base 2, whose exponent is one FMA where the argument was one."""
+
+    def substitutes_of_multiples(self, kind):
+        del kind
+        return {"logistic": OfMultiple(-np.log2(np.e).item(), lambda exponent: 1 / (1 + jnp.exp2(exponent)))}
+
+
+@pytest.mark.parametrize(("mod", "expected"), [
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s), 0),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s * 3.0), 0),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s - 3.0), 2),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(3.0 - s * 2.0), 2),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s - q.astype(jnp.float32)), 2),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(k.astype(jnp.float32) + s) * s, 2),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(jnp.maximum(s, 0.0)), 0),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s * s + 1.0), 1),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s + s), 1),
+    (lambda s, b, h, q, k: jax.nn.sigmoid(q.astype(jnp.float32) - s) * jax.nn.sigmoid(s), 2),
+])  # fmt: skip
+def test_logistic_of_a_sum_is_one_step_and_the_function(mod, expected):
+    check_multiply_adds(SigmoidSpace(), mod, expected)
+
+
+def check_multiply_adds(space, mod, expected):
+    """Values are those of the mod; of two multiply-adds for a logistic one is dead code, the argument itself."""
     program = program_of(mod)
     raw = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     q, k = jnp.arange(5, dtype=jnp.int32)[:, None], jnp.arange(7, dtype=jnp.int32)[None, :]
     named = dict(zip("sbhqk", program.arguments, strict=True))
-    space = CountingSpace()
     begun = Evaluation(space, {named["b"]: jnp.int32(0), named["h"]: jnp.int32(0), named["q"]: q, named["k"]: k})
     found = begun.child({}, {named["s"]: Product(jnp.asarray(raw), jnp.float32(0.125))}).tile(program.output)
     assert space.multiply_adds == expected

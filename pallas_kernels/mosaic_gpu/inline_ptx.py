@@ -72,6 +72,12 @@ def tanh(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     return of_elements(lambda r: r.tanh(approx=True), layout, x)
 
 
+def logistic(layout: RegisterLayout, exponent: jax.Array) -> jax.Array:
+    """``1 / (1 + 2 ** exponent)`` by two SFU functions (relative error 2 ** -21); 0 below 2 ** -126."""
+    reciprocal = lambda r: r._pointwise(r._lift_fast_instr("rcp.approx.ftz.f32"))
+    return of_elements(lambda r: reciprocal(r.exp2(approx=True) + 1.0), layout, exponent)
+
+
 def from_library(name: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
     """A function of MLIR's ``math`` dialect, which lowers to one of CUDA's device library (libdevice)."""
     return of_elements(lambda r, *rest: r._pointwise(getattr(math, name), *rest), layout, x, *others)

@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.program import patterns
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
+from pallas_kernels.spec import LOG2_E
 from pallas_kernels.types import Index, Ref, RegisterLayout
 
 TILE = plg.Layout.WGMMA  # accumulators, 64 rows to a warp group
@@ -109,6 +110,12 @@ class TileSpace(Space):
         if kind != Axes.UNIFORM:
             result["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
         return result
+
+    def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
+        """The logistic by two SFU functions, for its inputs have 16 bits."""
+        if kind == Axes.UNIFORM:
+            return {}
+        return {"logistic": OfMultiple(-LOG2_E, functools.partial(inline_ptx.logistic, self.layouts[kind]))}
 
 
 def _boolean(x: jax.Array) -> jax.Array:

@@ -38,6 +38,17 @@ class Space(abc.ABC):
         """Functions that replace primitives in this backend, for values of a kind: an approximate tanh, say."""
         return {}
 
+    def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
+        """Likewise for primitives of one float32 argument, by functions of a multiple of it."""
+        return {}
+
+
+class OfMultiple(NamedTuple):
+    """A function that is computed as ``function(factor * argument)``: a logistic by an exponential of base 2."""
+
+    factor: float
+    function: Callable[[jax.Array], jax.Array]
+
 
 class Product(NamedTuple):
     """A tile value that is kept as a product, ``tile * factor``, to be fused into FMAs; the factor may be smaller."""
@@ -104,6 +115,9 @@ class Evaluation:
         if node.op == "load":
             return self.space.load(node, ins)
         assert node.apply is not None  # all that is left are primitives
+        of_multiple = self.space.substitutes_of_multiples(node.kind).get(node.op)
+        if of_multiple is not None and node.dtype == np.float32:
+            return of_multiple.function(self._multiple(node.inputs[0], of_multiple.factor))
         return self.space.substitutes(node.kind).get(node.op, node.apply)(*ins)
 
     def _spread(self, node: Node, to: str) -> jax.Array:
@@ -136,6 +150,22 @@ class Evaluation:
                 self.products[node] = Product(tile, factor * self.values[other])
                 return tile * self.products[node].factor
         return None
+
+    def _multiple(self, node: Node, constant: float) -> jax.Array:
+        """A value times a constant, which goes into the factors of a product, or of a sum with one."""
+        if node in self.products:
+            tile, factor = self.products[node]
+            return tile * (factor * constant)
+        if node.op in ("add", "sub"):
+            for i, (product, other) in enumerate((node.inputs, node.inputs[::-1])):
+                if product in self.products and other.kind != Axes.TILE:
+                    tile, factor = self.products[product]
+                    factor, c = factor * constant, self.values[other] * constant
+                    if node.op == "sub":
+                        factor, c = (factor, -c) if i == 0 else (-factor, c)
+                    added = self.space.spread(c, other.kind, Axes.TILE)
+                    return self.space.multiply_add(tile, jnp.broadcast_to(factor, tile.shape), added)
+        return self.values[node] * constant
 
     def _sum_of_product(self, node: Node) -> jax.Array | None:
         """``a * b + c``, ``a * b - c`` or ``c - a * b`` as one FMA; None for anything else."""

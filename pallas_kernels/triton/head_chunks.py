@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
 
 MIN_DOT_SIZE = 16  # M, N and K of an MMA
@@ -134,6 +135,9 @@ def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:
 
 def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
     """``weights @ rows`` (PV and its like) in float32, with the weights rounded to the dtype of the rows."""
+    may_select = spec.programs.score is not None or spec.dropout is not None or spec.normalize == "none"
+    if may_select and rows[0].dtype.itemsize == 2:
+        weights = opaque(spec, weights)
     weights = weights.astype(rows[0].dtype)
     return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
 

@@ -182,6 +182,8 @@ def _stages(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
 def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
     length, itemsize = spec.T if kernel == "dkv" else spec.S, jnp.dtype(spec.dtype).itemsize
     key = tables.key_of(kernel, max(spec.D, spec.Dv), itemsize, spec.programs, length)
+    if kernel == "forward" and spec.normalize == "none" and key.mods in ("arithmetic", "functions"):
+        key = key._replace(mods="none")  # see `triton_rules.forward_tiles`
     return tables.look_up(spec.device_kind, key)
 
 
@@ -191,7 +193,7 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
         head_size=max(spec.D, spec.Dv),
         itemsize=jnp.dtype(spec.dtype).itemsize,
         heavy=triton_rules.is_heavy(*spec.programs),
-        score=spec.programs.score is not None or spec.programs.dropout is not None,
+        score=(spec.programs.score is not None and spec.normalize == "softmax") or spec.programs.dropout is not None,
         large_memory=triton_rules.has_large_memory(spec.device_kind),
     )
 

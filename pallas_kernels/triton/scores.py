@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
@@ -88,9 +90,7 @@ def prepare(
         assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
     states = ("", "k" if transposed else "q")
-    approximate = (
-        arrays.query.dtype.itemsize == 2 and not spec.config.interpret
-    )  # the interpreter has no such functions
+    approximate = arrays.query.dtype.itemsize == 2
 
     def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
         if program is None:
@@ -173,7 +173,27 @@ def _kept(scores: Scores, first: Index) -> jax.Array | None:
         return None
     program = scores.spec.programs.dropout
     assert program is not None  # what `prepare` began to evaluate
-    return scores.dropout.child(walked_index(scores, program, first)).tile(program.output)
+    indices = walked_index(scores, program, first)
+    return scores.dropout.child({**indices, **_masked_keys(scores, program, first)}).tile(program.output)
+
+
+def _masked_keys(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:
+    """The values of ``kv_idx & constant`` in a walk over keys, unclamped, as a sum of a part of `first` and the rest.
+
+    `first` is a multiple of the tile size, a power of two. So compilers see which keys have the same value, and hash it
+    once for them.
+    """
+    result = {}
+    if scores.walked == "q":
+        return result
+    keys = lax.broadcasted_iota(jnp.uint32, (1, scores.tile[1]), 1)
+    for node in program.nodes:
+        if node.op == "and" and node.dtype == "uint32" and node.inputs[1].op == "literal":
+            index, mask = node.inputs[0], int(node.inputs[1].value)
+            if index.op == "convert_element_type" and index.inputs[0] is program.argument("k"):
+                upper = np.uint32(mask & (-scores.tile[1] & 0xFFFFFFFF))
+                result[node] = (jnp.asarray(first).astype(jnp.uint32) & upper) + (keys & np.uint32(mask))
+    return result
 
 
 def _visible(scores: Scores, first: Index, is_partial: bool | jax.Array) -> jax.Array | None:

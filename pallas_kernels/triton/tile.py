@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program.build import Program
-from pallas_kernels.program.evaluate import Evaluation, Space
+from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import LOG2_E, AttentionSpec
 from pallas_kernels.types import Index, Ref
 
 
@@ -28,6 +28,15 @@ def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: 
     factor = np.float32(log2_scale).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
     return _of_elements(asm, s, jnp.broadcast_to(-row_max_log2, s.shape))
+
+
+def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
+    """A float32 tile as it is, which LLVM cannot see through: costs no instruction.
+
+    Of ``where(mask, x, 0)`` rounded to 16 bits it would make a select of 16 bits, between numbers that are packed in
+    pairs: in SASS PRMT and SEL for each score, instead of FSEL.
+    """
+    return x if spec.config.interpret else _of_elements("mov.b32 $0, $1;", x)
 
 
 def _of_elements(asm: str, *args: jax.Array) -> jax.Array:
@@ -80,13 +89,34 @@ class TileSpace(Space):
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
-        return (
-            {"tanh": _approximate_tanh} if self.approximate and kind != Axes.UNIFORM else {}
-        )  # inline PTX takes no scalars
+        return {"tanh": _approximate_tanh} if self._has_sfu(kind) and not self.interpret else {}
+
+    def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
+        """The logistic by two SFU functions, under the same rule."""
+        logistic = _interpreted_logistic if self.interpret else _logistic
+        return {"logistic": OfMultiple(-LOG2_E, logistic)} if self._has_sfu(kind) else {}
+
+    def _has_sfu(self, kind: str) -> bool:
+        return self.approximate and kind != Axes.UNIFORM  # inline PTX takes no scalars
 
 
 def _approximate_tanh(x: jax.Array, **_: object) -> jax.Array:
     return plgpu.approx_tanh(x) if x.dtype == jnp.float32 else jnp.tanh(x)
+
+
+def _logistic(exponent: jax.Array) -> jax.Array:
+    """``1 / (1 + 2 ** exponent)``, with a relative error of 2 ** -21, for weights near 0 too; 0 below 2 ** -126.
+
+    The rounding of the exponent adds 2 ** -24 for each unit of the argument, as a rounding of the score would. A tanh
+    would take one SFU function, not two, but has an absolute error of 2 ** -12, and a weight of sigmoid attention may
+    be 2 ** -14 for all keys.
+    """
+    asm = "{ ex2.approx.ftz.f32 $0, $1; add.rn.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
+    return _of_elements(asm, exponent)
+
+
+def _interpreted_logistic(exponent: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp2(exponent))
 
 
 def evaluation(
@@ -107,7 +137,7 @@ def evaluation(
       tile: Queries and keys.
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
-      approximate: Whether approximate SFU functions may be used.
+      approximate: Whether approximate SFU functions may be used: the inputs have 16 bits.
       interpret: Run by Pallas' interpreter, which has no inline PTX.
     """
     space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, interpret=interpret)

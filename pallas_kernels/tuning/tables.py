@@ -66,7 +66,7 @@ def mods_of(score: Program | None, mask: Program | None, dropout: Program | None
     pair bias. Heavier mods, more loads or gathers need other registers and more shared memory: in the tiles of a pair
     bias (head size 64) a gathered float32 table spills 444 bytes and took 5 to 10 per cent longer on an H200 than in
     the rule's, and two float32 biases (head size 128) did not fit. Nothing was measured with dropout: compiled for
-    sm_90a, the tiles of causal attention at head size 64, 128 x 128, spill 204 bytes with it.
+    sm_90a, the tiles of causal attention at head size 64, 128 x 128, spill 68 bytes with it.
     """
     of_score = [] if score is None else [node for node in score.nodes if node.kind == Axes.TILE]
     of_mask = [] if mask is None else [node for node in mask.nodes if node.kind == Axes.TILE]

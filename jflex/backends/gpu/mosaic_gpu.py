@@ -10,7 +10,6 @@ import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from jflex._call import kv_lengths
-from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
@@ -38,15 +37,14 @@ class MosaicGpu(Backend):
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
-        """Runs the forward kernel; sinks are folded into its results."""
+        """Runs the forward kernel."""
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
         assert isinstance(inputs, Inputs)  # a paged call is refused
         plan = _own(spec, None)
-        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))
+        operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         result = forward(plan.spec, plan.forward.tiles, operands)
-        saved = Saved(*(triton.repair_forward(plan.spec, operands, result) if plan.spec.needs_marks else result))
-        return fold_sinks(spec, saved, inputs.sinks)
+        return Saved(*(triton.repair_forward(plan.spec, operands, result) if plan.spec.needs_marks else result))
 
     @isolated_trace
     def backward(

@@ -112,7 +112,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
       tiles: `block_q` queries (64 for each of `num_warps` / 4 consumers, or 128) and `block_kv` keys; `num_stages` of
         the ring.
       arrays: Query [B, T, Hq, D], key [Bkv, S, Hkv, D] and value [Bkv, S, Hkv, Dv], or in the layout BNTH; lists of the
-        mask; captured arrays.
+        mask; captured arrays; sinks.
     """
     order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
     spec, arrays = padding.padded(spec, arrays)
@@ -287,7 +287,8 @@ def _consume_tile(
     start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.query.dtype, stage)
     step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
     state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
-    result = forward_step.finish(scratch.ring, state, marks=spec.needs_marks)
+    sink = None if static.arrays.sinks is None else static.arrays.sinks[h]
+    result = forward_step.finish(scratch.ring, state, sink, marks=spec.needs_marks)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
     _store(spec, staged, result, static.outputs, (b, h, first))

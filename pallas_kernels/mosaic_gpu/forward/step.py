@@ -174,21 +174,42 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
     return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage)
 
 
-def finish(ring: Ring, state: State, *, marks: bool) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: PV of the last tile, then the output and the lse (natural log); zeros and -inf for fully masked rows.
-
-    With `marks` the lse is NaN where the output is not finite.
-    """
+def finish(ring: Ring, state: State, sink: jax.Array | None, *, marks: bool) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: PV of the last tile, then what `normalised` returns."""
     values = ring.stage(state.stage)[1]
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
-    empty = row_sum == 0.0
+    return normalised(out, state.row_max, row_sum, sink, marks=marks)
+
+
+def normalised(
+    out: jax.Array, row_max: jax.Array, row_sum: jax.Array, sink: jax.Array | None, *, marks: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse (natural log) of the sums of all keys; zeros and -inf for fully masked rows.
+
+    With `marks` the lse is NaN where the output is not finite. `sink` is the natural logit of the head's sink, a
+    scalar, or None; it is the lse of fully masked rows.
+    """
+    masked = empty = row_sum == 0.0
+    alpha = 1.0
+    if sink is not None:
+        row_max, alpha, row_sum = _with_sink(jnp.where(masked, -jnp.inf, row_max), row_sum, sink)
+        empty = row_sum == 0.0  # masked, and the sink is -inf
     row_sum = jnp.where(empty, 1.0, row_sum)
-    lse = jnp.where(empty, -jnp.inf, state.row_max * LN_2 + jnp.log(row_sum))
+    lse = jnp.where(empty, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
     out = jnp.where(
-        _over_columns(empty, out.shape), 0.0, out
+        _over_columns(masked, out.shape), 0.0, out
     )  # where no tile is visited, the stage of values was never filled
-    return out * _over_columns(1.0 / row_sum, out.shape), lse + mark(out) if marks else lse
+    return out * _over_columns(alpha / row_sum, out.shape), lse + mark(out) if marks else lse
+
+
+def _with_sink(row_max: jax.Array, row_sum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row_max, rescale factor of the output and row_sum, once a natural logit has entered the denominator."""
+    sink_log2 = sink * LOG2_E
+    new_max = jnp.maximum(row_max, sink_log2)
+    safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
+    alpha = inline_ptx.exp2(ROW, row_max - safe_max)
+    return new_max, alpha, row_sum * alpha + inline_ptx.exp2(ROW, sink_log2 - safe_max)
 
 
 def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
