@@ -24,7 +24,6 @@ def _on_hopper(case: Case) -> Case:
         block = tuple(max(64, -(-size // 64) * 64) for size in (block if isinstance(block, tuple) else (block,) * 2))
     reason = REFUSED.get(case.name)
     reason = r"kernels have no dropout" if case.dropout_rate else reason
-    reason = r"normalise by softmax alone" if case.normalize == "none" else reason
     return dataclasses.replace(
         case,
         block=block,
@@ -72,6 +71,15 @@ WIDE = [
     Case("plane_gradient", captured.bias_bf16, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("even_booleans", mask=masks.random_elements, sizes=Sizes(T=256, D=64), block=128, by_head=True, **BF16),
     Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
+    Case("two_groups_sigmoid", scores.sigmoid, masks.causal, Sizes(T=260, D=64), block=128, normalize="none", **BF16),
+    Case(
+        "two_groups_as_weights",
+        mask=masks.first_half_only,
+        sizes=Sizes(B=1, T=400, D=128),
+        block=128,
+        normalize="none",
+        **BF16,
+    ),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
     Case(
         "two_groups_own_lists",

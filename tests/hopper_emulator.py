@@ -299,6 +299,7 @@ _LIBRARY = {"powf": jnp.power, "acos": jnp.arccos, "asin": jnp.arcsin, "atan": j
 _FUNCTIONS = {
     "exp2": lambda layout, x: jnp.exp2(x),
     "tanh": lambda layout, x: jnp.tanh(x),
+    "logistic": lambda layout, exponent: 1 / (1 + jnp.exp2(exponent)),
     "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
     "weights": lambda layout, s, log2_scale, row_max: jnp.exp2(s * jnp.float32(log2_scale) - row_max),
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),

@@ -223,6 +223,24 @@ def modify(
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
 
 
+def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
+    """The weights of a tile without a softmax: its scores, with zeros where masked."""
+    factor = scores.log2_scale / LOG2_E
+    return tile.clear(tile.s if factor == 1.0 else tile.s * factor)
+
+
+def weights(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.Array:
+    """The weights of a tile in the backward pass, from the lse of its queries in base 2, of tile shape."""
+    if scores.spec.normalize == "none":
+        return linear_weights(scores, tile)
+    return inline_ptx.weights(TILE, tile.s, scores.log2_scale, lse_log2)
+
+
+def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array) -> jax.Array:
+    """The cotangents of the modified scores, from weights and ``dP - delta``; delta is 0 without a softmax."""
+    return tile.clear(d_p) if scores.spec.normalize == "none" else p * d_p
+
+
 def _added(spec: AttentionSpec, score: Evaluation, raw: jax.Array, added: patterns.Addend) -> jax.Array:
     """The scores over the scale: one FMA for each element, besides the instructions of the term itself."""
     factor = jnp.float32(added.sign / spec.scale)

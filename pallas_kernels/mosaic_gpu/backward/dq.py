@@ -21,7 +21,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, padding, scores, smem
+from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     LSE,
@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_gpu.backward.stream import (
 )
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring
-from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.tile import ROW
 from pallas_kernels.mosaic_gpu.tile_order import Grid
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups
@@ -269,8 +269,8 @@ def _step(
         tile = scores.modify(prepared, plg.wgmma_accumulator_load(raw, wait_n=1), first, is_partial, bias=bias)
         if scratch.bias is not None:
             scratch.bias.release(i)
-        p = inline_ptx.weights(TILE, tile.s, prepared.log2_scale, lse_log2)
-        d_s = p * (plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)
+        p = scores.weights(prepared, tile, lse_log2)
+        d_s = scores.scores_vjp(prepared, tile, p, plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)
         scratch.values.release(i)
         d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
         return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))

@@ -150,6 +150,8 @@ def backward(
       repairs: What computes marked rows again, where there is a mask.
     """
     rows = row_statistics(spec, saved, d_saved)
+    if spec.normalize == "none":  # the kernels add -delta to dP
+        rows = rows._replace(delta=jnp.zeros_like(rows.delta))
     groups = group_loads(spec, requested.derivative)
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))

@@ -80,7 +80,7 @@ class Static(NamedTuple):
 
         That needs no registers for the lse while weights are computed.
         """
-        return self.spec.programs.score is None and self.spec.scale > 0
+        return self.spec.programs.score is None and self.spec.scale > 0 and self.spec.normalize == "softmax"
 
     @property
     def lse_scale(self) -> float:

@@ -213,12 +213,12 @@ class Walker(NamedTuple):
         if self.static.folds:
             p = inline_ptx.exp2(TILE, tile.s * prepared.log2_scale)
         else:
-            p = inline_ptx.weights(TILE, tile.s, prepared.log2_scale, -vector(LSE))
+            p = scores.weights(prepared, tile, -vector(LSE))
         stream.stats.release(count)
         if KEY not in self.sums:
             plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
             return p.astype(d_out.dtype), ()
-        d_s = p * plg.wgmma_accumulator_load(d_weights, wait_n=0)
+        d_s = scores.scores_vjp(prepared, tile, p, plg.wgmma_accumulator_load(d_weights, wait_n=0))
         if VALUE in self.sums:
             plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
         d_s, of_load = score_mod_vjp(self.static.derivative, tile, d_s)

@@ -288,7 +288,7 @@ def _consume_tile(
     step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
     state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
     sink = None if static.arrays.sinks is None else static.arrays.sinks[h]
-    result = forward_step.finish(scratch.ring, state, sink, marks=spec.needs_marks)
+    result = forward_step.finish(spec, scratch.ring, state, sink, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
     _store(spec, staged, result, static.outputs, (b, h, first))

@@ -77,6 +77,8 @@ class Step(NamedTuple):
         prepared = self.prepared
         out, s, row_max, safe_max = self._start_gemms(state, first, is_partial)
         self.ring.release(state.stage)
+        if prepared.spec.normalize == "none":  # these are the weights
+            return state._replace(out=out, p=s.astype(state.p.dtype), stage=state.stage + 1)
         exponent, row_sum = s * prepared.log2_scale, state.row_sum
         if not self.bounded:
             exponent = exponent - _over_columns(safe_max, s.shape)
@@ -104,10 +106,12 @@ class Step(NamedTuple):
             self.ring.wait(state.stage + 1)
             # The PV GEMM may still run, unless the mod needs the registers of its weights.
             loaded = plg.wgmma_accumulator_load(raw, wait_n=int(fits_beside_gemm(spec.programs.score)))
-            by_clause = has_spare_registers(spec.programs.score)
-            bias_rows = [tile.at[self.rows] for tile in bias]
-            s = scores.modify(self.prepared, loaded, first, is_partial, prefetched, bias_rows, by_clause=by_clause).s
-            return self._rescale_inputs(s, state.row_max)
+            by_clause = has_spare_registers(spec.programs.score) and spec.normalize == "softmax"
+            rows = [tile.at[self.rows] for tile in bias]
+            tile = scores.modify(self.prepared, loaded, first, is_partial, prefetched, rows, by_clause=by_clause)
+            if spec.normalize == "none":
+                return scores.linear_weights(self.prepared, tile), state.row_max, state.row_max
+            return self._rescale_inputs(tile.s, state.row_max)
 
         def start(refs: tuple[Ref, ...]) -> None:
             raw = plg.WGMMAAccumulatorRef(self.prepared.tile, jnp.float32)
@@ -150,7 +154,7 @@ def bottleneck(spec: AttentionSpec) -> Bottleneck:
     """
     if uses_sfu(spec.programs.score):
         return Bottleneck.NONE
-    return Bottleneck.GEMMS if spec.D + spec.Dv > 192 else Bottleneck.SFU
+    return Bottleneck.GEMMS if spec.D + spec.Dv > 192 or spec.normalize == "none" else Bottleneck.SFU
 
 
 MAX_EXPONENT = 80  # sums of 2 ** 80 times values fit into float32 while the values sum up to less than 2 ** 48
@@ -174,12 +178,20 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
     return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage)
 
 
-def finish(ring: Ring, state: State, sink: jax.Array | None, *, marks: bool) -> tuple[jax.Array, jax.Array]:
-    """Epilogue: PV of the last tile, then what `normalised` returns."""
+def finish(
+    spec: AttentionSpec, ring: Ring, state: State, sink: jax.Array | None, visits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Epilogue: PV of the last tile, then what `normalised` returns; without a softmax the output as it is, and zeros.
+
+    `visits` says whether any tile was visited: else the stage of values was never filled.
+    """
     values = ring.stage(state.stage)[1]
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
-    return normalised(out, state.row_max, row_sum, sink, marks=marks)
+    if spec.normalize == "none":
+        out, lse = jnp.where(visits, out, 0.0), plg.layout_cast(jnp.zeros(row_sum.shape, jnp.float32), ROW)
+        return out, lse + mark(out) if spec.needs_marks else lse
+    return normalised(out, state.row_max, row_sum, sink, marks=spec.needs_marks)
 
 
 def normalised(
