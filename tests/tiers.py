@@ -48,7 +48,7 @@ SHORT = {
     "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
-    "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
+    "test_doctests": r"jflex\.(attention|rotary|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|unbatched_res|shared|numbers",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
