@@ -155,7 +155,7 @@ def modified_rows(
     if is_output:
         rows = first, None if rows[1] is None else rows[1].astype(_exact(dtype))
     call = (lambda x, *where: mod(*x, *where)) if is_output else mod
-    heads = jnp.arange(first.shape[1], dtype=jnp.int32)
+    heads = _indices_along(first, 1)
     return _mapped(call, dtype, ("bi", "h"))(rows, b, heads, idx)
 
 
@@ -163,7 +163,7 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
     """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
     first: jax.Array = jax.tree.leaves(x)[0]
     axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")
-    indices = {name: jnp.arange(size, dtype=jnp.int32) for name, size in zip(axes, first.shape, strict=False)}
+    indices = {name: _indices_along(first, axis) for axis, name in enumerate(axes)}
     return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
 
 
@@ -181,6 +181,15 @@ def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callabl
     for names in reversed(axes):
         function = jax.vmap(function, in_axes=(0, *(0 if index in names else None for index in "bhi")))
     return function
+
+
+def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
+    """0, 1, ... along an axis; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
+    mesh, shape = jax.sharding.get_abstract_mesh(), (x.shape[axis],)
+    if not mesh.explicit_axes:
+        return jnp.arange(*shape, dtype=jnp.int32)
+    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
 def _used_keys(key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"]) -> Bool[Array, "#B S 1 1"]:
