@@ -11,6 +11,7 @@ from jflex import masks as masks
 from jflex import paged as paged
 from jflex import rotary as rotary
 from jflex import scores as scores
+from jflex.apply_mod import apply_vector_mod as apply_vector_mod
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.backends.xla.narrow import set_rows as set_rows

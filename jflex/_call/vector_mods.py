@@ -29,6 +29,7 @@ _SIGNATURES = {
     "key": "(key[D], b, h_kv, kv_idx) -> [D]",
     "value": "(value[Dv], b, h_kv, kv_idx) -> [Dv]",
     "output": "(out[Dv], lse, b, h, q_idx) -> [Dv]",
+    "vector": "(vector[D], b, h, idx) -> [D]",
 }
 _BATCH = 1  # the argument `b` of a vector mod
 
@@ -66,14 +67,14 @@ class VectorMods(NamedTuple):
           TypeError: A mod is not a function, takes other arguments, or returns another dtype.
           ValueError: A mod returns another size, branches in Python on its arguments, or uses an lse that there is not.
         """
-        for role, mod, size in zip(_SIGNATURES, self, (D, D, Dv, Dv), strict=True):
+        for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None:
-                _traced(role, mod, size, dtype, has_lse=has_lse)
+                check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
 
     def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
         """Whether keys or values that all of the batch share become different ones for each batch entry."""
         traced = (
-            _traced(role, mod, size, dtype)
+            check_vector_mod(role, mod, size, dtype)
             for role, mod, size in (("key", self.key, D), ("value", self.value, Dv))
             if mod is not None
         )
@@ -89,8 +90,8 @@ class VectorMods(NamedTuple):
             if mod is not None:
                 raise UnsupportedError(
                     f"`{role}_mod` is not supported by `{caller}`: the {role}s are stored, and {describe(mod)} would "
-                    f"be computed again for all of them in each step. Apply it to the {role}s before you store them; "
-                    "the result is the same."
+                    f"be computed again for all of them in each step. Apply it to the {role}s before you store them, "
+                    "with `jflex.apply_vector_mod`; the result is the same."
                 )
 
 
@@ -205,8 +206,15 @@ def _exact(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _traced(role: str, mod: Any, size: int, dtype: Any, *, has_lse: bool = True) -> core.ClosedJaxpr:
-    """The jaxpr of a mod, on one vector.
+def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: bool = True) -> core.ClosedJaxpr:
+    """Traces a mod on one vector, and returns the jaxpr.
+
+    Args:
+      role: The argument, without ``_mod``.
+      mod: Its value.
+      size: Of the vector.
+      dtype: Of the array that holds it.
+      has_lse: Whether an output mod gets an lse.
 
     Raises:
       TypeError: It is not a function, takes other arguments, or returns another dtype.
