@@ -193,8 +193,10 @@ def flex_attention(
         config=config,
     )  # fmt: skip
     saved = attend("flex_attention", with_modified_inputs(call), implementation)
-    out = modified_output(call.vectors.output, saved.out, saved.lse if normalize == "softmax" else None, layout)
-    return (out, saved.lse) if return_lse else out
+    out, lse = saved.out, saved.lse
+    if output_mod is not None:
+        out = modified_output(output_mod, out, lse if normalize == "softmax" else None, layout)
+    return (out, lse) if return_lse else out
 
 
 class Call(NamedTuple):
@@ -249,7 +251,8 @@ def prepare(
     check_normalize(normalize, sinks)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    sizes = sizes if not vectors.any else _with_vectors(sizes, vectors, query.dtype, has_lse=normalize == "softmax")
+    if any(mod is not None for mod in vectors):
+        sizes = _with_vectors(sizes, vectors, query.dtype, has_lse=normalize == "softmax")
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)

@@ -121,12 +121,8 @@ def modified_inputs(
     return dense(mods.query, query), keys(mods.key, key), keys(mods.value, value)
 
 
-def modified_output(
-    mod: OutputMod | None, out: jax.Array, lse: Float[Array, "B Hq T"] | None, layout: str
-) -> jax.Array:
+def modified_output(mod: OutputMod, out: jax.Array, lse: Float[Array, "B Hq T"] | None, layout: str) -> jax.Array:
     """The output of a dense call, as an ``output_mod`` makes it; `lse` is None where there is no softmax."""
-    if mod is None:
-        return out
     if lse is not None:
         lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(_exact(out.dtype))
     return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout)
