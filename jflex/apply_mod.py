@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jflex._call.checks import describe_array
+from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import check_vector_mod, modified_rows
+from jflex.mods.array_sizes import check_mod_sizes, last_plus_one
 from jflex.mods.types import VectorMod
 from jflex.types import AnyArray
 
@@ -34,7 +36,7 @@ def apply_vector_mod(
 
     Raises:
       TypeError: The mod takes or returns something else than it must, or positions or requests are not int32.
-      ValueError: The mod returns another size, or shapes disagree.
+      ValueError: The mod returns another size or was made for other sizes, or shapes disagree.
 
     >>> import jflex
     >>> keys, positions = jnp.ones((3, 2, 8)), jnp.array([7, 8, 0], jnp.int32)  # of three tokens
@@ -50,6 +52,7 @@ def apply_vector_mod(
         raise ValueError(f"{rule}. Got {describe_array(vectors)}. Reshape [B, T, H, D] to [B * T, H, D].")
     check_vector_mod("vector", vector_mod, vectors.shape[2], vectors.dtype)
     at = _rows("positions", positions, vectors.shape[0])
+    check_mod_sizes(vector_mod, heads=vectors.shape[1], queries=last_plus_one(known_lengths(positions)))
     b = jnp.zeros_like(at) if requests is None else _rows("requests", requests, vectors.shape[0])
     return modified_rows(vector_mod, jnp.asarray(vectors), b, at)
 

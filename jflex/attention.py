@@ -253,6 +253,7 @@ def prepare(
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     if any(mod is not None for mod in vectors):
         sizes = _with_vectors(sizes, vectors, query.dtype, has_lse=normalize == "softmax")
+        vectors.check_sizes(batch=B, heads=(Hq, sizes.Hkv), queries=T, keys=known_keys(kv_lengths, S))
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)

@@ -293,6 +293,9 @@ def prepare(
     required = requirements_of(score_mod, mask_mod)
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
+    required = requirements_of(query_mod, output_mod)
+    if required:
+        check_requirements(required, _sizes(q, levels, positions, requests)._replace(keys=None))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
     vectors.check(q.shape[2], value_size, q.dtype)
     if sinks is not None:

@@ -227,10 +227,14 @@ def prepare(
     call = prepare_dense(
         _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
         mask_mod=None, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0,
-        dropout_key=None, config=config, query_mod=query_mod, key_mod=key_mod, value_mod=value_mod,
-        output_mod=output_mod,
+        dropout_key=None, config=config,
     )  # fmt: skip
-    return PackedCall(with_dropout(call, dropout_rate, kept), q_ends, kv_ends)
+    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
+    if vectors.any:
+        vectors.check(q.shape[2], v.shape[2], q.dtype, has_lse=normalize == "softmax")
+        heads, (queries, keys) = (q.shape[1], k.shape[1]), map(_longest, (q_ends, kv_ends))
+        vectors.check_sizes(batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys)
+    return PackedCall(with_dropout(call, dropout_rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
 
 
 class _Modified(NamedTuple):
@@ -283,6 +287,11 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
     return jax.ShapeDtypeStruct((1, *x.shape), dtype, sharding=sharding)
+
+
+def _longest(ends: jax.Array) -> int | None:
+    known = known_lengths(ends)
+    return None if known is None else int(np.diff(known).max(initial=0))
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import describe_array
 from jflex.errors import UnsupportedError
+from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.dependence import used_inputs
 from jflex.mods.trace import describe, explained
 from jflex.mods.types import OutputMod, VectorMod
@@ -70,6 +71,23 @@ class VectorMods(NamedTuple):
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
             if mod is not None:
                 check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
+
+    def check_sizes(self, *, batch: int, heads: tuple[int, int], queries: int | None, keys: int | None = None) -> None:
+        """Compares the sizes that ready mods were made for with those of the call; see `check_mod_sizes`.
+
+        Args:
+          batch: Batch entries.
+          heads: Query heads and key heads.
+          queries: The last position of a query, plus 1; None if not known.
+          keys: The same of keys.
+
+        Raises:
+          ValueError: A mod was made for others.
+        """
+        for mod in (self.query, self.output):
+            check_mod_sizes(mod, batch=batch, heads=heads[0], queries=queries)
+        for mod in (self.key, self.value):
+            check_mod_sizes(mod, batch=batch, heads=heads[1], keys=keys)
 
     def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
         """Whether keys or values that all of the batch share become different ones for each batch entry."""

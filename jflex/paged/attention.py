@@ -160,7 +160,7 @@ def prepare(
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     vectors.refuse_keys("paged_attention")
     vectors.check(q.shape[2], cache.v.shape[-1], q.dtype)
-    _check_sizes(score_mod, mask_mod, q.shape[1], batch)
+    _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
@@ -174,14 +174,15 @@ def _places(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int
     return jnp.maximum(requests, 0), jnp.maximum(positions, 0)
 
 
-def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
+def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, int], batch: PagedBatch) -> None:
     """Compares the sizes that mods were made for; positions only if lengths are known, since a table may hold more."""
     lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
     longest = None
     if lengths is not None and indptr is not None:  # of the requests that have queries in this call
         longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
-    for mod in (score_mod, mask_mod):
-        check_mod_sizes(mod, batch=batch.requests, heads=heads, queries=longest, keys=longest)
+    for mod in mods:
+        check_mod_sizes(mod, batch=batch.requests, heads=heads[0], queries=longest, keys=longest)
+    vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest)
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import describe_array
+from jflex.mods.array_sizes import Requirement, SizedMod, for_positions
 from jflex.rotary.rotation import angles, checked_rotary_dim, rotated
 from jflex.rotary.scaling import Length, LongRopeScaling, RotaryScaling
 from jflex.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rope:
+class Rope(SizedMod):
     """A `query_mod` and `key_mod` that rotates each vector by its position; `jflex.rope` makes it.
 
     Attributes:
@@ -37,12 +38,23 @@ class Rope:
     length: Length | None = None
     is_far: bool = False
 
+    def requirements(self) -> tuple[Requirement, ...]:
+        """`positions` hold one for each index of the call, and those of a batch one row for each entry."""
+        if self.positions is None:
+            return ()
+        rows = self.positions.shape[:-1]
+        rule = "`positions` of `rope` must hold one position for each {}"
+        each = for_positions(self.positions.shape[-1], rule, "Pass {} positions, or use a rope without them.")
+        batch = "`positions` of `rope` must be [T], or have a row for each batch entry"
+        return (*each, *(Requirement("b", size, batch, "Pass positions [{}, T].") for size in rows if size > 1))
+
     def __call__(self, vector: Float[Array, " D"], b: Any, h: Any, idx: Any) -> Float[Array, " D"]:
         """Rotates one vector, in its dtype."""
         del h
         position = jnp.asarray(idx)
         if self.positions is not None:
-            position = self.positions[b, idx] if self.positions.ndim == 2 else self.positions[idx]
+            rows = self.positions.reshape(-1, self.positions.shape[-1])
+            position = rows[b if rows.shape[0] > 1 else 0, idx]
         rotary_dim = checked_rotary_dim(self.rotary_dim, vector.shape[-1])
         length = 0 if self.length is None else self.length
         by = angles(
@@ -74,7 +86,8 @@ def rope(
       rotary_dim: Features that rotate, from the first on; replaces ``D`` above. None for all.
       interleaved: Whether features ``2 * i`` and ``2 * i + 1`` are a pair (GPT-J, and Llama's own code), and not ``i``
         of the first half and ``i`` of the second half (GPT-NeoX, and Transformers).
-      positions: The position of each index, integers [T] or, different in each batch entry, [B, T]. Queries and keys
+      positions: The position of each index, integers [T] or, different in each batch entry, [B, T]; a call
+        may have fewer indices. Queries and keys
         that have different ones need a mod each. None: the index is the position.
       length: Length of the sequences, which LongRoPE needs.
       is_far: Whether to compensate what float32 angles lose by rounding; see `jflex.rotary.rotate`.
