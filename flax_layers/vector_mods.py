@@ -31,11 +31,8 @@ class VectorMods(NamedTuple):
 
     def of_queries(self, first: Int32[Array, " B"]) -> VectorMods:
         """Those of queries and outputs, for queries whose positions begin at `first`."""
-        query, output = self.query_mod, self.output_mod
-        return VectorMods(
-            query_mod=query and (lambda x, b, h, i: query(x, b, h, i + first[b])),
-            output_mod=output and (lambda x, lse, b, h, i: output(x, lse, b, h, i + first[b])),
-        )
+        move = lambda mod: None if mod is None else jflex.with_offset(mod, first)
+        return VectorMods(query_mod=move(self.query_mod), output_mod=move(self.output_mod))
 
     def stored(
         self,
