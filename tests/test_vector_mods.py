@@ -304,6 +304,39 @@ def test_nothing_to_modify(shapes):
     np.testing.assert_array_equal(out, np.ones((2, T, 2, 4)))
 
 
+def test_keys_before_they_are_written():
+    key = jnp.asarray(drawn(CASES[1])[0][1])[0]
+    at = jnp.arange(key.shape[0], dtype=jnp.int32)
+    assert_close(jflex.apply_vector_mod(jflex.rope(), key, at + 3), jflex.rotary.rotate(key, at + 3))
+    factors, rows = jnp.array([2.0, 3.0]), jnp.where(at < 5, 1, -1)  # padding is as request 0
+    found = jflex.apply_vector_mod(lambda x, b, h, i: x * factors[b], key, at, rows)
+    assert_close(found, key * factors[jnp.maximum(rows, 0)][:, None, None])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"vectors": 3}, TypeError, r"`vectors` must be.*Got int"),
+        ({"vectors": jnp.ones((4, 2))}, ValueError, r"`vectors` must be.*float32\[4,2\]\. Reshape"),
+        ({"vectors": jnp.ones((4, 2, 8), int)}, TypeError, r"`vectors` must be.*int32\[4,2,8\]\. Cast"),
+        ({"positions": [0, 1, 2, 3]}, TypeError, r"`positions` must be int32 \[N\].*Got list"),
+        ({"positions": jnp.ones(4)}, TypeError, r"`positions` must be.*float32\[4\]\. Cast"),
+        ({"requests": jnp.ones(3, int)}, ValueError, r"`requests` must be.*one for each of the 4 tokens.*int32\[3\]"),
+        ({"vector_mod": lambda x, b, h, i: x[1:]}, ValueError, r"`vector_mod` must return one vector"),
+        (
+            {"vector_mod": jflex.rope(positions=jnp.arange(3))},
+            ValueError,
+            r"Got 3 for a call with queries up to position 3",
+        ),
+    ],
+    ids=["kind", "axes", "dtype", "list", "floats", "requests", "size", "positions"],
+)
+def test_messages_of_keys_to_write(arguments, kind, message):
+    right = {"vector_mod": jflex.rope(), "vectors": jnp.ones((4, 2, 8)), "positions": jnp.arange(4)}
+    with pytest.raises(kind, match=f"(?s){message}"):
+        jflex.apply_vector_mod(**(right | arguments))
+
+
 def test_queries_that_continue_a_sequence():
     case = Case("continued", pairs.project, pairs.project, T=45)
     (q, k, v, *_), captures = drawn(case)
