@@ -13,6 +13,7 @@ import jflex
 from flax_layers import functional
 from flax_layers.dense_cache import DenseCache
 from flax_layers.streaming_llm import Streaming
+from flax_layers.vector_mods import VectorMods
 
 
 class SharedPrefix(NamedTuple):
@@ -185,7 +186,8 @@ def attend(
     inputs: Float[Array, "*batch T features"],
     mods: Mods,
     positions: Int[Array, "*#batch T"] | None,
-    dropout_key: Any = None,
+    dropout_key: Any,
+    vectors: VectorMods,
 ) -> Float[Array, "*batch T features"]:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
@@ -203,6 +205,7 @@ def attend(
         sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
+        **vectors._asdict(),
         **dropout,
     )
     return join(layer, attended.reshape(*batch, *attended.shape[1:]))
@@ -220,6 +223,7 @@ def decode(
     cache: DenseCache,
     mods: Mods,
     block_mask: jflex.BlockMask | None,
+    vectors: VectorMods,
 ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
     """Computes `decode` of a layer. A `block_mask` covers the queries of this call and replaces the mask in `mods`."""
     if not isinstance(cache, DenseCache):
@@ -237,7 +241,10 @@ def decode(
     mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
     query, key, value = project(layer, inputs, positions, cache.max_length)
-    cache = cache.append(fold_batch(key), fold_batch(value))
+    key, value = map(fold_batch, (key, value))
+    rows = jnp.indices(key.shape[:2], dtype=jnp.int32)[0]
+    key, value = vectors.stored(key, value, positions.reshape(rows.shape), rows)
+    cache = cache.append(key, value)
     attended = jflex.flex_attention(
         fold_batch(query).astype(cache.k.dtype),
         cache.k,
@@ -249,6 +256,7 @@ def decode(
         sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
+        **vectors.of_queries(before)._asdict(),
     )
     return join(layer, attended.reshape(query.shape).astype(query.dtype)), cache
 
@@ -260,8 +268,9 @@ def decode_paged(
     batch: jflex.paged.PagedBatch,
     mods: Mods,
     number: int | Int32[Array, ""] | None,
-    shared: SharedPrefix | None = None,
-    streaming: Streaming | None = None,
+    shared: SharedPrefix | None,
+    streaming: Streaming | None,
+    vectors: VectorMods,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     if inputs.ndim != 2:
@@ -273,6 +282,11 @@ def decode_paged(
         raise ValueError(
             "`shared_prefix` and `streaming` must not be passed together. Got both. Leave one of them out."
         )
+    if streaming is not None and vectors.any:
+        raise ValueError(
+            "`streaming` moves queries to other positions than those of vector mods, so they must not be passed "
+            "together. Got both. Leave one of them out."
+        )
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
@@ -283,9 +297,12 @@ def decode_paged(
     rotate = functools.partial(rotated, layer, length=length, is_far=streaming is not None)
     query, key, value = heads_of(layer, inputs)
     dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
-    key, value = rotate(key, positions).astype(dtype), value.astype(dtype)
+    requests = jflex.paged.token_requests(batch, tokens)
+    key, value = vectors.stored(rotate(key, positions), value, positions, requests)
+    key, value = key.astype(dtype), value.astype(dtype)
     cache = jflex.paged.write(cache, key, value, slots, layer=number)
     how: dict[str, Any] = {"scale": layer.scale, "implementation": layer.implementation}
+    how |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
     turned = lambda at: rotate(query, at).astype(dtype)
     if streaming is not None:
         states = [
@@ -298,7 +315,7 @@ def decode_paged(
         attended = (state if sinks is None else jflex.with_sinks(state, sinks)).out
     elif shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
-        how |= {"positions": positions, "requests": jflex.paged.token_requests(batch, tokens)}
+        how |= {"positions": positions, "requests": requests}
         how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks_of(layer)}
         attended = jflex.cascade_attention(turned(positions), levels, **how)
     else:

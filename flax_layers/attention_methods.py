@@ -12,6 +12,7 @@ import jflex
 from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
 from flax_layers.streaming_llm import Streaming
+from flax_layers.vector_mods import VectorMods
 
 
 class AttentionMethods(attention_core.Layer):
@@ -66,6 +67,10 @@ class AttentionMethods(attention_core.Layer):
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
         block_mask: jflex.BlockMask | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
     ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
         """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
@@ -86,6 +91,10 @@ class AttentionMethods(attention_core.Layer):
             block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
                 the cache. Blocks that it does not list are not read, as in a layer with a window. Make it with
                 `cache.block_mask(mask_mod, T)`, once for all layers that share it.
+            query_mod: As in `__call__`, at positions in the whole sequence, and so are the next three.
+            key_mod: Applied to the new keys before they are written into the cache.
+            value_mod: Likewise to the new values.
+            output_mod: As in `__call__`.
 
         Returns:
             One vector for each token, in the dtype of the computation; and the cache with T more tokens in every
@@ -97,7 +106,8 @@ class AttentionMethods(attention_core.Layer):
                 the constructor's BlockMask masks more than its mask_mod.
         """
         attention_core.check_one_mask(mask_mod, block_mask)
-        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask, vectors)
 
     def decode_paged(
         self,
@@ -110,6 +120,10 @@ class AttentionMethods(attention_core.Layer):
         mask_mod: jflex.MaskMod | None = None,
         shared_prefix: attention_core.SharedPrefix | None = None,
         streaming: Streaming | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
     ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
         """Appends to requests in a paged cache, each by as many tokens as it has in `inputs`.
 
@@ -128,6 +142,10 @@ class AttentionMethods(attention_core.Layer):
                 (`jflex.cascade_attention`). The result is the same, to rounding.
             streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
                 is causal without a mask. All calls on a cache must pass the same sizes.
+            query_mod: As in `decode`. No vector mod is taken with `streaming`.
+            key_mod: As in `decode`.
+            value_mod: As in `decode`.
+            output_mod: As in `decode`.
 
         Returns:
             One vector for each token, in the dtype of the computation (arbitrary for padding after the last request);
@@ -136,10 +154,11 @@ class AttentionMethods(attention_core.Layer):
         Raises:
             TypeError: `cache` or `batch` has a wrong type.
             ValueError: `inputs` do not have two axes; cache, batch and layer do not fit together, as far as values are
-                known; the constructor's BlockMask masks more than its mask_mod.
+                known; the constructor's BlockMask masks more than its mask_mod; vector mods with `streaming`.
         """
         mods = self._mods(score_mod, mask_mod)
-        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming, vectors)
 
     def _mods(
         self,
@@ -150,6 +169,10 @@ class AttentionMethods(attention_core.Layer):
         """The mods of a call: its own, or else those of the constructor."""
         own = attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask)
         return own.replaced_by(score_mod, mask_mod, block_mask)
+
+    def _vectors(self, vectors: VectorMods) -> VectorMods:
+        """The vector mods of a call."""
+        return vectors
 
     def _compute_dtype(self) -> Dtype:
         """The dtype of the computation, or of the parameters where the layer has none of its own."""

@@ -9,7 +9,9 @@ from importlib.metadata import version as _version
 
 from jflex import masks as masks
 from jflex import paged as paged
+from jflex import rotary as rotary
 from jflex import scores as scores
+from jflex.apply_mod import apply_vector_mod as apply_vector_mod
 from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.backends.xla.narrow import set_rows as set_rows
@@ -32,8 +34,11 @@ from jflex.mods.compose import not_mask as not_mask
 from jflex.mods.compose import or_masks as or_masks
 from jflex.mods.offset import with_offset as with_offset
 from jflex.mods.types import MaskMod as MaskMod
+from jflex.mods.types import OutputMod as OutputMod
 from jflex.mods.types import ScoreMod as ScoreMod
+from jflex.mods.types import VectorMod as VectorMod
 from jflex.paged.attention import paged_attention as paged_attention
+from jflex.rotary.rope import rope as rope
 from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
 from jflex.state import AttentionState as AttentionState
 from jflex.state import lse_from_base2 as lse_from_base2

@@ -25,6 +25,7 @@ from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._call.sinks import fold_sinks
+from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.backends.base import Inputs, Saved
@@ -33,7 +34,7 @@ from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.state import checked_sinks
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
@@ -44,7 +45,9 @@ from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
@@ -53,7 +56,9 @@ def flex_attention(
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
@@ -62,7 +67,9 @@ def flex_attention(
 @overload
 def flex_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, kv_lengths: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
     return_lse: bool, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
@@ -77,6 +84,10 @@ def flex_attention(
     block_mask: BlockMask | None = None,
     *,
     mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: Float[AnyArray, " _Hq"] | None = None,
@@ -94,8 +105,9 @@ def flex_attention(
     and blocks that a `block_mask` does not list are never read. Query head ``h`` attends to key head
     ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
-    Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` captures.
-    Mods are traced: they may close over arrays and tracers, and new values of captured arrays recompile nothing.
+    Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` or a
+    vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
+    recompile nothing.
 
     Args:
       query: In `layout`.
@@ -106,6 +118,16 @@ def flex_attention(
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, on scalars, in place of a BlockMask: evaluated for every score, no
         block is skipped.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, on each query before its products with keys: a rotation, say
+        (`jflex.rope`). A vector mod sees one vector, in float32 (float64 of a float64 array), and int32 scalars; it
+        must return the same size and dtype, which is then rounded once to the dtype of the array. Here these mods are
+        not fused into the kernel: the modified arrays are stored.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, likewise on each key; ``h_kv`` is the key head. Keys and values of
+        batch size 1 stay shared, unless a mod uses ``b``: then each batch entry gets its own.
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise on each value.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, on each output before it is returned. ``lse`` is that of the
+        query; with ``normalize="none"`` it is None. A query that attends to no key comes as zeros and an lse of
+        ``-inf``. The lse that is returned is the unmodified one.
       kv_lengths: How many keys each batch entry has, int32 [B] of 0 to S. Keys at or beyond the length are masked,
         whatever the mask says, and not read where possible; their contents, even NaN, affect neither output nor
         gradients. Lengths are data: one program serves all of them. Traced lengths are not checked but clamped to 0
@@ -155,22 +177,40 @@ def flex_attention(
     >>> token, cache = jax.random.normal(jax.random.key(1), (2, 1, 4, 32)), jnp.ones((2, 256, 4, 32))
     >>> jflex.flex_attention(token, cache, cache, kv_lengths=jnp.array([7, 200], jnp.int32)).shape
     (2, 1, 4, 32)
+
+    Rotary embedding, and a learned gate on each output:
+
+    >>> rope, gates = jflex.rope(10000.0), jnp.ones((4, 32))
+    >>> gated = lambda out, lse, b, h, q_idx: out * jax.nn.sigmoid(gates[h])
+    >>> jflex.flex_attention(q, k, v, query_mod=rope, key_mod=rope, output_mod=gated).shape
+    (1, 256, 4, 32)
     """
     check_lse(return_lse, normalize)
     call = prepare(
-        query, key, value, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths, normalize=normalize,
+        query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
+        value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, normalize=normalize,
         sinks=sinks, scale=scale, layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key,
         config=config,
     )  # fmt: skip
-    saved = attend("flex_attention", call, implementation)
-    return (saved.out, saved.lse) if return_lse else saved.out
+    saved = attend("flex_attention", with_modified_inputs(call), implementation)
+    out, lse = saved.out, saved.lse
+    if output_mod is not None:
+        out = modified_output(output_mod, out, lse if normalize == "softmax" else None, layout)
+    return (out, lse) if return_lse else out
 
 
 class Call(NamedTuple):
-    """A checked call: its spec, and its arrays."""
+    """A checked call.
+
+    Attributes:
+      spec: Its static part.
+      inputs: The arrays. Query, key and value are those that the caller passed.
+      vectors: What is made of these, and of the output.
+    """
 
     spec: AttentionSpec
     inputs: Inputs
+    vectors: VectorMods = VectorMods()
 
 
 def prepare(
@@ -189,6 +229,10 @@ def prepare(
     dropout_rate: float,
     dropout_key: Any,
     config: Config | None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     has_value: bool = True,
 ) -> Call:
     """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes.
@@ -206,6 +250,10 @@ def prepare(
     kv_lengths = check_kv_lengths(kv_lengths, B, S)
     check_normalize(normalize, sinks)
     sinks = None if sinks is None else checked_sinks(sinks, Hq)
+    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
+    if any(mod is not None for mod in vectors):
+        sizes = _with_vectors(sizes, vectors, query.dtype, has_lse=normalize == "softmax")
+        vectors.check_sizes(batch=B, heads=(Hq, sizes.Hkv), queries=T, keys=known_keys(kv_lengths, S))
     for mod in (score_mod, mask_mod):
         check_mod_sizes(mod, batch=B, heads=Hq, queries=T, keys=known_keys(kv_lengths, S))
     score, score_operands = (None, ()) if score_mod is None else trace_score_mod(score_mod)
@@ -230,6 +278,7 @@ def prepare(
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
     call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
+    call = call._replace(vectors=vectors)
     return with_dropout(call, dropout_rate, kept_mod(dropout_rate, dropout_key, B, Hq))
 
 
@@ -251,6 +300,24 @@ class _Sizes(NamedTuple):
         length, heads = (1, 2) if layout == "BTNH" else (2, 1)
         (T, S), (Hq, Hkv) = ((query.shape[axis], key.shape[axis]) for axis in (length, heads))
         return cls(query.shape[0], T, S, Hq, Hkv, query.shape[3], value.shape[3], key.shape[0])
+
+
+def _with_vectors(sizes: _Sizes, vectors: VectorMods, dtype: Any, *, has_lse: bool) -> _Sizes:
+    """Checks vector mods; keys that they make different ones for each batch entry have the batch size of the query."""
+    vectors.check(sizes.D, sizes.Dv, dtype, has_lse=has_lse)
+    if sizes.Bkv == sizes.B or not vectors.needs_batch(sizes.D, sizes.Dv, dtype):
+        return sizes
+    return sizes._replace(Bkv=sizes.B)
+
+
+def with_modified_inputs(call: Call) -> Call:
+    """The call with query, key and value as its vector mods make them."""
+    if call.vectors[:3] == (None, None, None):
+        return call
+    spec, inputs = call.spec, call.inputs
+    arrays = inputs.query, inputs.key, inputs.value
+    query, key, value = modified_inputs(call.vectors, arrays, spec.layout, spec.Bkv, inputs.kv_lengths)
+    return call._replace(inputs=inputs._replace(query=query, key=key, value=value))
 
 
 class _Mask(NamedTuple):
@@ -275,12 +342,12 @@ def with_dropout(call: Call, rate: float, kept: KeptMod | None) -> Call:
         return call
     traced, operands = trace_mask_mod(kept)
     spec = dataclasses.replace(call.spec, dropout=Dropout(rate, traced))
-    return Call(spec, call.inputs._replace(dropout_operands=operands))
+    return call._replace(spec=spec, inputs=call.inputs._replace(dropout_operands=operands))
 
 
 def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     """Selects a backend and runs it; `caller` is the public function, for messages."""
-    spec, inputs = call
+    spec, inputs, _ = call
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
         out = jnp.zeros(spec.out_shape(), spec.out_dtype)

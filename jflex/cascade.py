@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
+from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.config import Config
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import PagedBatch, check_batch, check_fields
 from jflex.paged.batch_checks import check_rules, indptr_rules
@@ -151,14 +152,18 @@ class CascadeLevel:
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    sinks: AnyArray | None = None, scale: float | None = None, return_lse: Literal[False] = False,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, sinks: AnyArray | None = None, scale: float | None = None,
+    return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
-    sinks: AnyArray | None = None, scale: float | None = None, return_lse: Literal[True],
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, sinks: AnyArray | None = None, scale: float | None = None,
+    return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -170,6 +175,10 @@ def cascade_attention(
     requests: Int32[AnyArray, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -194,6 +203,10 @@ def cascade_attention(
       requests: Request of each query, ``b`` of mods; `jflex.paged.token_requests` computes them. 0 for None.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, once for all levels.
+      key_mod: Refused, and so is `value_mod`: modify keys and values before you make the levels.
+      value_mod: See `key_mod`.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged.
       sinks: As in `flex_attention`: they enter once, after the levels are merged.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
@@ -207,7 +220,8 @@ def cascade_attention(
       TypeError: An argument has a wrong type.
       ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a known value is
         out of range.
-      UnsupportedError: No requested backend supports this call, or a derivative is requested.
+      UnsupportedError: No requested backend supports this call, a derivative is requested, or there is a `key_mod` or a
+        `value_mod`.
 
     References:
       Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2.
@@ -222,13 +236,16 @@ def cascade_attention(
     (3, 4, 16)
     """
     call = prepare(
-        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks,
-        scale=scale, config=config,
+        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod,
+        query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale,
+        config=config,
     )  # fmt: skip
-    states = [attend(level, implementation) for level in call.levels if level is not None]
+    query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.places)
+    used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
+    states = [attend(level, implementation) for level in used]
     merged = merge_all(states) if states else AttentionState.empty(call.out_shape)
     merged = merged if sinks is None else with_sinks(merged, sinks)
-    out = merged.out.astype(call.dtype)
+    out = modified_rows(output_mod, (merged.out, merged.lse), *call.places, call.dtype)
     return (out, merged.lse) if return_lse else out
 
 
@@ -239,11 +256,13 @@ class CascadeCall(NamedTuple):
       out_shape: [N, Hq, Dv].
       dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
+      places: The request and the position of each query.
     """
 
     out_shape: tuple[int, int, int]
     dtype: Any
     levels: tuple[PagedCall | None, ...]
+    places: tuple[jax.Array, jax.Array]
 
 
 def prepare(
@@ -257,6 +276,10 @@ def prepare(
     sinks: Any,
     scale: float | None,
     config: Config | None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
 ) -> CascadeCall:
     """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
@@ -264,14 +287,20 @@ def prepare(
     for level in levels:
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
-    positions, requests = _checked_rows(q, positions, requests, score_mod, mask_mod)
+    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
+    vectors.refuse_keys("cascade_attention")
+    positions, requests = _checked_rows(q, positions, requests, (score_mod, mask_mod, query_mod, output_mod))
     required = requirements_of(score_mod, mask_mod)
     if required:
         check_requirements(required, _sizes(q, levels, positions, requests))
+    required = requirements_of(query_mod, output_mod)
+    if required:
+        check_requirements(required, _sizes(q, levels, positions, requests)._replace(keys=None))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
+    vectors.check(q.shape[2], value_size, q.dtype)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
-    partial = sinks is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
+    partial = sinks is not None or output_mod is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
         if not _has_work(level, q.shape[0]):
@@ -280,7 +309,8 @@ def prepare(
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
 
-    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)))
+    places = jnp.zeros_like(positions) if requests is None else requests, positions
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), places)
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:
@@ -351,13 +381,12 @@ def _checked_rows(
     q: jax.Array,
     positions: AnyArray | None,
     requests: AnyArray | None,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
+    mods: Sequence[Any],
 ) -> tuple[jax.Array, jax.Array | None]:
-    if positions is None and (score_mod is not None or mask_mod is not None):
+    if positions is None and any(mod is not None for mod in mods):
         raise ValueError(
-            "`positions` must be passed with a `score_mod` or a `mask_mod`: the absolute position of each query, int32 "
-            "[N]. `jflex.paged.token_positions(batch, N)` computes them."
+            "`positions` must be passed with a `score_mod`, a `mask_mod` or a vector mod: the absolute position of "
+            "each query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."
         )
     for name, x in (("positions", positions), ("requests", requests)):
         if x is not None:

@@ -19,7 +19,7 @@ from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade import CascadeLevel
 from jflex.config import Config
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
@@ -33,7 +33,9 @@ Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 def explain(
     query: Float[Shaped, "B T Hq D"], key: Float[Shaped, "B S Hkv D"], value: Float[Shaped, "B S Hkv Dv"],
     score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None, *,
-    mask_mod: MaskMod | None = None, kv_lengths: Any = None, normalize: Any = "softmax", sinks: Any = None,
+    mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None, key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
+    kv_lengths: Any = None, normalize: Any = "softmax", sinks: Any = None,
     scale: float | None = None, layout: str = "BTNH", return_lse: bool = False,
     dropout_rate: float = 0.0, dropout_key: Any = None,
     implementation: Implementation = None, config: Config | None = None,
@@ -58,7 +60,8 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 
     Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
     `CascadeLevel` (``jax.eval_shape`` makes them). Fields that follow from unknown values are None. For
-    `flex_attention_varlen` without a `block_mask`, the mask is made, as in each call, to count its blocks.
+    `flex_attention_varlen` without a `block_mask`, the mask is made, as in each call, to count its blocks. Vector mods
+    are checked, but run outside of the kernels: FLOPs and bytes are without them.
 
     Args:
       *args: The arguments of the call, with the function before them if it is not `flex_attention`.

@@ -18,6 +18,7 @@ from jflex._call.checks import check_lse, describe_array, device_of
 from jflex._call.dispatch import Implementation
 from jflex._call.dropout import check_dropout, kept_mod
 from jflex._call.kv_lengths import known_lengths
+from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.attention import Call, attend, with_dropout
 from jflex.attention import prepare as prepare_dense
 from jflex.block_mask.varlen_mask import (
@@ -33,7 +34,7 @@ from jflex.config import Config
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.types import AnyArray
 
 
@@ -44,6 +45,8 @@ def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
@@ -54,6 +57,8 @@ def flex_attention_varlen(
     q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
     return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
@@ -70,6 +75,10 @@ def flex_attention_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: VarlenBlockMask | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
@@ -101,6 +110,11 @@ def flex_attention_varlen(
         `varlen_block_mask` does.
       block_mask: From `varlen_block_mask`, for the same boundaries and packed lengths; it alone defines the mask. Its
         boundaries must equal those of the call; traced ones are not compared.
+      query_mod: As in `flex_attention`, at the sequence ``b`` and the position within it. Padding tokens never get to
+        vector mods.
+      key_mod: Likewise.
+      value_mod: Likewise.
+      output_mod: Likewise.
       normalize: As in `flex_attention`.
       sinks: As in `flex_attention`. Padding tokens have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
@@ -136,15 +150,20 @@ def flex_attention_varlen(
     check_lse(return_lse, normalize)
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
-        block_mask=block_mask, normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, config=config,
+        block_mask=block_mask, query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod,
+        normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key,
+        config=config,
     )  # fmt: skip
+    modified = _Modified.of(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
+    q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
-    q, k, v = (_without_padding(jnp.asarray(x), ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
+    q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
     call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
     out, lse = attend("flex_attention_varlen", call, implementation)
-    out = _without_padding(out[0], q_ends)  # already 0 there, and lse -inf; their cotangents need not be
-    return (out, _without_padding(lse[0].T, q_ends, -jnp.inf)) if return_lse else out
+    lse = None if normalize == "none" else lse[0].T
+    out = modified.output(out[0], lse)
+    out = _without_padding(out, q_ends)  # without a mod already 0 there, and lse -inf; their cotangents need not be
+    return (out, _without_padding(lse, q_ends, -jnp.inf)) if return_lse and lse is not None else out
 
 
 class PackedCall(NamedTuple):
@@ -177,6 +196,10 @@ def prepare(
     dropout_rate: float,
     dropout_key: Any,
     config: Config | None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none.
 
@@ -206,7 +229,56 @@ def prepare(
         mask_mod=None, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0,
         dropout_key=None, config=config,
     )  # fmt: skip
-    return PackedCall(with_dropout(call, dropout_rate, kept), q_ends, kv_ends)
+    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
+    if vectors.any:
+        vectors.check(q.shape[2], v.shape[2], q.dtype, has_lse=normalize == "softmax")
+        heads, (queries, keys) = (q.shape[1], k.shape[1]), map(_longest, (q_ends, kv_ends))
+        vectors.check_sizes(batch=q_ends.size - 1, heads=heads, queries=queries, keys=keys)
+    return PackedCall(with_dropout(call, dropout_rate, kept)._replace(vectors=vectors), q_ends, kv_ends)
+
+
+class _Modified(NamedTuple):
+    """The vector mods of packed tokens, and where these are; no tokens without mods, or where there is no sequence.
+
+    The mods get no padding, which may be NaN: a zero cotangent times the derivative of NaN would be NaN, in the
+    gradients of captured arrays.
+    """
+
+    vectors: VectorMods
+    tokens: PackedTokens | None
+    q_ends: jax.Array
+    kv_ends: jax.Array
+
+    @classmethod
+    def of(cls, vectors: VectorMods, q_ends: jax.Array, kv_ends: jax.Array, lengths: tuple[int, int]) -> _Modified:
+        """Locates the tokens if there are mods."""
+        exists = vectors.any and q_ends.size > 1
+        return cls(vectors, PackedTokens.of(q_ends, kv_ends, lengths) if exists else None, q_ends, kv_ends)
+
+    def inputs(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The packed arrays, as the mods make them; padding is arbitrary but finite."""
+        if self.tokens is None:
+            return q, k, v
+        queries = self.tokens.q_sequence, self.tokens.q_position, self.q_ends
+        keys = self.tokens.kv_sequence, self.tokens.kv_position, self.kv_ends
+        given = ((self.vectors.query, q, queries), (self.vectors.key, k, keys), (self.vectors.value, v, keys))
+        q, k, v = (x if mod is None else self._rows(mod, x, *where) for mod, x, where in given)
+        return q, k, v
+
+    def output(self, out: jax.Array, lse: jax.Array | None) -> jax.Array:
+        """The packed output, as the mod makes it."""
+        if self.tokens is None or self.vectors.output is None:
+            return out
+        pair = out, None if lse is None else _without_padding(lse, self.q_ends)
+        return self._rows(self.vectors.output, pair, self.tokens.q_sequence, self.tokens.q_position, self.q_ends)
+
+    def _rows(self, mod: Any, x: Any, sequence: jax.Array, position: jax.Array, ends: jax.Array) -> jax.Array:
+        assert self.tokens is not None
+        first, lse = x if isinstance(x, tuple) else (x, None)
+        first, count = _without_padding(first, ends, 1), first.shape[0]
+        sequence = jnp.clip(sequence, 0, self.tokens.sequences - 1)  # of padding: any
+        rows = (first, lse) if isinstance(x, tuple) else first
+        return modified_rows(mod, rows, sequence[:count], position[:count])
 
 
 def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
@@ -215,6 +287,11 @@ def _batch_of_one(x: Any) -> jax.ShapeDtypeStruct:
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
     return jax.ShapeDtypeStruct((1, *x.shape), dtype, sharding=sharding)
+
+
+def _longest(ends: jax.Array) -> int | None:
+    known = known_lengths(ends)
+    return None if known is None else int(np.diff(known).max(initial=0))
 
 
 def _without_padding(x: jax.Array, ends: Int32[Array, " R_and_1"], fill: float = 0) -> jax.Array:

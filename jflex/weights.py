@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
 from jflex._jax.manual_axes import match_manual_axes
-from jflex.attention import prepare
+from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
 from jflex.backends.dense_scores import contained_scores, modified, softmax
 from jflex.block_mask.dense import elements_at
@@ -24,7 +24,7 @@ from jflex.block_mask.lists import PARTIAL, block_count, states_from_lists
 from jflex.block_mask.mask import BlockMask
 from jflex.mods.compose import noop_mask
 from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.types import AnyArray, Key, Query, Weights
 from pallas_kernels.spec import AttentionSpec
 
@@ -42,6 +42,8 @@ def attention_weights(
     block_mask: BlockMask | None = None,
     *,
     mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
     kv_lengths: Int32[AnyArray, " B"] | None = None,
     sinks: Float[AnyArray, " _Hq"] | None = None,
     scale: float | None = None,
@@ -65,6 +67,8 @@ def attention_weights(
       score_mod: As in `flex_attention`.
       block_mask: As in `flex_attention`, made for all T queries.
       mask_mod: As in `flex_attention`.
+      query_mod: As in `flex_attention`.
+      key_mod: As in `flex_attention`.
       kv_lengths: As in `flex_attention`.
       sinks: As in `flex_attention`: the weights of a row are then less than 1 together.
       scale: As in `flex_attention`.
@@ -101,11 +105,12 @@ def attention_weights(
     ··░░█·
     ···░░█
     """
-    spec, inputs = prepare(
-        query, key, None, score_mod, block_mask, mask_mod=mask_mod, kv_lengths=kv_lengths,
-        normalize="softmax", sinks=sinks, scale=scale, layout=layout, dropout_rate=0.0, dropout_key=None,
-        config=None, has_value=False,
+    call = prepare(
+        query, key, None, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
+        kv_lengths=kv_lengths, normalize="softmax", sinks=sinks, scale=scale, layout=layout, dropout_rate=0.0,
+        dropout_key=None, config=None, has_value=False,
     )  # fmt: skip
+    spec, inputs, _ = with_modified_inputs(call)
     chosen = _checked_rows(rows, spec)
     if spec.is_empty or not chosen.size:
         return jnp.zeros((spec.B, spec.Hq, chosen.size, spec.S), jnp.float32)

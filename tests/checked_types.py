@@ -21,7 +21,7 @@ import jflex
 _CHECKER = beartype.beartype(conf=beartype.BeartypeConf(strategy=beartype.BeartypeStrategy.On))
 # Dataclasses are not made under a check: JAX makes pytrees of anything, of None, strings or its own markers.
 _SKIPPED = frozenset({"tree_flatten", "tree_unflatten"})
-NAMESPACES = (jflex, jflex.masks, jflex.scores, jflex.paged, flax_layers.functional, flax_layers.nnx)
+NAMESPACES = (jflex, jflex.masks, jflex.scores, jflex.paged, jflex.rotary, flax_layers.functional, flax_layers.nnx)
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

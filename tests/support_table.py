@@ -136,6 +136,7 @@ def features() -> list[Feature]:
             "gradient of `table[ids[q_idx], ids[kv_idx]]`",
             _captured(lambda *x: _score(_gathered(*x)), table, ids),
         ),
+        Feature("`query_mod`, `key_mod`, `value_mod`, `output_mod`, `jflex.rope`", {}),  # outside of the kernels
         Feature("`sinks`", {"sinks": True}),
         Feature("`dropout_rate`", _captured(_dropout, ((), "uint32"))),
         Feature('`normalize="none"` (sigmoid attention)', {"normalize": "none", **_score(jflex.scores.sigmoid(-8.0))}),

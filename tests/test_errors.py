@@ -273,6 +273,50 @@ ROWS = [
         r"cannot index.*Python list",
     ),
     ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
+    # --- vector mods
+    (
+        "vector_size",
+        lambda: call(query_mod=lambda x, b, h, i: x[:8]),
+        ValueError,
+        r"`query_mod` must return one vector.*float32\[16\]; .*\(test_errors\.py:.* returned float32\[8\]\. It is",
+    ),
+    (
+        "vector_dtype",
+        lambda: call(key_mod=lambda x, b, h, i: x.astype(jnp.bfloat16)),
+        TypeError,
+        r"`key_mod` must return one vector.*returned bfloat16\[16\]\. Cast it with `\.astype\(float32\)`",
+    ),
+    ("vector_pair", lambda: call(value_mod=lambda x, b, h, i: (x, x)), TypeError, r"`value_mod` must.*returned tuple"),
+    (
+        "vector_kind",
+        lambda: call(query_mod=3),
+        TypeError,
+        r"`query_mod` must be a function \(query\[D\], b, h, .*Got int",
+    ),
+    (
+        "vector_signature",
+        lambda: call(output_mod=lambda out, b, h, i: out),
+        TypeError,
+        r"`output_mod` must be a function \(out\[Dv\], lse, b, h, q_idx\).*takes \(out, b, h, i\)",
+    ),
+    (
+        "vector_branches",
+        lambda: call(key_mod=lambda x, b, h, i: x if i > 3 else -x),
+        ValueError,
+        r"`key_mod` cannot branch in Python",
+    ),
+    (
+        "vector_numpy",
+        lambda: call(key_mod=lambda x, b, h, i: x * HELD[i]),
+        ValueError,
+        r"`key_mod` cannot index a numpy array",
+    ),
+    (
+        "output_without_lse",
+        lambda: call(normalize="none", output_mod=lambda out, lse, b, h, i: out * lse),
+        ValueError,
+        r"`output_mod` uses the lse.*`normalize='none'` there is none: .* gets None",
+    ),
     # --- dropout
     (
         "rate_without_key",

@@ -92,6 +92,9 @@ ROWS = [
     ("no function", call(mask_mod=3), TYPES, r"`mask_mod` must be.*[Gg]ot int"),
     ("block mask", call(mask_mod=jflex.create_block_mask(four_arguments, None, None, 32, 32, block_size=16)), TYPES,
      r"`mask_mod` must be.*[Gg]ot BlockMask"),
+    ("vector mod", call(query_mod=lambda x, b, h, i: x[1:]), VALUES, r"`query_mod` must return one.*float32\[15\]"),
+    ("key mod", call(key_mod=lambda x, b, h, i: x), REFUSED, r"`key_mod` is not supported by `paged_.*: the keys"),
+    ("value mod", call(value_mod=lambda x, b, h, i: x), REFUSED, r"`value_mod` is not supp.*before you store them"),
     # --- what a backend cannot run
     ("cpu", call(implementation="triton"), REFUSED,
      r"triton: it needs an NVIDIA GPU, and this call runs on cpu \(for tests, config=jflex.Config\(interpret=True\)"),

@@ -48,7 +48,7 @@ SHORT = {
     "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
-    "test_doctests": r"jflex\.(attention|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
+    "test_doctests": r"jflex\.(attention|rotary|jax_nn|varlen|cascade|state|explain|config|masks|scores|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|unbatched_res|shared|numbers",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
@@ -95,6 +95,10 @@ SHORT = {
     "test_train_loss": r"24-None|document",
     "test_train_runs": r"wrong|empty|beyond|sentence",
     "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
+    "test_vector_mods": r"\[(every|packed|lengths)-xla|every_bfloat16-reference|rotated-triton|zeros|nothing",
+    "test_paged_vector_mods": r"xla|written|messages",
+    "test_rope": r"float64\[(B|.*8-True)|transformers|yarn|message",
+    "test_layer_vector_mods": r"gradients|caches\[linen|streaming",
     "test_types": r"layouts.*BNTH-2|packed|levels\[None|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 

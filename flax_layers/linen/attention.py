@@ -15,6 +15,7 @@ from flax_layers.attention_methods import AttentionMethods
 from flax_layers.linen.mods import check_no_nnx_state, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.vector_mods import VectorMods
 
 
 class FlexAttention(AttentionMethods, linen.Module):
@@ -148,6 +149,10 @@ class FlexAttention(AttentionMethods, linen.Module):
         positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
     ) -> Float[Array, "*batch T features"]:
         """Attends within each sequence.
 
@@ -161,6 +166,11 @@ class FlexAttention(AttentionMethods, linen.Module):
                 always indices within the sequence.
             deterministic: Whether dropout is off. Pass it here or to the constructor, not to both.
             dropout_rng: Key of this call's dropout. Default: one from `self.make_rng("dropout")`.
+            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
+                rotary embedding of the layer, and so are the next three.
+            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
+            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
+            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
 
         Returns:
             One vector for each position, in the dtype of the computation.
@@ -171,7 +181,8 @@ class FlexAttention(AttentionMethods, linen.Module):
         """
         dropout_key = _dropout_key(self, deterministic, dropout_rng)
         mods = self._mods(score_mod, mask_mod, block_mask)
-        return attention_core.attend(self, inputs, mods, positions, dropout_key)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     decode = AttentionMethods.decode
@@ -186,6 +197,10 @@ class FlexAttention(AttentionMethods, linen.Module):
         mods = super()._mods(score_mod, mask_mod, block_mask)
         score_mod = with_parameters("score_mod", mods.score_mod)
         return attention_core.Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)
+
+    def _vectors(self, vectors: VectorMods) -> VectorMods:
+        assert self.head_dim is not None  # set by `__post_init__`
+        return VectorMods(*(with_parameters(*example) for example in vectors.examples(self.head_dim)))
 
     @linen.nowrap
     def _compute_dtype(self) -> Dtype:

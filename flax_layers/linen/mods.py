@@ -34,7 +34,7 @@ def check_no_nnx_state(name: str, mod: Callable[..., Any] | None) -> None:
             )
 
 
-def with_parameters(name: str, mod: Any) -> Any:
+def with_parameters(name: str, mod: Any, example: tuple[Any, ...] | None = None) -> Any:
     """Creates the parameters of a mod, and returns it.
 
     jflex traces a mod separately. Parameters that linen creates inside that trace would leak as tracers. So during
@@ -43,6 +43,7 @@ def with_parameters(name: str, mod: Any) -> Any:
     Args:
         name: Name of the argument, for the message.
         mod: A mod of the constructor or of the call, or None.
+        example: Arguments of a vector mod.
 
     Returns:
         The same mod.
@@ -60,5 +61,5 @@ def with_parameters(name: str, mod: Any) -> Any:
     modules = [value for value in captures(mod) if isinstance(value, linen.Module) and value.scope is not None]
     if any(module.is_initializing() for module in modules):
         scores = [jnp.float32(0)] if name == "score_mod" else []
-        mod(*scores, *[jnp.int32(0)] * 4)
+        mod(*(example or (*scores, *[jnp.int32(0)] * 4)))
     return mod

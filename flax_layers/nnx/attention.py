@@ -13,6 +13,7 @@ from flax_layers.attention_methods import AttentionMethods
 from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
 from flax_layers.rotary_scaling import RotaryScaling
+from flax_layers.vector_mods import VectorMods
 
 
 class FlexAttention(AttentionMethods, Projections):
@@ -155,6 +156,10 @@ class FlexAttention(AttentionMethods, Projections):
         positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None,
     ) -> Float[Array, "*batch T features"]:
         """Attends within each sequence.
 
@@ -168,6 +173,11 @@ class FlexAttention(AttentionMethods, Projections):
                 always indices within the sequence.
             deterministic: Whether dropout is off. Replaces the layer's own.
             rngs: Source of the key of this call's dropout, or the key. Replaces the stream that the layer keeps.
+            query_mod: `(query[D], b, h, q_idx) -> [D]`, as in `jflex.flex_attention`, after the normalisation and the
+                rotary embedding of the layer, and so are the next three.
+            key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
+            value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
+            output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
 
         Returns:
             One vector for each position, in the dtype of the computation.
@@ -179,7 +189,8 @@ class FlexAttention(AttentionMethods, Projections):
         """
         dropout_key = self._dropout_key(deterministic, rngs)
         mods = self._mods(score_mod, mask_mod, block_mask)
-        return attention_core.attend(self, inputs, mods, positions, dropout_key)
+        vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets what `nnx.view` changes.

@@ -24,11 +24,11 @@ def uses_index(traced: TracedMod, index: str) -> bool:
     (True, False)
     """
     jaxpr = open_jaxpr(traced.jaxpr).jaxpr
-    return _INDEX_POSITIONS[index] in _used_inputs(jaxpr, [True])
+    return _INDEX_POSITIONS[index] in used_inputs(jaxpr, [True])
 
 
-def _used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
-    """Indices of the inputs on which the `wanted` outputs depend."""
+def used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
+    """Indices of the inputs of a jaxpr on which its `wanted` outputs can depend."""
     live = {v for v, want in zip(jaxpr.outvars, wanted, strict=True) if want and not isinstance(v, core.Literal)}
     for eqn in reversed(jaxpr.eqns):
         outputs = [v in live for v in eqn.outvars]
@@ -37,6 +37,6 @@ def _used_inputs(jaxpr: Any, wanted: Sequence[bool]) -> set[int]:
         inner = sub_jaxpr(eqn)
         inputs = range(len(eqn.invars))
         if inner is not None and len(inner.jaxpr.invars) == len(eqn.invars) and eqn.primitive.name in ("jit", "pjit"):
-            inputs = _used_inputs(inner.jaxpr, outputs)
+            inputs = used_inputs(inner.jaxpr, outputs)
         live |= {eqn.invars[i] for i in inputs if not isinstance(eqn.invars[i], core.Literal)}
     return {i for i, v in enumerate(jaxpr.invars) if v in live}

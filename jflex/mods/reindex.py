@@ -36,6 +36,8 @@ class Positions(NamedTuple):
 class ReindexedMod(SizedMod):
     """A score_mod or mask_mod at other positions. Where there is none, a mask is False and a score ``-inf``.
 
+    Or a `query_mod` or `output_mod`, for `with_offset`: called with a vector, it maps the positions of queries.
+
     Attributes:
       mod: The mod, of either role: a score_mod is called with a score before the positions.
       positions: Maps ``b, h, q_idx, kv_idx`` of the call to the positions for `mod`. The arrays that it captures are
@@ -57,6 +59,8 @@ class ReindexedMod(SizedMod):
 
     def __call__(self, *args: Any) -> Any:
         """Evaluates the mod at one position."""
+        if jnp.ndim(args[0]) == 1 and all(jnp.ndim(x) == 0 for x in args[-3:]):
+            return self._of_vector(*args)
         *score, b, h, q_idx, kv_idx = args
         *positions, exists = self.positions(b, h, q_idx, kv_idx)
         value = self.mod(*score, *positions)
@@ -67,6 +71,11 @@ class ReindexedMod(SizedMod):
         if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_):
             return value  # tracing refuses it, and names the user's function
         return exists & value
+
+    def _of_vector(self, *args: Any) -> Any:
+        """Of a vector mod, whose last index is that of its query."""
+        *vector, b, h, q_idx = args
+        return self.mod(*vector, *self.positions(b, h, q_idx, jnp.zeros_like(q_idx))[:3])
 
     def requirements(self) -> tuple[Requirement, ...]:
         """See `SizedMod`."""

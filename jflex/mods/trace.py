@@ -126,7 +126,7 @@ def _trace(mod: Callable[..., ArrayLike], role: Role) -> tuple[TracedMod, tuple[
     def call(*args):
         return _checked_result(mod(*args), role, source)
 
-    with _explained(role, source):
+    with explained(role, source):
         traced = jax.make_jaxpr(call)(*scalars)
     replay, operands = _hoist(traced)
     replay, operands = _with_key_data(replay, operands, len(scalars))
@@ -189,8 +189,13 @@ def _checked_result(out: Any, role: Role, source: str) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _explained(role: Role, source: str):
-    """Turns JAX's errors about tracers into messages about the user's function."""
+def explained(role: str, source: str):
+    """Turns JAX's errors about tracers into messages about the user's function.
+
+    Args:
+      role: The argument, without ``_mod``: ``"score"``.
+      source: Names the function, from `describe`.
+    """
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
+from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.batch import PagedBatch, check_batch
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
@@ -30,14 +31,18 @@ from jflex.types import AnyArray
 @overload
 def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
-    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
@@ -49,6 +54,10 @@ def paged_attention(
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
@@ -78,6 +87,10 @@ def paged_attention(
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Tiles that a comparison of positions masks fully (causal, a
         window) are not read.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at the request and the absolute position.
+      key_mod: Refused, and so is `value_mod`: modify keys and values before you `write` them.
+      value_mod: See `key_mod`.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`.
       sinks: As in `flex_attention`.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
@@ -91,7 +104,8 @@ def paged_attention(
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
       ValueError: Shapes disagree, a ready mod was made for other sizes, or a known value is out of range.
-      UnsupportedError: No requested backend supports this call, or a derivative is requested.
+      UnsupportedError: No requested backend supports this call, a derivative is requested, or there is a `key_mod` or a
+        `value_mod`.
 
     References:
       Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention,
@@ -108,11 +122,17 @@ def paged_attention(
     (4, 8, 64)
     """
     call = prepare(
-        q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale, layer=layer, config=config
-    )
+        q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
+        value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale, layer=layer, config=config,
+    )  # fmt: skip
+    if query_mod is not None:
+        call = call._replace(query=modified_rows(query_mod, call.query, *_places(batch, q.shape[0])))
     state = attend(call, implementation)
     state = state if sinks is None else with_sinks(state, sinks)
     out = state.out.astype(call.query.dtype)
+    if output_mod is not None:
+        out = modified_rows(output_mod, (state.out, state.lse), *_places(batch, q.shape[0]), call.query.dtype)
+        out = jnp.where((token_requests(batch, q.shape[0]) < 0)[:, None, None], jnp.zeros_like(out), out)
     return (out, state.lse) if return_lse else out
 
 
@@ -127,28 +147,42 @@ def prepare(
     scale: float | None,
     layer: int | Int32[AnyArray, ""] | None,
     config: Config | None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
-    _check_sizes(score_mod, mask_mod, q.shape[1], batch)
+    vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
+    vectors.refuse_keys("paged_attention")
+    vectors.check(q.shape[2], cache.v.shape[-1], q.dtype)
+    _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
-    how = How(*mods, scale, config, exact_out=sinks is not None)  # then rounded once, after the merge
+    how = How(*mods, scale, config, exact_out=sinks is not None or output_mod is not None)  # rounded once
     return prepare_pages("paged_attention", q, pages, how)
 
 
-def _check_sizes(score_mod: ScoreMod | None, mask_mod: MaskMod | None, heads: int, batch: PagedBatch) -> None:
+def _places(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+    """The request and the position of each packed query, for vector mods; of padding any."""
+    requests, positions = token_requests(batch, num_tokens), token_positions(batch, num_tokens)
+    return jnp.maximum(requests, 0), jnp.maximum(positions, 0)
+
+
+def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, int], batch: PagedBatch) -> None:
     """Compares the sizes that mods were made for; positions only if lengths are known, since a table may hold more."""
     lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
     longest = None
     if lengths is not None and indptr is not None:  # of the requests that have queries in this call
         longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
-    for mod in (score_mod, mask_mod):
-        check_mod_sizes(mod, batch=batch.requests, heads=heads, queries=longest, keys=longest)
+    for mod in mods:
+        check_mod_sizes(mod, batch=batch.requests, heads=heads[0], queries=longest, keys=longest)
+    vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest)
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:

@@ -1,0 +1,290 @@
+"""Vector mods: what a call makes of each query, key, value and output, one vector at a time.
+
+They are applied to the arrays, before an implementation gets them and to what it returns. So every implementation has
+them, in every form of a call, and JAX differentiates them, with respect to the arrays that they capture too.
+
+A mod sees its vector in float32, float64 of a float64 array, and its result is rounded once, to the dtype of the array.
+It sees one vector alone: it cannot mix positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jaxtyping import Array, Bool, Float, Int32
+
+from jflex._call.checks import describe_array
+from jflex.errors import UnsupportedError
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.dependence import used_inputs
+from jflex.mods.trace import describe, explained
+from jflex.mods.types import OutputMod, VectorMod
+
+_SIGNATURES = {
+    "query": "(query[D], b, h, q_idx) -> [D]",
+    "key": "(key[D], b, h_kv, kv_idx) -> [D]",
+    "value": "(value[Dv], b, h_kv, kv_idx) -> [Dv]",
+    "output": "(out[Dv], lse, b, h, q_idx) -> [Dv]",
+    "vector": "(vector[D], b, h, idx) -> [D]",
+}
+_BATCH = 1  # the argument `b` of a vector mod
+
+
+class VectorMods(NamedTuple):
+    """The vector mods of a call, checked by `check`.
+
+    Attributes:
+      query: ``query_mod``, or None.
+      key: ``key_mod``.
+      value: ``value_mod``.
+      output: ``output_mod``.
+    """
+
+    query: VectorMod | None = None
+    key: VectorMod | None = None
+    value: VectorMod | None = None
+    output: OutputMod | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return any(mod is not None for mod in self)
+
+    def check(self, D: int, Dv: int, dtype: Any, *, has_lse: bool = True) -> None:
+        """Traces each mod once, on one vector; nothing is computed.
+
+        Args:
+          D: Head size of queries and keys.
+          Dv: Head size of values.
+          dtype: Of the arrays.
+          has_lse: Whether the call has a softmax, and so an lse.
+
+        Raises:
+          TypeError: A mod is not a function, takes other arguments, or returns another dtype.
+          ValueError: A mod returns another size, branches in Python on its arguments, or uses an lse that there is not.
+        """
+        for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
+            if mod is not None:
+                check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
+
+    def check_sizes(self, *, batch: int, heads: tuple[int, int], queries: int | None, keys: int | None = None) -> None:
+        """Compares the sizes that ready mods were made for with those of the call; see `check_mod_sizes`.
+
+        Args:
+          batch: Batch entries.
+          heads: Query heads and key heads.
+          queries: The last position of a query, plus 1; None if not known.
+          keys: The same of keys.
+
+        Raises:
+          ValueError: A mod was made for others.
+        """
+        for mod in (self.query, self.output):
+            check_mod_sizes(mod, batch=batch, heads=heads[0], queries=queries)
+        for mod in (self.key, self.value):
+            check_mod_sizes(mod, batch=batch, heads=heads[1], keys=keys)
+
+    def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
+        """Whether keys or values that all of the batch share become different ones for each batch entry."""
+        traced = (
+            check_vector_mod(role, mod, size, dtype)
+            for role, mod, size in (("key", self.key, D), ("value", self.value, Dv))
+            if mod is not None
+        )
+        return any(_BATCH in used_inputs(jaxpr.jaxpr, [True]) for jaxpr in traced)
+
+    def refuse_keys(self, caller: str) -> None:
+        """Raises where keys and values lie in a cache, which is not copied.
+
+        Raises:
+          UnsupportedError: There is a ``key_mod`` or a ``value_mod``.
+        """
+        for role, mod in (("key", self.key), ("value", self.value)):
+            if mod is not None:
+                raise UnsupportedError(
+                    f"`{role}_mod` is not supported by `{caller}`: the {role}s are stored, and {describe(mod)} would "
+                    f"be computed again for all of them in each step. Apply it to the {role}s before you store them, "
+                    "with `jflex.apply_vector_mod`; the result is the same."
+                )
+
+
+def modified_inputs(
+    mods: VectorMods,
+    arrays: tuple[jax.Array, jax.Array, jax.Array],
+    layout: str,
+    key_batch: int,
+    kv_lengths: Int32[Array, " B"] | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value of a dense call, as the mods make them.
+
+    Args:
+      mods: Checked.
+      arrays: Query, key and value.
+      layout: Of the arrays.
+      key_batch: Batch size of the resulting keys and values: that of the query where a mod uses ``b``.
+      kv_lengths: Keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the
+        derivative of NaN would be NaN, in the gradients of captured arrays.
+    """
+    query, key, value = arrays
+    if key_batch != key.shape[0]:
+        key, value = (jnp.broadcast_to(x, (key_batch, *x.shape[1:])) for x in (key, value))
+    used = None if kv_lengths is None else _used_keys(key, layout, kv_lengths)
+    dense = lambda mod, x: x if mod is None else _of_dense(mod, x, layout)
+    keys = lambda mod, x: dense(mod, x if mod is None or used is None else jnp.where(used, x, jnp.ones_like(x)))
+    return dense(mods.query, query), keys(mods.key, key), keys(mods.value, value)
+
+
+def modified_output(mod: OutputMod, out: jax.Array, lse: Float[Array, "B Hq T"] | None, layout: str) -> jax.Array:
+    """The output of a dense call, as an ``output_mod`` makes it; `lse` is None where there is no softmax."""
+    if lse is not None:
+        lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(_exact(out.dtype))
+    return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout)
+
+
+def modified_rows(
+    mod: VectorMod | OutputMod | None,
+    rows: Float[Array, "N H D"] | tuple[Float[Array, "N H D"], Float[Array, "N H"] | None],
+    b: Int32[Array, " N"],
+    idx: Int32[Array, " N"],
+    dtype: Any = None,
+) -> jax.Array:
+    """Packed vectors, as a mod makes them; a pair of output and lse for an ``output_mod``.
+
+    Args:
+      mod: Checked, or None.
+      rows: The vectors.
+      b: The sequence of each row.
+      idx: Its position there.
+      dtype: Of the result; None for that of the vectors.
+    """
+    is_output = isinstance(rows, tuple)
+    first: jax.Array = rows[0] if is_output else rows
+    dtype = first.dtype if dtype is None else dtype
+    if mod is None:
+        return first.astype(dtype)
+    if is_output:
+        rows = first, None if rows[1] is None else rows[1].astype(_exact(dtype))
+    call = (lambda x, *where: mod(*x, *where)) if is_output else mod
+    heads = _indices_along(first, 1)
+    return _mapped(call, dtype, ("bi", "h"))(rows, b, heads, idx)
+
+
+def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
+    """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
+    first: jax.Array = jax.tree.leaves(x)[0]
+    axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")
+    indices = {name: _indices_along(first, axis) for axis, name in enumerate(axes)}
+    return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
+
+
+def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callable[..., jax.Array]:
+    """`mod` over the leading axes of its first argument; each names the indices, of ``b, h, i``, that belong to it.
+
+    Every index is mapped over its own axis alone, so that what depends on the position alone is computed once for all
+    heads.
+    """
+
+    def one(x: Any, b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
+        return mod(jax.tree.map(lambda leaf: leaf.astype(_exact(dtype)), x), b, h, i).astype(dtype)
+
+    function: Callable[..., jax.Array] = one
+    for names in reversed(axes):
+        function = jax.vmap(function, in_axes=(0, *(0 if index in names else None for index in "bhi")))
+    return function
+
+
+def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
+    """0, 1, ... along an axis; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
+    mesh, shape = jax.sharding.get_abstract_mesh(), (x.shape[axis],)
+    if not mesh.explicit_axes:
+        return jnp.arange(*shape, dtype=jnp.int32)
+    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=jax.sharding.NamedSharding(mesh, spec))
+
+
+def _used_keys(key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"]) -> Bool[Array, "#B S 1 1"]:
+    """Which keys lie before the length of their batch entry, or of the longest one where all share them."""
+    shared = key.shape[0] != kv_lengths.shape[0]
+    lengths = jnp.max(kv_lengths, initial=0, keepdims=True) if shared else kv_lengths
+    axis = 1 if layout == "BTNH" else 2
+    shape = tuple(size if a in (0, axis) else 1 for a, size in enumerate(key.shape))
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
+
+
+def _exact(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: bool = True) -> core.ClosedJaxpr:
+    """Traces a mod on one vector, and returns the jaxpr.
+
+    Args:
+      role: The argument, without ``_mod``.
+      mod: Its value.
+      size: Of the vector.
+      dtype: Of the array that holds it.
+      has_lse: Whether an output mod gets an lse.
+
+    Raises:
+      TypeError: It is not a function, takes other arguments, or returns another dtype.
+      ValueError: It returns another size, branches in Python on its arguments, or uses an lse that there is not.
+    """
+    source = describe(mod)
+    _check_signature(role, mod, source)
+    vector, index = jax.ShapeDtypeStruct((size,), _exact(dtype)), jax.ShapeDtypeStruct((), jnp.int32)
+    lse = (jax.ShapeDtypeStruct((), vector.dtype) if has_lse else None,) if role == "output" else ()
+    with explained(role, source):
+        try:
+            traced, out = jax.make_jaxpr(mod, return_shape=True)(vector, *lse, index, index, index)
+        except (TypeError, AttributeError) as error:
+            if role == "output" and not has_lse and _runs_with_lse(mod, vector, index):
+                raise ValueError(
+                    f"`output_mod` uses the lse, which is that of a softmax, and with `normalize='none'` there is "
+                    f"none: {source} gets None in its place. Leave the lse out of it, or `normalize`."
+                ) from error
+            raise
+    _check_result(role, out, vector, source)
+    return traced
+
+
+def _runs_with_lse(mod: Any, vector: jax.ShapeDtypeStruct, index: jax.ShapeDtypeStruct) -> bool:
+    try:
+        jax.eval_shape(mod, vector, jax.ShapeDtypeStruct((), vector.dtype), index, index, index)
+    except (TypeError, AttributeError):  # so the lse is not what is wrong with it
+        return False
+    return True
+
+
+def _check_signature(role: str, mod: Any, source: str) -> None:
+    rule = f"`{role}_mod` must be a function {_SIGNATURES[role]}"
+    if not callable(mod):
+        raise TypeError(f"{rule}. Got {type(mod).__name__}.")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:  # builtins have none; tracing reports a wrong call
+        return
+    try:
+        signature.bind(*range(5 if role == "output" else 4))
+    except TypeError:
+        raise TypeError(f"{rule}. {source} takes {signature}.") from None
+
+
+def _check_result(role: str, out: Any, vector: jax.ShapeDtypeStruct, source: str) -> None:
+    rule = f"`{role}_mod` must return one vector like the one it gets, {describe_array(vector)}"
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        raise TypeError(f"{rule}; {source} returned {type(out).__name__}.")
+    if out.shape != vector.shape:
+        raise ValueError(
+            f"{rule}; {source} returned {describe_array(out)}. It is called on one vector: index captured arrays "
+            "with its position, and change the head size outside of the call."
+        )
+    if out.dtype != vector.dtype:
+        raise TypeError(
+            f"{rule}; {source} returned {describe_array(out)}. Cast it with `.astype({vector.dtype})`; the result is "
+            "rounded to the dtype of the array afterwards."
+        )
