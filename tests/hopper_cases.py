@@ -23,7 +23,6 @@ def _on_hopper(case: Case) -> Case:
     if block is not None:
         block = tuple(max(64, -(-size // 64) * 64) for size in (block if isinstance(block, tuple) else (block,) * 2))
     reason = REFUSED.get(case.name)
-    reason = r"kernels have no dropout" if case.dropout_rate else reason
     return dataclasses.replace(
         case,
         block=block,
@@ -78,6 +77,17 @@ WIDE = [
         sizes=Sizes(B=1, T=400, D=128),
         block=128,
         normalize="none",
+        **BF16,
+    ),
+    Case("two_groups_dropout", mask=masks.causal, sizes=Sizes(T=260, D=64), block=128, dropout_rate=0.1, **BF16),
+    Case(
+        "two_groups_dropout_wide",
+        scores.alibi,
+        masks.causal,
+        Sizes(B=1, T=260, Hq=4, Hkv=2, D=128),
+        block=128,
+        dropout_rate=0.2,
+        sinks=True,
         **BF16,
     ),
     Case("two_groups_no_mask", scores.softcap, sizes=Sizes(T=257, S=450, Hq=4, Hkv=1, D=96), **BF16),
@@ -136,6 +146,7 @@ _OF_TABLE = [
     "length_mask_mod",
     "length_sees_nothing",
 ]
-_TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows"}
+_TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows",
+                "two_groups_dropout"}  # fmt: skip
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
 ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]

@@ -226,7 +226,8 @@ def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None
 
 
 def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
-    for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
+    dropout = None if spec.dropout is None else spec.dropout.mod
+    for mod, program in zip((spec.score_mod, spec.mask_mod, dropout), spec.programs, strict=True):
         missing = None if program is None else unsupported_primitive(program.nodes)
         if missing is not None:
             assert mod is not None

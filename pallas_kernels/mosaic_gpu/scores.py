@@ -27,6 +27,13 @@ class Captured(NamedTuple):
 
     score: tuple[tuple[int, ...], ...]
     mask: tuple[tuple[int, ...], ...]
+    dropout: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, arrays: Operands[jax.Array]) -> Captured:
+        """The shapes of these arrays."""
+        groups = arrays.score_operands, arrays.mask_operands, arrays.dropout_operands
+        return cls(*(tuple(x.shape for x in group) for group in groups))
 
 
 class Walk(NamedTuple):
@@ -47,6 +54,7 @@ class Scores(NamedTuple):
       transposed: Whether tiles are (keys, queries), and the mainloop goes over queries.
       score: The score mod, with its loop-invariant values.
       mask: The mask mod, with its loop-invariant values.
+      dropout: What decides which weights dropout keeps, likewise.
       fixed: The first index along the axis that the mainloop does not go along.
     """
 
@@ -55,6 +63,7 @@ class Scores(NamedTuple):
     transposed: bool
     score: Evaluation | None
     mask: Evaluation | None
+    dropout: Evaluation | None
     fixed: jax.Array
 
     @property
@@ -129,7 +138,8 @@ def prepare(
 
     score = evaluate_fixed(spec.programs.score, arrays.score_operands, captured.score, nodes)
     mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, captured.mask, None)
-    return Scores(spec, tile, transposed, score, mask, first)
+    dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, captured.dropout, None)
+    return Scores(spec, tile, transposed, score, mask, dropout, first)
 
 
 class Prefetched(NamedTuple):
@@ -221,6 +231,15 @@ def modify(
     if by_clause:
         return ScoreTile(mask.apply(s), visible, score)
     return ScoreTile(s if visible is None else jnp.where(visible, s, -jnp.inf), visible, score)
+
+
+def kept(scores: Scores, first: Index) -> jax.Array | None:
+    """Which weights of the tile from `first` on dropout keeps; None without dropout."""
+    if scores.dropout is None:
+        return None
+    program = scores.spec.programs.dropout
+    assert program is not None  # what `prepare` began to evaluate
+    return _at(scores, scores.dropout, program, first).tile(program.output)
 
 
 def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:

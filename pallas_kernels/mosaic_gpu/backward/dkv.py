@@ -218,7 +218,8 @@ def _consume(
             return state
 
         walker.end(_over_heads(spec, kv_h, state, one_head))
-        return tuple(ref[...] * spec.scale if name == KEY else ref[...] for name, ref in sums.items())
+        scales = {KEY: spec.scale, VALUE: spec.kept_scale}
+        return tuple(ref[...] if scales[name] == 1.0 else ref[...] * scales[name] for name, ref in sums.items())
 
     sizes = {KEY: spec.D, VALUE: spec.Dv}
     outs: Any = pl.run_scoped(walk, *(accumulator(rows, sizes[name]) for name in static.sums))

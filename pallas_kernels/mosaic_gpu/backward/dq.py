@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Rows, score_mod_vjp
+from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -270,7 +270,9 @@ def _step(
         if scratch.bias is not None:
             scratch.bias.release(i)
         p = scores.weights(prepared, tile, lse_log2)
-        d_s = scores.scores_vjp(prepared, tile, p, plg.wgmma_accumulator_load(d_weights, wait_n=0) - delta)
+        tile = tile._replace(kept=scores.kept(prepared, first))
+        d_p = weights_vjp(static.spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
+        d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)
         scratch.values.release(i)
         d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
         return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))

@@ -105,7 +105,8 @@ def tiles_for(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | None:
     if any(size % 64 for size in blocks):
         return None
     widest = max(spec.D, spec.Dv)
-    narrow = widest <= 64 and not is_heavy(spec.programs.score) and len(bias_tiles.bias_loads(spec)) < 2
+    light = not is_heavy(spec.programs.score) and spec.dropout is None
+    narrow = widest <= 64 and light and len(bias_tiles.bias_loads(spec)) < 2
     pair = lambda size: 2 if size % 128 == 0 and widest <= MAX_HEAD_SIZE_TWO_GROUPS else 1
     groups_kv, groups_q = pair(blocks[1]), pair(blocks[0])
     block_q = 128 if narrow and groups_q == 2 and groups_kv == 2 else 64

@@ -55,7 +55,7 @@ class Static(NamedTuple):
         groups: LoadGroups,
     ) -> Static:
         """From the operands of the call, for both dK and dV."""
-        captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
+        captured = scores.Captured.of(arrays)
         return cls(spec, tiles, derivative, groups, captured)
 
     def of_sum(self, name: str) -> Static:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import score_mod_vjp
+from pallas_kernels.gradients import score_mod_vjp, weights_vjp
 from pallas_kernels.mosaic_gpu import bias_tiles, inline_ptx, scores, smem
 from pallas_kernels.mosaic_gpu.backward.one_pass import DqAccumulator, TileIndex
 from pallas_kernels.mosaic_gpu.backward.stream import (
@@ -192,13 +192,14 @@ class Walker(NamedTuple):
         d_weights: Accumulator,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """dS^T, as A operand of wgmma, and the cotangents of loads by key; issues the dV GEMM."""
-        stream = self.scratch.stream
+        stream, spec = self.scratch.stream, self.static.spec
         stats = wait_and_get(stream.stats, count)
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which], COLUMN), prepared.tile[::-1], (1,))
         # Before both GEMMs are issued: to initialise an accumulator waits for wgmma in flight.
         if self.static.folds:
             raw[...] = vector(LSE)
-        if KEY in self.sums:
+        folds_delta = prepared.dropout is None
+        if KEY in self.sums and folds_delta:
             d_weights[...] = vector(DELTA)
         plg.wgmma(raw, self.scratch.keys.at[self.group], q.T)
         d_out = wait_and_get(stream.d_out, count)
@@ -214,13 +215,17 @@ class Walker(NamedTuple):
             p = inline_ptx.exp2(TILE, tile.s * prepared.log2_scale)
         else:
             p = scores.weights(prepared, tile, -vector(LSE))
+        tile = tile._replace(kept=scores.kept(prepared, query))
+        minus_delta = None if folds_delta else vector(DELTA)
         stream.stats.release(count)
+        dropped = tile.drop(p).astype(d_out.dtype)
         if KEY not in self.sums:
-            plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
-            return p.astype(d_out.dtype), ()
-        d_s = scores.scores_vjp(prepared, tile, p, plg.wgmma_accumulator_load(d_weights, wait_n=0))
+            plg.wgmma(self.sums[VALUE], dropped, d_out)
+            return dropped, ()
+        d_p = weights_vjp(spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
+        d_s = scores.scores_vjp(prepared, tile, p, d_p if minus_delta is None else d_p + minus_delta)
         if VALUE in self.sums:
-            plg.wgmma(self.sums[VALUE], p.astype(d_out.dtype), d_out)
+            plg.wgmma(self.sums[VALUE], dropped, d_out)
         d_s, of_load = score_mod_vjp(self.static.derivative, tile, d_s)
         more = tuple(jnp.sum(of_load(load), axis=1) for load in self.static.groups.columns)
         return self._existing(prepared, d_s).astype(d_out.dtype), more

@@ -118,7 +118,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     spec, arrays = padding.padded(spec, arrays)
     grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.query.dtype)
     is_persistent = scratch.tile_ids is not None
-    captured = scores.Captured(*(tuple(x.shape for x in group) for group in arrays[4:6]))
+    captured = scores.Captured.of(arrays)
     bias_refs = (
         [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )

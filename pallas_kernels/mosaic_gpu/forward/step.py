@@ -77,8 +77,9 @@ class Step(NamedTuple):
         prepared = self.prepared
         out, s, row_max, safe_max = self._start_gemms(state, first, is_partial)
         self.ring.release(state.stage)
+        drop = functools.partial(self._drop, first)
         if prepared.spec.normalize == "none":  # these are the weights
-            return state._replace(out=out, p=s.astype(state.p.dtype), stage=state.stage + 1)
+            return state._replace(out=out, p=drop(s).astype(state.p.dtype), stage=state.stage + 1)
         exponent, row_sum = s * prepared.log2_scale, state.row_sum
         if not self.bounded:
             exponent = exponent - _over_columns(safe_max, s.shape)
@@ -88,7 +89,12 @@ class Step(NamedTuple):
         row_sum = row_sum + inline_ptx.sum_columns(TILE, p)
         if self.at_exponentials:
             row_sum = self.ping_pong.release_after(TILE, row_sum)
-        return State(out, row_max, row_sum, p.astype(state.p.dtype), state.stage + 1)
+        return State(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1)
+
+    def _drop(self, first: Index, p: jax.Array) -> jax.Array:
+        """The weights of a tile, with zeros where dropout drops them; the row_sum is that of all."""
+        kept = scores.kept(self.prepared, first)
+        return p if kept is None else jnp.where(kept, p, 0.0)
 
     def _start_gemms(self, state: State, first: Index, is_partial: bool) -> tuple[jax.Array, ...]:
         """Issues both GEMMs; returns O of the tiles before, S of this tile, row_max, and row_max with 0 for -inf."""
@@ -189,23 +195,33 @@ def finish(
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
     if spec.normalize == "none":
-        out, lse = jnp.where(visits, out, 0.0), plg.layout_cast(jnp.zeros(row_sum.shape, jnp.float32), ROW)
+        out, lse = (
+            jnp.where(visits, out * spec.kept_scale, 0.0),
+            plg.layout_cast(jnp.zeros(row_sum.shape, jnp.float32), ROW),
+        )
         return out, lse + mark(out) if spec.needs_marks else lse
-    return normalised(out, state.row_max, row_sum, sink, marks=spec.needs_marks)
+    return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
 
 
 def normalised(
-    out: jax.Array, row_max: jax.Array, row_sum: jax.Array, sink: jax.Array | None, *, marks: bool
+    out: jax.Array,
+    row_max: jax.Array,
+    row_sum: jax.Array,
+    sink: jax.Array | None,
+    kept_scale: float = 1.0,
+    *,
+    marks: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse (natural log) of the sums of all keys; zeros and -inf for fully masked rows.
 
     With `marks` the lse is NaN where the output is not finite. `sink` is the natural logit of the head's sink, a
-    scalar, or None; it is the lse of fully masked rows.
+    scalar, or None; it is the lse of fully masked rows. Dropout multiplies the output by `kept_scale`.
     """
     masked = empty = row_sum == 0.0
-    alpha = 1.0
+    alpha = kept_scale
     if sink is not None:
         row_max, alpha, row_sum = _with_sink(jnp.where(masked, -jnp.inf, row_max), row_sum, sink)
+        alpha = alpha * kept_scale
         empty = row_sum == 0.0  # masked, and the sink is -inf
     row_sum = jnp.where(empty, 1.0, row_sum)
     lse = jnp.where(empty, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
