@@ -31,9 +31,10 @@ from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
-_SECONDS = 120.0  # after which a warp group that waits is stuck
+SECONDS = 120.0  # after which a warp group that waits is stuck
+TMA_DELAY = 0.0  # seconds of a copy into shared memory
 _WARP_GROUP_THREADS = 128
-_here = threading.local()
+here = threading.local()
 
 
 class Memory:
@@ -138,7 +139,7 @@ def _which(barrier: Any) -> tuple[Barrier, int]:
     return barrier if isinstance(barrier, tuple) else (barrier, 0)
 
 
-def _arrive(barrier: Any) -> None:
+def arrive(barrier: Any) -> None:
     barriers, i = _which(barrier)
     with barriers.cta.changed:
         barriers.arrived[i] += 1
@@ -147,10 +148,10 @@ def _arrive(barrier: Any) -> None:
         barriers.cta.changed.notify_all()
 
 
-def _wait(barrier: Any) -> None:
+def wait(barrier: Any) -> None:
     barriers, i = _which(barrier)
     waited = barriers.waited[i]
-    group = _here.group
+    group = here.group
     waited[group] = waited.get(group, 0) + 1
     barriers.cta.wait_for(lambda: barriers.phases[i] >= waited[group])
     # Parity alone tells the phases apart, so that no warp group may be two phases behind.
@@ -166,8 +167,8 @@ class Cta:
 
     def wait_for(self, is_done: Callable[[], bool]) -> None:
         with self.changed:
-            if not self.changed.wait_for(lambda: is_done() or self.failure is not None, _SECONDS):
-                raise TimeoutError(f"warp group {_here.group} waits at a barrier for ever")
+            if not self.changed.wait_for(lambda: is_done() or self.failure is not None, SECONDS):
+                raise TimeoutError(f"warp group {here.group} waits at a barrier for ever")
             if self.failure is not None and not is_done():
                 raise RuntimeError("another warp group has failed")
 
@@ -213,7 +214,7 @@ def _launch(kernel, inputs, outputs, scratch, *, name, num_ctas, warp_groups) ->
 
 
 def _run(cta: Cta, group: int, body: Callable[[], None]) -> None:
-    _here.cta, _here.group = cta, group
+    here.cta, here.group = cta, group
     try:
         with jax.disable_jit():
             body()
@@ -261,8 +262,14 @@ def _wgmma(accumulator: Memory, a: Any, b: Memory) -> None:
 
 
 def _to_smem(source: Memory, target: Memory, barrier: Any) -> None:
-    target.write(source.read())
-    _arrive(barrier)
+    def copy() -> None:
+        target.write(source.read())
+        arrive(barrier)
+
+    if TMA_DELAY:
+        threading.Timer(TMA_DELAY, copy).start()
+    else:
+        copy()
 
 
 _adding = threading.Lock()
@@ -280,7 +287,7 @@ def _load(source: Memory, index: Any = (), **_: Any) -> jax.Array:
 
 def _axis_index(name: str) -> jax.Array:
     assert name == WARP_GROUP
-    return jnp.int32(_here.group)
+    return jnp.int32(here.group)
 
 
 def _increment(counter: Memory, into: Memory, at: Any) -> None:
@@ -306,7 +313,7 @@ _FUNCTIONS = {
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),
     "load_elements": lambda ref, index, layout, dtype: _gathered(ref, index),
     "load_strided": lambda ref, index, dtype, step: _gathered(ref, index),
-    "hardware_barrier": lambda operation, at, threads: _here.cta.named_barrier(at, threads, waits=operation == "sync"),
+    "hardware_barrier": lambda operation, at, threads: here.cta.named_barrier(at, threads, waits=operation == "sync"),
     "continue_columns": lambda layout, x, columns, sign: jnp.concatenate(
         [x + jnp.float32(sign * i) for i in range(0, columns, x.shape[1])], axis=1
     ),
@@ -316,13 +323,13 @@ _FUNCTIONS = {
 
 
 def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    _here.cta.named_barrier(barrier, threads, waits=True)
+    here.cta.named_barrier(barrier, threads, waits=True)
     return x
 
 
 def _before_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax.Array:
     assert (np.asarray(x) >= 0).all()  # or NaN, which no comparison holds for
-    _here.cta.named_barrier(barrier, threads, waits=False)
+    here.cta.named_barrier(barrier, threads, waits=False)
     return x
 
 
@@ -339,7 +346,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)
         for name, function in {
-            "barrier_wait": _wait, "barrier_arrive": _arrive, "copy_gmem_to_smem": _to_smem,
+            "barrier_wait": wait, "barrier_arrive": arrive, "copy_gmem_to_smem": _to_smem,
             "copy_smem_to_gmem": _to_gmem, "commit_smem": _nothing, "wait_smem_to_gmem": _nothing,
             "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing,
             "wgmma_accumulator_load": lambda ref, **_: ref[...], "WGMMAAccumulatorRef": Accumulator, "ACC": Accumulator,
