@@ -52,7 +52,8 @@ def apply_vector_mod(
         raise ValueError(f"{rule}. Got {describe_array(vectors)}. Reshape [B, T, H, D] to [B * T, H, D].")
     check_vector_mod("vector", vector_mod, vectors.shape[2], vectors.dtype)
     at = _rows("positions", positions, vectors.shape[0])
-    check_mod_sizes(vector_mod, heads=vectors.shape[1], queries=last_plus_one(known_lengths(positions)))
+    batch = 1 if requests is None else None
+    check_mod_sizes(vector_mod, batch=batch, heads=vectors.shape[1], queries=last_plus_one(known_lengths(positions)))
     b = jnp.zeros_like(at) if requests is None else _rows("requests", requests, vectors.shape[0])
     return modified_rows(vector_mod, jnp.asarray(vectors), b, at)
 

@@ -206,7 +206,8 @@ def cascade_attention(
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, once for all levels.
       key_mod: Refused, and so is `value_mod`: modify keys and values before you make the levels.
       value_mod: See `key_mod`.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged; rows of
+        a negative request stay zeros.
       sinks: As in `flex_attention`: they enter once, after the levels are merged.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax_layers.sampling import Sampling
 from flax_layers.serving import Closed, Engine, EngineOptions
 from flax_layers.serving.penalties import Penalties
 from flax_layers.serving.step import make_step
+from flax_layers.serving.warm_up import warm_up
 from tests import engine_cases
 from tests.engine_cases import COUNT, PROMPTS, SIZES, SYSTEM, Client, engine_of, fail_once, recomputed, run
 from tests.golden_models import ROOT, expected, load, logits_of
@@ -316,3 +319,24 @@ def test_longrope_rotates_all_keys_alike():
     assert len(config.context_limits) == 2
     assert len(EngineOptions(page_size=4).pages(config)) == 1
     assert len(EngineOptions(page_size=4).pages(SMALL)) == 2
+
+
+def test_a_warm_up_that_fails_compiles_nothing_more():
+    class Failing:
+        """Its programs take long to compile; the last cannot be lowered."""
+
+        compiled = 0
+
+        def lower(self, packed, program):
+            if program == 39:
+                raise KeyboardInterrupt
+            return self
+
+        def compile(self):
+            time.sleep(0.05)
+            self.compiled += 1
+
+    executor = Failing()
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(executor, [(np.zeros(1, np.int32), number) for number in range(40)], lambda done, total: None)
+    assert executor.compiled <= 2 * (os.cpu_count() or 1)

@@ -43,9 +43,11 @@ def test_pages_and_levels(backend):
     assert jflex.explain(jflex.paged_attention, packed, cache, batch, **mods, **how).backend == how["implementation"]
 
     level = jflex.CascadeLevel.paged(cache, batch)
-    places = {"positions": jflex.paged.token_positions(batch, 8), "requests": jflex.paged.token_requests(batch, 8)}
-    cascade = functools.partial(jflex.cascade_attention, packed[:8], [level], mask_mod=causal, return_lse=True)
-    jax.tree.map(assert_close, list(jax.jit(lambda: cascade(**places, **mods, **how))()), right)
+    places = {"positions": jflex.paged.token_positions(batch, 10), "requests": jflex.paged.token_requests(batch, 10)}
+    cascade = functools.partial(jflex.cascade_attention, packed, [level], mask_mod=causal, return_lse=True)
+    out, lse = jax.jit(lambda: cascade(**places, **mods, **how))()
+    jax.tree.map(assert_close, [out[:8], lse[:8]], right)
+    np.testing.assert_array_equal(out[8:], 0)
 
 
 def test_keys_before_they_are_written():
@@ -72,8 +74,9 @@ def test_keys_before_they_are_written():
             ValueError,
             r"Got 3 for a call with queries up to position 3",
         ),
+        ({"vector_mod": jflex.rope(positions=jnp.zeros((3, 4), int))}, ValueError, r"row for each batch entry.*Got 3"),
     ],
-    ids=["kind", "axes", "dtype", "list", "floats", "requests", "size", "positions"],
+    ids=["kind", "axes", "dtype", "list", "floats", "requests", "size", "positions", "rows"],
 )
 def test_messages_of_keys_to_write(arguments, kind, message):
     right = {"vector_mod": jflex.rope(), "vectors": jnp.ones((4, 2, 8)), "positions": jnp.arange(4)}

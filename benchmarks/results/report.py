@@ -42,7 +42,7 @@ _WHOLE_MODELS = (
     ),
     (
         "generation",
-        "generation with an 8 B Llama, batch 1, tokens/s",
+        "generation with an 8 B Llama, batch 1 (torch: SDPA), tokens/s",
         {x: f"batch 1, {name}: decode" for x, name in zip(_COLUMNS, ("jflex dense", "torch sdpa"), strict=False)},
     ),
     ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", {"jflex": "64 clients: output"}),

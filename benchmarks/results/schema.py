@@ -196,8 +196,8 @@ def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[
     measured, kept = {record.problem.name for record in records if record.problem is not None}, []
     for remark in remarks:
         what, _, where = remark.removesuffix("]").rpartition(" [")
-        if remark.startswith("not measured: "):
-            parts = where.split("; ")  # a name has two parts
+        parts = where.split("; ")  # a name has two parts
+        if remark.startswith("not measured: ") and what and len(parts) % 2 == 0:
             names = ["; ".join(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
             left = [name for name in names if name not in measured]
             kept += [f"{what} [{'; '.join(left)}]"] * bool(left)

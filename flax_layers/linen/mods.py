@@ -55,8 +55,9 @@ def with_parameters(name: str, mod: Any, example: tuple[Any, ...] | None = None)
         return mod
     if isinstance(mod, linen.Module) and mod.scope is None:
         raise ValueError(
-            f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no scope. Pass it to the "
-            "constructor of the layer, or create it in the module that calls the layer."
+            f"`{name}` is an unbound linen module, {type(mod).__name__}: its parameters have no scope. "
+            f"{'Pass it to the constructor of the layer, or create' if example is None else 'Create'} it in the module "
+            "that calls the layer."
         )
     modules = [value for value in captures(mod) if isinstance(value, linen.Module) and value.scope is not None]
     if any(module.is_initializing() for module in modules):

@@ -29,9 +29,9 @@ def warm_up(executor: Executor, steps: Sequence[Inputs], report: Callable[[int, 
             warm-up.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        lowered = (executor.lower(*step) for step in steps)
-        compiling = [pool.submit(x.compile) for x in lowered if x is not None]
         try:
+            lowered = (executor.lower(*step) for step in steps)
+            compiling = [pool.submit(x.compile) for x in lowered if x is not None]
             for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
                 future.result()
                 report(done, len(steps))

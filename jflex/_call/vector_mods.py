@@ -158,7 +158,7 @@ def modified_rows(
     Args:
       mod: Checked, or None.
       rows: The vectors.
-      b: The sequence of each row.
+      b: The sequence of each row; negative for padding, of which an ``output_mod`` makes zeros.
       idx: Its position there.
       dtype: Of the result; None for that of the vectors.
     """
@@ -170,8 +170,8 @@ def modified_rows(
     if is_output:
         rows = first, None if rows[1] is None else rows[1].astype(_exact(dtype))
     call = (lambda x, *where: mod(*x, *where)) if is_output else mod
-    heads = _indices_along(first, 1)
-    return _mapped(call, dtype, ("bi", "h"))(rows, b, heads, idx)
+    made = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
+    return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
 
 
 def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
@@ -266,7 +266,7 @@ def _check_signature(role: str, mod: Any, source: str) -> None:
         raise TypeError(f"{rule}. Got {type(mod).__name__}.")
     try:
         signature = inspect.signature(mod)
-    except ValueError:  # builtins have none; tracing reports a wrong call
+    except (TypeError, ValueError):  # builtins have none; tracing reports a wrong call
         return
     try:
         signature.bind(*range(5 if role == "output" else 4))

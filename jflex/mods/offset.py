@@ -37,7 +37,8 @@ def with_offset(mod: Callable[..., Any], offset: Int[ArrayLike, ""] | Int[ArrayL
 
     Args:
       mod: A score_mod, ``(score, b, h, q_idx, kv_idx) -> score``, or a mask_mod, ``(b, h, q_idx, kv_idx) -> bool``;
-        the number of its required arguments decides which. Or a query_mod or an output_mod, which have as many.
+        the number of its required arguments decides which. Or a query_mod or an output_mod, which have as many; not a
+        key_mod or a value_mod, whose positions would move.
       offset: A position for the whole batch, or one for each sequence, indexed by ``b``: integers, also traced. Their
         number must be the batch size. Negative ones are allowed; a mod that indexes arrays with ``q_idx`` must then
         expect negative positions.

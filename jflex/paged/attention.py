@@ -90,7 +90,7 @@ def paged_attention(
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at the request and the absolute position.
       key_mod: Refused, and so is `value_mod`: modify keys and values before you `write` them.
       value_mod: See `key_mod`.
-      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`; padding rows stay zeros.
       sinks: As in `flex_attention`.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
@@ -132,7 +132,6 @@ def paged_attention(
     out = state.out.astype(call.query.dtype)
     if output_mod is not None:
         out = modified_rows(output_mod, (state.out, state.lse), *_places(batch, q.shape[0]), call.query.dtype)
-        out = jnp.where((token_requests(batch, q.shape[0]) < 0)[:, None, None], jnp.zeros_like(out), out)
     return (out, state.lse) if return_lse else out
 
 
@@ -169,9 +168,8 @@ def prepare(
 
 
 def _places(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
-    """The request and the position of each packed query, for vector mods; of padding any."""
-    requests, positions = token_requests(batch, num_tokens), token_positions(batch, num_tokens)
-    return jnp.maximum(requests, 0), jnp.maximum(positions, 0)
+    """The request and the position of each packed query, for vector mods; -1 for padding."""
+    return token_requests(batch, num_tokens), token_positions(batch, num_tokens)
 
 
 def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, int], batch: PagedBatch) -> None:

@@ -86,9 +86,8 @@ def rope(
       rotary_dim: Features that rotate, from the first on; replaces ``D`` above. None for all.
       interleaved: Whether features ``2 * i`` and ``2 * i + 1`` are a pair (GPT-J, and Llama's own code), and not ``i``
         of the first half and ``i`` of the second half (GPT-NeoX, and Transformers).
-      positions: The position of each index, integers [T] or, different in each batch entry, [B, T]; a call
-        may have fewer indices. Queries and keys
-        that have different ones need a mod each. None: the index is the position.
+      positions: The position of each index, integers [T] or, different in each batch entry, [B, T]; a call may have
+        fewer indices. Queries and keys that have different ones need a mod each. None: the index is the position.
       length: Length of the sequences, which LongRoPE needs.
       is_far: Whether to compensate what float32 angles lose by rounding; see `jflex.rotary.rotate`.
 

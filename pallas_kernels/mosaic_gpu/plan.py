@@ -226,13 +226,13 @@ def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None
 
 
 def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
-    dropout = None if spec.dropout is None else spec.dropout.mod
-    for mod, program in zip((spec.score_mod, spec.mask_mod, dropout), spec.programs, strict=True):
+    for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
         missing = None if program is None else unsupported_primitive(program.nodes)
         if missing is not None:
             assert mod is not None
             return Refusal(f"cannot run in its kernels: {missing}", mod.role)
-    return None
+    missing = None if spec.programs.dropout is None else unsupported_primitive(spec.programs.dropout.nodes)
+    return None if missing is None else Refusal(f"its kernels cannot drop weights: {missing}")
 
 
 def _sizes(name: str, tiles: Tiles) -> str:

@@ -157,6 +157,8 @@ def bottleneck(spec: AttentionSpec) -> Bottleneck:
 
     A mod with special functions keeps the SFU busy by itself: a soft cap under a causal mask gives 380 at head size 64
     without ping-pong, 358 with ping-pong at the GEMMs, 359 with ping-pong at both functions; 646, 624 and 622 at 128.
+
+    Without a softmax there are no exponentials but those of the mod (not measured).
     """
     if uses_sfu(spec.programs.score):
         return Bottleneck.NONE
