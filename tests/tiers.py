@@ -55,7 +55,7 @@ SHORT = {
     "test_generate": r"greedy_tokens|not_the_others|compile_nothing|in_place|window|wrong|buckets"
     r"|consumer.*1|dropped",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
-    "test_hopper_emulated": r"results.*two_groups_causal|tma|phase",
+    "test_hopper_emulated": r"results.*slopes|tma|phase",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
     "test_kv_lengths": r"one_program.*xla|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",
@@ -99,7 +99,7 @@ SHORT = {
     "test_vector_mods": r"\[(every|packed|lengths)-xla|every_bfloat16-reference|rotated-triton|zeros|nothing",
     "test_paged_vector_mods": r"xla|written|messages",
     "test_rope": r"float64\[(B|.*8-True)|transformers|yarn|message",
-    "test_layer_vector_mods": r"gradients|caches\[linen|streaming",
+    "test_layer_vector_mods": r"gradients|streaming",
     "test_types": r"layouts.*BNTH-2|packed|levels\[None|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 
