@@ -1,12 +1,11 @@
-"""What XLA is told about programs that decode."""
+"""Options of XLA for programs that decode."""
 
 from typing import Any
 
 DECODING: dict[str, Any] = {"xla_disable_hlo_passes": "dot-strength-reduction"}
 """`compiler_options` of `jax.jit` for decoding steps.
 
-On a GPU, XLA turns a product of one row with a small matrix, of fewer than 10 million elements, into a multiplication
-and a sum. It writes all products to memory in between: in a decoding step of one token with the shape of Llama 3 8B,
-the projections to keys and values take 0.9 ms of 6.1 so (H200, JAX 0.11.2), where reading their weights takes 0.13.
-Without the pass they are matrix products like the others. Other backends have no such pass, and ignore the option.
+On a GPU, XLA replaces the GEMM of one row and a small matrix by a multiplication, which it writes to memory, and a sum:
+with the shape of Llama 3 8B the projections to keys and values, 4096 x 1024, but not those of 4096 x 4096. A decoding
+step at batch 1 takes 6.5 ms so, and 5.2 ms without the pass (H200, JAX 0.11.2). A CPU ignores the option.
 """

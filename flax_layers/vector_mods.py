@@ -46,10 +46,8 @@ class VectorMods(NamedTuple):
         def modified(mod: jflex.VectorMod | None, x: Array) -> Array:
             if mod is None:
                 return x
-            rows = jflex.apply_vector_mod(
-                mod, x.reshape(-1, *x.shape[-2:]), positions.reshape(-1), requests.reshape(-1)
-            )  # fmt: skip
-            return rows.reshape(x.shape)
+            packed = x.reshape(-1, *x.shape[-2:])
+            return jflex.apply_vector_mod(mod, packed, positions.reshape(-1), requests.reshape(-1)).reshape(x.shape)
 
         return modified(self.key_mod, key), modified(self.value_mod, value)
 

@@ -204,8 +204,8 @@ class Call(NamedTuple):
 
     Attributes:
       spec: Its static part.
-      inputs: The arrays. Query, key and value are those that the caller passed.
-      vectors: What is made of these, and of the output.
+      inputs: The arrays. Query, key and value are not yet modified.
+      vectors: The vector mods.
     """
 
     spec: AttentionSpec

@@ -241,12 +241,12 @@ def cascade_attention(
         query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale,
         config=config,
     )  # fmt: skip
-    query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.places)
+    query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.indices)
     used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
     states = [attend(level, implementation) for level in used]
     merged = merge_all(states) if states else AttentionState.empty(call.out_shape)
     merged = merged if sinks is None else with_sinks(merged, sinks)
-    out = modified_rows(output_mod, (merged.out, merged.lse), *call.places, call.dtype)
+    out = modified_rows(output_mod, (merged.out, merged.lse), *call.indices, call.dtype)
     return (out, merged.lse) if return_lse else out
 
 
@@ -257,13 +257,13 @@ class CascadeCall(NamedTuple):
       out_shape: [N, Hq, Dv].
       dtype: Of the queries.
       levels: A call for each level; None for a level without queries or without room for keys.
-      places: The request and the position of each query.
+      indices: The request and the position of each query.
     """
 
     out_shape: tuple[int, int, int]
     dtype: Any
     levels: tuple[PagedCall | None, ...]
-    places: tuple[jax.Array, jax.Array]
+    indices: tuple[jax.Array, jax.Array]
 
 
 def prepare(
@@ -310,8 +310,8 @@ def prepare(
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
 
-    places = jnp.zeros_like(positions) if requests is None else requests, positions
-    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), places)
+    indices = jnp.zeros_like(positions) if requests is None else requests, positions
+    return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), indices)
 
 
 def _sizes(q: jax.Array, levels: Sequence[CascadeLevel], positions: jax.Array, requests: jax.Array | None) -> CallSizes:

@@ -192,9 +192,7 @@ def _launch(kernel, inputs, outputs, scratch, *, name, num_ctas, warp_groups) ->
     del name
     flat, tree = jax.tree.flatten(inputs)
     arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in flat]
-    results = [np.zeros(x.shape, x.dtype) for x in outputs]
-    for result in results:
-        result.fill(np.nan if np.issubdtype(result.dtype, np.floating) or result.dtype == jnp.bfloat16 else 0)
+    results = [_garbage(x) for x in outputs]
     for number in range(num_ctas):
         cta = Cta()
         declared = jax.tree.map(functools.partial(_declared, cta), scratch)
@@ -226,9 +224,12 @@ def _declared(cta: Cta, x: Any) -> Any:
     if isinstance(x, plg.Barrier):
         count = x.num_barriers if isinstance(x.num_barriers, int) else math.prod(x.num_barriers)
         return Barrier(count, x.num_arrivals, cta)
-    garbage = np.zeros(x.shape, x.dtype)
-    garbage.fill(np.nan if jnp.issubdtype(x.dtype, jnp.floating) else -1)
-    return Memory(garbage)
+    return Memory(_garbage(x))
+
+
+def _garbage(x: Any) -> np.ndarray:
+    """What memory holds before it is written: NaN, or -1."""
+    return np.full(x.shape, np.nan if jnp.issubdtype(x.dtype, jnp.floating) else -1, x.dtype)
 
 
 class Accumulator:
@@ -295,7 +296,7 @@ def _increment(counter: Memory, into: Memory, at: Any) -> None:
     counter[0] = counter[0] + 1
 
 
-def _gathered(ref: Memory, index: jax.Array, *_: Any) -> jax.Array:
+def _gathered(ref: Memory, index: jax.Array) -> jax.Array:
     return jnp.asarray(ref.read()[np.asarray(index)])
 
 
@@ -328,7 +329,7 @@ def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax
 
 
 def _before_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    assert (np.asarray(x) >= 0).all()  # or NaN, which no comparison holds for
+    assert not (np.asarray(x) < 0).any()  # NaN passes, as in the kernel
     here.cta.named_barrier(barrier, threads, waits=False)
     return x
 

@@ -23,7 +23,7 @@ USUAL_IN_ONE_PASS = {"negative_scale", "two_groups_as_weights", "two_groups_drop
 
 
 def marked(cases, usual):
-    """Those that the emulator takes: it has several tiles for each CTA in any case, so that many are no other test."""
+    """Cases for the emulator. Those of many tiles are left out: with two CTAs, each computes several tiles anyway."""
     taken = [case for case in cases if not case.unsupported and case not in MANY]
     return [pytest.param(x, id=str(x), marks=() if x.name in usual else pytest.mark.long) for x in taken]
 

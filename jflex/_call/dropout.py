@@ -38,7 +38,7 @@ KeptMod = Callable[[Any, Any, Any, Any], Any]
 _OF_QUERY, _OF_KEY, _OF_QUERY_AGAIN = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _LOWBIAS32 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _OF_PARTNER = np.uint32(0x9F190D73)  # the second of these times the golden ratio, 0x9E3779B9
-_PARTNER = np.uint32(8)  # by which two keys of one hash differ
+_PARTNER = np.uint32(8)  # keys that share a hash differ in this bit
 
 
 def check_dropout(rate: object, key: Any) -> float:

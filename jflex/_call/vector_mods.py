@@ -158,7 +158,7 @@ def modified_rows(
     Args:
       mod: Checked, or None.
       rows: The vectors.
-      b: The sequence of each row; negative for padding, of which an ``output_mod`` makes zeros.
+      b: The sequence of each row; negative for padding, whose output is zeros.
       idx: Its position there.
       dtype: Of the result; None for that of the vectors.
     """

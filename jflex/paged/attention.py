@@ -126,12 +126,12 @@ def paged_attention(
         value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale, layer=layer, config=config,
     )  # fmt: skip
     if query_mod is not None:
-        call = call._replace(query=modified_rows(query_mod, call.query, *_places(batch, q.shape[0])))
+        call = call._replace(query=modified_rows(query_mod, call.query, *_indices(batch, q.shape[0])))
     state = attend(call, implementation)
     state = state if sinks is None else with_sinks(state, sinks)
     out = state.out.astype(call.query.dtype)
     if output_mod is not None:
-        out = modified_rows(output_mod, (state.out, state.lse), *_places(batch, q.shape[0]), call.query.dtype)
+        out = modified_rows(output_mod, (state.out, state.lse), *_indices(batch, q.shape[0]), call.query.dtype)
     return (out, state.lse) if return_lse else out
 
 
@@ -167,7 +167,7 @@ def prepare(
     return prepare_pages("paged_attention", q, pages, how)
 
 
-def _places(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
     """The request and the position of each packed query, for vector mods; -1 for padding."""
     return token_requests(batch, num_tokens), token_positions(batch, num_tokens)
 

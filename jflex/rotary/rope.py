@@ -57,9 +57,7 @@ class Rope(SizedMod):
             position = rows[b if rows.shape[0] > 1 else 0, idx]
         rotary_dim = checked_rotary_dim(self.rotary_dim, vector.shape[-1])
         length = 0 if self.length is None else self.length
-        by = angles(
-            position, rotary_dim, self.base, self.scaling, length, dtype=vector.dtype, is_far=self.is_far
-        )  # fmt: skip
+        by = angles(position, rotary_dim, self.base, self.scaling, length, dtype=vector.dtype, is_far=self.is_far)
         turned = rotated(vector[:rotary_dim], by, interleaved=self.interleaved)
         return jnp.concatenate([turned, vector[rotary_dim:]])
 
@@ -76,8 +74,9 @@ def rope(
 ) -> Rope:
     """Makes a `query_mod` and `key_mod` that rotates pairs of features by angles that grow with the position.
 
-    Pass it as both. The score of a rotated query and a rotated key depends only on the difference of their positions:
-    those that the call gives, so within the sequence if it is packed, and absolute in a paged cache; or `positions`.
+    Pass it as both. The score of a rotated query and a rotated key depends only on the difference of their positions.
+    These are the indices of the call: within its sequence for a packed token, absolute in a paged cache. `positions`
+    replaces them.
 
     Args:
       base: Pair ``i`` rotates by ``base ** (-2 * i / D)`` radians per position.

@@ -1,4 +1,4 @@
-"""The rotation itself: which features rotate, by which angles, in which pairs."""
+"""The angles of the rotary embedding, and the rotation of pairs of features by them."""
 
 from __future__ import annotations
 

@@ -197,10 +197,7 @@ def finish(
     add: Any = pl.run_state(lambda ref: plg.wgmma(ref, state.p, values))
     out, row_sum = add(plg.WGMMAAccumulatorRef.init(state.out)), jnp.sum(state.row_sum, axis=1)
     if spec.normalize == "none":
-        out, lse = (
-            jnp.where(visits, out * spec.kept_scale, 0.0),
-            plg.layout_cast(jnp.zeros(row_sum.shape, jnp.float32), ROW),
-        )
+        out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
         return out, lse + mark(out) if spec.needs_marks else lse
     return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
 
