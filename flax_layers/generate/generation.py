@@ -22,8 +22,8 @@ from flax_layers.sampling import Sampling, SamplingBatch
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was generated. `length`: `max_tokens` or the model's last position was reached."""
 
-CHUNK = 16
-"""Decoding steps in one compiled call, whose tokens are streamed together."""
+CHUNK = 8
+"""Decoding steps in one compiled call, whose tokens are streamed together. A call runs all of them."""
 
 
 class Piece(NamedTuple):
@@ -181,7 +181,7 @@ class Generation(Iterator[Piece]):
                 tokens, seconds = reader.pop()
                 self.speed.decode_seconds += seconds
                 yield from self._taken(left, tokens)
-        jax.block_until_ready(state.ended)  # a chunk that is still running has no sequences left, so it ends at once
+        jax.block_until_ready(state.ended)  # the chunk after the last one that was read
 
     def _taken(self, left: dict[int, int], chunk: np.ndarray) -> list[Piece]:
         """The pieces of a chunk. `left` holds how many tokens each row of the batch may still get, and is updated."""
@@ -224,8 +224,8 @@ def generate(
 
     Two programs are compiled: prefill, and a loop of decoding steps. Prompts and the capacity of the cache are padded
     to buckets (`flax_layers.generate.requests.bucket`). Prompts in the same bucket do not recompile, nor do new seeds,
-    stop tokens or values of temperature, top-k and top-p. Sequences that have ended are skipped, and the loop stops
-    when all have ended.
+    stop tokens or values of temperature, top-k and top-p. After all sequences have ended, the device finishes at most
+    two chunks.
 
     Args:
         model: The model.

@@ -85,34 +85,33 @@ def prefill(
 def write_chunk(
     graph: nnx.GraphDef[Decoder], parameters: Any, state: State, rules: Rules, *, steps: int
 ) -> tuple[State, Int32[Array, "B steps"]]:
-    """Runs up to `steps` decoding steps, and stops early when all sequences have ended.
+    """Runs `steps` decoding steps. A sequence that has ended does not change.
+
+    The number of steps is static, also after all sequences have ended. With a condition that it computes, XLA waits
+    for the GPU after each step, and the call returns when its last step is launched: 5.2 ms a step of the shape of
+    Llama 3 8B at batch 1, and 4.6 ms so (H200, JAX 0.11.2).
 
     Args:
         graph: The graph definition of the model.
         parameters: The state of the model.
         state: The state of the sequences, donated.
         rules: How tokens are sampled.
-        steps: Maximum number of steps.
+        steps: Number of steps.
 
     Returns:
         The new state, and the sampled tokens; `NO_TOKEN` where a sequence had ended.
     """
     model = nnx.merge(graph, parameters)
 
-    def unfinished(carry: tuple[Array, State, Array]) -> Array:
-        step, state, _ = carry
-        return (step < steps) & ~jnp.all(state.ended)
-
-    def advance(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
-        step, state, chunk = carry
+    def advance(step: Array, carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, chunk = carry
         going = (~state.ended).astype(jnp.int32)
         logits, sequences = state.sequences.read(model, state.token[:, None], going)
         state = _choose(logits, dataclasses.replace(state, sequences=sequences), rules)
-        return step + 1, state, chunk.at[:, step].set(state.token)
+        return state, chunk.at[:, step].set(state.token)
 
     chunk = jnp.full((state.token.shape[0], steps), NO_TOKEN, jnp.int32)
-    _, state, chunk = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state, chunk))
-    return state, chunk
+    return jax.lax.fori_loop(0, steps, advance, (state, chunk))
 
 
 def _choose(logits: Array, state: State, rules: Rules) -> State:
