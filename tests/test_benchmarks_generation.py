@@ -52,6 +52,9 @@ def test_the_file_keeps_other_batches(monkeypatch, tmp_path, capsys):
     assert file.about["remarks"] == [f"batch {n}, torch flex is left out: no" for n in (32, 1)]
     assert len(file.records) == 2 * (2 * 5 + 1)
     assert "batch 32, jflex dense: decode: 4080 tokens/s" in capsys.readouterr().out
+    generation.main(["--batches", "1", "--peers", "jflex dense", "torch sdpa", "--out", str(tmp_path)])
+    ratios = [x.name for x in schema.read(tmp_path / "generation.json").records if x.unit == "x"]
+    assert ratios == ["batch 32, jflex dense: decode over that of the faster torch"]  # that of batch 1 is of two runs
 
 
 def test_the_bytes_of_a_step():
