@@ -112,9 +112,9 @@ def features() -> list[Feature]:
     distances, table = ((HEADS, 2 * LENGTH), "float32"), ((64, 64), "float32")
     pages = {"paging": Paging(page_size=64, num_pages=1024), "T": 33, "B": 32}
     return [
-        Feature("CPU with `Config(interpret=True)`", {**CPU, "config": jflex.Config(interpret=True)}),
         Feature("bfloat16, float16", {"dtype": "float16"}),
         Feature("float32", {"dtype": "float32"}),
+        Feature("CPU with `Config(interpret=True)`", {**CPU, "config": jflex.Config(interpret=True)}),
         Feature("float64", {"dtype": "float64"}),
         Feature("grouped heads, `Dv != D`, lengths of any size", {"Hkv": 4, "Dv": 128, "T": 1001, "S": 777}),
         Feature("head sizes above 256", {"D": 320}),
@@ -184,9 +184,12 @@ def _selected(feature: Feature) -> str:
 
 
 def markdown(rows: Table) -> str:
-    """The block between the README's markers."""
+    """The block between the README's markers. Features with equal cells share a row."""
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for text, cells in rows.items():
+        shared.setdefault(tuple(cells.values()), []).append(text)
     head = ["", *(f"`{name}`" for name in NAMES), SELECTED]
-    lines = [head, ["---"] * len(head), *([text, *cells.values()] for text, cells in rows.items())]
+    lines = [head, ["---"] * len(head), *(["; ".join(texts), *cells] for cells, texts in shared.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -194,7 +197,7 @@ def parse(text: str) -> Table:
     """The rows of a block of the README."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     columns = [cell.strip("`") for cell in lines[0][1:]]
-    return {line[0]: dict(zip(columns, line[1:], strict=True)) for line in lines[2:]}
+    return {text: dict(zip(columns, line[1:], strict=True)) for line in lines[2:] for text in line[0].split("; ")}
 
 
 def committed() -> str:
