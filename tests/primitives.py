@@ -147,6 +147,7 @@ PRIMITIVES = (
     P("rsqrt", lambda x, y: lax.rsqrt(x)),
     P("select_n", lambda x, y: jnp.where(x > y, x, y) + jnp.where(x == x, y, x), NUMBERS, True),
     P("shift_left", lambda x, y: x << y, (INT,)),
+    P("shift_of_all_bits", lambda x, y: (x << (y * 40)) + ((x - 9) >> (y * 40 - 8)) + (x >> (y * 0 + 32)), (INT,)),
     P("shift_right_arithmetic", lambda x, y: (x - 9) >> y, (INT,)),
     P("shift_right_logical", lambda x, y: lax.shift_right_logical(x * 64, y), (INT,)),
     P("sign", lambda x, y: jnp.sign(x - y), NUMBERS),

@@ -70,6 +70,11 @@ def _gathered(table, ids):
     return lambda score, b, h, q_idx, kv_idx: score + table[ids[q_idx], ids[kv_idx]]
 
 
+def _noise(words):
+    place = lambda q_idx, kv_idx: jax.random.fold_in(jax.random.wrap_key_data(words), q_idx * LENGTH + kv_idx)
+    return lambda score, b, h, q_idx, kv_idx: score + jax.random.normal(place(q_idx, kv_idx))
+
+
 def _dropout(seed):
     kept = kept_mod(0.1, jax.random.key(seed), B, HEADS)
     assert kept is not None  # the rate is not 0
@@ -140,6 +145,7 @@ def features() -> list[Feature]:
         Feature("`sinks`", {"sinks": True}),
         Feature("`dropout_rate`", _captured(_dropout, ((), "uint32"))),
         Feature('`normalize="none"` (sigmoid attention)', {"normalize": "none", **_score(jflex.scores.sigmoid(-8.0))}),
+        Feature("`jax.random` in a mod", _captured(lambda x: _score(_noise(x)), ((2,), "uint32"))),
         Feature("a mod that sorts", _score(_sorting)),
         Feature("`Config(deterministic=True)`", {"config": jflex.Config(deterministic=True)}),
     ]

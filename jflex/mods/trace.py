@@ -281,17 +281,20 @@ def _with_key_data(
     replay: Callable[..., jax.Array], operands: tuple[jax.Array, ...], arguments: int
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
     """The same with random keys as uint32, which any array may be; they become keys again where the mod uses them."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if not any(map(is_key, operands)):
+    if not any(map(_is_key, operands)):
         return replay, operands
-    kinds = [jax.random.key_impl(x) if is_key(x) else None for x in operands]
+    kinds = [jax.random.key_impl(x) if _is_key(x) else None for x in operands]
 
     def with_keys(*args: jax.Array) -> jax.Array:
         captured = zip(args[arguments:], kinds, strict=True)
         keys = (x if kind is None else jax.random.wrap_key_data(x, impl=kind) for x, kind in captured)
         return replay(*args[:arguments], *keys)
 
-    return with_keys, tuple(jax.random.key_data(x) if is_key(x) else x for x in operands)
+    return with_keys, tuple(jax.random.key_data(x) if _is_key(x) else x for x in operands)
+
+
+def _is_key(x: jax.Array | np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_literal(x: _Known) -> bool:
@@ -303,7 +306,7 @@ def _compute(eqn: core.JaxprEqn, ins: Sequence[_Known]) -> list[_Known]:
     concrete = not any(isinstance(x, Tracer) for x in values)
     with jax.ensure_compile_time_eval() if concrete else contextlib.nullcontext():
         outs = bind(eqn, values if concrete else match_manual_axes(values))
-    captured = any(x.captured for x in ins) or not concrete
+    captured = any(x.captured for x in ins) or not concrete or any(map(_is_key, outs))
     if not captured and all(np.ndim(x) == 0 for x in outs):
         outs = [np.asarray(x) for x in outs]
     return [_Known(x, captured) for x in outs]

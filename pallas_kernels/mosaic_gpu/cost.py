@@ -12,6 +12,7 @@ MAX_LIGHT_VALUES = 24  # tile values of a mod: with more it needs the registers 
 # Tile values while a wgmma still runs: a mod with 20 spills 948 bytes beside one, and 468 without it.
 MAX_VALUES_BESIDE_GEMM = 16
 MAX_DERIVATIVE_VALUES = 32  # tile values of a derivative: with more a tile of 64 x 64 does not fit beside it either
+MAX_MASK_VALUES = 96  # of a mask, in the backward kernels: random numbers have 200, and spill 11 kB at head size 64
 VALUES_PER_CALL = 16  # values that a function of CUDA's device library holds
 # What the SFU (MUFU instructions) computes; mods that call a library are too large for it to matter.
 _SPECIAL = frozenset({"div", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sqrt", "tanh"})
@@ -61,6 +62,11 @@ def exceeds_registers(derivative: Derivative) -> bool:
     Compiled for sm_90a, one of three functions of the score, a sine among them, spills 3228 bytes.
     """
     return _values(derivative.nodes) > MAX_DERIVATIVE_VALUES
+
+
+def mask_exceeds_registers(program: Program | None) -> bool:
+    """Whether a mask has so many tile values that it spills in every tile of the backward kernels."""
+    return program is not None and _values(program.nodes) > MAX_MASK_VALUES
 
 
 def _values(nodes: Iterable[Node]) -> int:

@@ -155,6 +155,8 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 
 def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
     reason = gradients.unsupported_groups(groups)
+    if cost.mask_exceeds_registers(spec.programs.mask):
+        reason = "the mask computes more on each element than registers hold"
     if reason is None and derivative is not None:
         reason = unsupported_primitive(derivative.nodes)
         if cost.exceeds_registers(derivative):

@@ -20,6 +20,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from pallas_kernels.program import random_bits
 from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
@@ -222,10 +223,15 @@ class _Run:
             return self._division(eqn, ins) or self.jaxpr(*_body(eqn), ins)
         if name in _RULED:
             return self._differentiated_as(eqn, ins, self.jaxpr(*_body(eqn), ins))
-        if name == "cond":
-            return self._cond(eqn, ins)
         if name == "scan":
             return self._scan(eqn, ins)
+        if random_bits.gives_numbers_or_keys(eqn):
+            loaded = [load(self.graph, x) for x in ins]
+            inline = lambda closed, args: [load(self.graph, x) for x in self.jaxpr(*open_jaxpr(closed), args)]
+            if (found := random_bits.apply(eqn, loaded, inline)) is not None:
+                return found
+        if name == "cond":
+            return self._cond(eqn, ins)
         if name == "unstack":
             return [RULES["unstack"](self.graph, ins, eqn.params | {"place": i}, ()) for i in range(len(eqn.outvars))]
         if name == "split":

@@ -74,6 +74,9 @@ def reachable(outputs: Sequence[Node]) -> list[Node]:
     return [seen[number] for number in sorted(seen)]
 
 
+_SHIFTS = frozenset({"shift_left", "shift_right_arithmetic", "shift_right_logical"})
+
+
 class Graph:
     """Builds nodes: equal ones once (hash-consing), with constant folding by bounds."""
 
@@ -127,10 +130,31 @@ class Graph:
         folded = self._fold(op, inputs, dtype)
         if folded is not None:
             return folded
+        if op in _SHIFTS and not self._is_in_range(inputs[1], dtype):
+            return self._long_shift(op, function, inputs, dtype)
         if op == "div" and dtype == np.float32 and inputs[0].kind == Axes.TILE and inputs[1].kind != Axes.TILE:
             return self._multiply_by_reciprocal(*inputs)
         key = (op, str(dtype), repr(params), *(i.number for i in inputs))
         return self._make(key, op, join_axes(inputs), dtype, inputs, function, bounds=_bounds(op, inputs, dtype))
+
+    def _is_in_range(self, amount: Node, dtype: np.dtype) -> bool:
+        """Whether a shift surely is by less than the bits of a number. LLVM defines no other."""
+        return amount.bounds is not None and amount.bounds[0] >= 0 and amount.bounds[1] < 8 * dtype.itemsize
+
+    def _long_shift(
+        self, op: str, function: Callable[..., jax.Array], inputs: tuple[Node, ...], dtype: np.dtype
+    ) -> Node:
+        """A shift that may be by all bits of a number, or more: as in JAX, zeros or signs are left."""
+        (x, amount), bits = inputs, 8 * dtype.itemsize
+        zero, last = self.literal(0, amount.dtype), self.literal(bits - 1, amount.dtype)
+        low = self.same_dtype("max", lax.max, amount, zero)
+        inside = self.compare("eq", self.same_dtype("min", lax.min, low, last), amount)
+        is_signed = op == "shift_right_arithmetic"
+        safe = self.select(inside, amount, last)
+        shifted = self._make(
+            (op, str(dtype), "()", x.number, safe.number), op, join_axes((x, safe)), dtype, (x, safe), function
+        )
+        return shifted if is_signed else self.select(inside, shifted, self.literal(0, dtype))
 
     def same_dtype(self, op: str, function: Callable[..., jax.Array], *inputs: Node) -> Node:
         """A primitive whose result has the dtype of its first input."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.program import random_bits
 from pallas_kernels.program.ir import Graph, Node
 from pallas_kernels.program.views import NotOnTile, Scalars, View, gather, scalars
 from pallas_kernels.types import Params
@@ -263,16 +264,22 @@ def element(graph: Graph, x: Value) -> Node:
 def choose(graph: Graph, which: Node, cases: Sequence[Node]) -> Node:
     """One of several values, by a boolean or by a number from 0."""
     if which.dtype == np.bool_:
-        return graph.select(which, cases[1], cases[0])
+        return _select(graph, which, cases[1], cases[0])
     chosen = cases[-1]
     for number in reversed(range(len(cases) - 1)):
-        chosen = graph.select(graph.compare("le", which, graph.literal(number, which.dtype)), cases[number], chosen)
+        is_it = graph.compare("le", which, graph.literal(number, which.dtype))
+        chosen = _select(graph, is_it, cases[number], chosen)
     return chosen
+
+
+def _select(graph: Graph, predicate: Node, if_true: Node, if_false: Node) -> Node:
+    """One of two values, or of two random keys."""
+    return random_bits.word_by_word(functools.partial(graph.select, predicate), if_true, if_false)
 
 
 def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise: Scalars) -> Scalars:
     there = graph.compare("eq", node, graph.literal(position, np.int32))
-    return scalars(if_there.shape, lambda i: graph.select(there, if_there[i], otherwise[i]))
+    return scalars(if_there.shape, lambda i: _select(graph, there, if_there[i], otherwise[i]))
 
 
 RULES: dict[str, Callable[..., Value]] = {

@@ -26,7 +26,7 @@ class NotOnTile(Exception):
 Scalars = np.ndarray[Any, np.dtype[np.object_]]  # of nodes
 
 
-def scalars(shape: Sequence[int], of: Callable[[tuple[int, ...]], Node]) -> Scalars:
+def scalars(shape: Sequence[int], of: Callable[[tuple[int, ...]], object]) -> Scalars:
     """An array of nodes, ``of(index)`` at each index."""
     out = np.empty(tuple(shape), object)
     for index in np.ndindex(*shape):
