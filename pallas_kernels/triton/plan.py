@@ -204,6 +204,8 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
 def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
+    if spec.key_mod is not None or spec.value_mod is not None:
+        return Refusal("its kernels apply no key_mod and no value_mod")
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
