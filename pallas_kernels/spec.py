@@ -11,6 +11,7 @@ from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
+from pallas_kernels.program.vectors import VectorProgram
 from pallas_kernels.types import A
 
 LOG2_E = 1.4426950408889634
@@ -69,6 +70,13 @@ class Programs(NamedTuple):
     score: Program | None = None
     mask: Program | None = None
     dropout: Program | None = None
+
+
+class VectorPrograms(NamedTuple):
+    """Tile programs of the key and value mods of a paged call, None where there is no mod."""
+
+    key: VectorProgram | None = None
+    value: VectorProgram | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +143,7 @@ class AttentionSpec:
       dropout: Of the weights, or None.
       normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
       programs: The tile programs of the mods, once a plan has made them.
+      vector_programs: Those of the key and value mods.
     """
 
     B: int
@@ -165,6 +174,7 @@ class AttentionSpec:
     dropout: Dropout | None = None
     normalize: Literal["softmax", "none"] = "softmax"
     programs: Programs = dataclasses.field(default_factory=Programs)
+    vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)
 
     def __post_init__(self) -> None:
         if not self.out_dtype:

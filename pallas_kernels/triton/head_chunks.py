@@ -33,6 +33,18 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
 
 
+def mod_chunks(size: int) -> list[tuple[int, int]]:
+    """Chunks of keys that a mod changes: two halves, if they are powers of two.
+
+    A rotation pairs the halves: as tiles of their own, both are loaded once, and each angle is computed once.
+
+    >>> mod_chunks(128), mod_chunks(16), mod_chunks(80)
+    ([(0, 64), (64, 64)], [(0, 16)], [(0, 64), (64, 16)])
+    """
+    half = size // 2
+    return [(0, half), (half, half)] if _power_of_two(half) == half and 2 * half == size else chunks(size)
+
+
 def _power_of_two(size: int) -> int:
     return max(MIN_DOT_SIZE, 1 << (size - 1).bit_length())
 

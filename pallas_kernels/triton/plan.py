@@ -11,9 +11,10 @@ import numpy as np
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.programs import derivative_of, with_programs
+from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
+from pallas_kernels.triton.head_chunks import chunks, mod_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
@@ -204,9 +205,10 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
 def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
-    if spec.key_mod is not None or spec.value_mod is not None:
-        return Refusal("its kernels apply no key_mod and no value_mod")
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
+    if isinstance(made, Refusal):
+        return made
+    made = with_vector_programs(made, tuple(mod_chunks(spec.D)), tuple(chunks(spec.Dv)))
     if isinstance(made, Refusal):
         return made
     works = _paged_works(made)

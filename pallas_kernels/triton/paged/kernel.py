@@ -23,11 +23,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores, split_kv
+from pallas_kernels.triton import scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Work, WorkItem, work_item_of
 from pallas_kernels.types import Index, Ref, S
@@ -117,16 +118,23 @@ class _Program(NamedTuple):
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
-        q = _load_queries(spec, arrays.query, row.n, row.h)
+        key_mod = spec.vector_programs.key
+        q = _load_queries(spec, arrays.query, row.n, row.h, chunks(a.D) if key_mod is None else key_mod.chunks)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
+        of_mod = lambda program, refs: (
+            None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
+        )
+        key_vectors = of_mod(spec.vector_programs.key, arrays.key_operands)
+        value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
+
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            load = functools.partial(_load_keys, spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
-            result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
-            return Tile(result, load(arrays.value))
+            rows = KeyRows.of(spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
+            result = scores.compute(prepared, q, rows.load(arrays.key, key_vectors), key, is_partial)
+            return Tile(result, rows.load(arrays.value, value_vectors))
 
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
         return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
@@ -195,7 +203,9 @@ def _store(ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -
         plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
-def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
+def _load_queries(
+    spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array, columns: Sequence[tuple[int, int]]
+) -> Columns:
     size = spec.D
 
     def load(first: int, width: int) -> jax.Array:
@@ -204,49 +214,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
         return plgpu.load(ref.at[at], mask=column < size, other=0.0)
 
-    return tuple(load(*chunk) for chunk in chunks(size))
-
-
-def _load_keys(
-    spec: AttentionSpec,
-    arrays: PagedOperands[Ref],
-    work_item: WorkItem,
-    h: jax.Array,
-    first: jax.Array,
-    count: int,
-    ref: Ref,
-    *,
-    may_end: bool,
-) -> Columns:
-    """Rows [count, D or Dv] of key or value from the logical position `first` on; zeros past the request's length."""
-    size, page_size = ref.shape[3], spec.page_size
-    position = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
-    exists = position < work_item.length
-    one_page = spec.max_pages == 1 or page_size % count == 0
-    if spec.max_pages == 1:
-        assert work_item.page is not None  # the one of the request
-        page, row = work_item.page, first
-    elif one_page:
-        page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
-    else:
-        at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-        page = plgpu.load(at, mask=exists, other=0) if may_end else plgpu.load(at)
-        row = lax.rem(position, page_size)
-    page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
-
-    def load(start: int, width: int) -> jax.Array:
-        shape = (count, width)
-        if one_page and not may_end and start + width <= size:
-            return plgpu.load(ref.at[(page, pl.ds(row, count), h, pl.ds(start, width))])
-        column = start + lax.broadcasted_iota(jnp.int32, shape, 1)
-        rows = row + lax.broadcasted_iota(jnp.int32, shape, 0) if one_page else jnp.broadcast_to(row[:, None], shape)
-        pages = page if one_page else jnp.broadcast_to(page[:, None], shape)
-        mask = column < size
-        if may_end:
-            mask &= exists[:, None]
-        return plgpu.load(ref.at[(pages, rows, h, column)], mask=mask, other=0.0)
-
-    return tuple(load(*chunk) for chunk in chunks(size))
+    return tuple(load(*chunk) for chunk in columns)
 
 
 class _Walk(NamedTuple):
