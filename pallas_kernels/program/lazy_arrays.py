@@ -119,6 +119,8 @@ def divided(graph: Graph, i: Position, by: int) -> tuple[Position, Position]:
     if by == 1:
         return i, 0
     rest, offset = _split_offset(i)
+    if _is_multiple(rest, by) and 0 <= offset < by:
+        return rest.inputs[0], offset
     if offset and offset % by == 0 and rest.bounds is not None and rest.bounds[0] >= 0:
         quotient, remainder = divided(graph, rest, by)
         return added(graph, quotient, offset // by), remainder
@@ -133,6 +135,14 @@ def _split_offset(i: Node) -> tuple[Node, int]:
     if i.op == "add" and i.inputs[1].op == "literal":
         return i.inputs[0], int(i.inputs[1].value)
     return i, 0
+
+
+def _is_multiple(i: Node, of: int) -> bool:
+    """Whether an index is another one, not negative, times a number."""
+    if i.op != "mul" or i.inputs[1].bounds != (of, of):
+        return False
+    bounds = i.inputs[0].bounds
+    return bounds is not None and bounds[0] >= 0
 
 
 def clamped(graph: Graph, i: Position, size: int) -> Position:

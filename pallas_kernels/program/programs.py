@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pallas_kernels.plan import Refusal
 from pallas_kernels.program.build import Derivative, Program, Sizes, differentiate, trace_program
 from pallas_kernels.program.ir import Node
-from pallas_kernels.program.vectors import VectorProgram, VectorSizes, trace_vector_program
+from pallas_kernels.program.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
 from pallas_kernels.program.views import NotOnTile
 from pallas_kernels.spec import AttentionSpec, Mod, Programs, Role, VectorPrograms
 
@@ -31,21 +31,18 @@ def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
     return dataclasses.replace(spec, programs=Programs(*programs))
 
 
-Chunks = tuple[tuple[int, int], ...]
-
-
 def with_vector_programs(spec: AttentionSpec, key_chunks: Chunks, value_chunks: Chunks) -> AttentionSpec | Refusal:
     """The spec with the tile programs of its key and value mods.
 
     Args:
       spec: Of a paged call.
-      key_chunks: First lane and width of each tile of keys.
+      key_chunks: Tiles that hold keys without a mod; with one, others may be chosen.
       value_chunks: The same of values.
     """
     programs: list[VectorProgram | None] = []
-    for mod, size, chunks in ((spec.key_mod, spec.D, key_chunks), (spec.value_mod, spec.Dv, value_chunks)):
+    for mod, size, plain in ((spec.key_mod, spec.D, key_chunks), (spec.value_mod, spec.Dv, value_chunks)):
         sizes = VectorSizes(spec.B, spec.Hkv, spec.S, size, spec.dtype)
-        program = None if mod is None else _vector_program_of(mod, sizes, chunks)
+        program = None if mod is None else _vector_program_of(mod, sizes, chunkings(size, plain))
         if isinstance(program, Refusal):
             return program
         programs.append(program)
@@ -72,14 +69,16 @@ def _program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
 
 
 @functools.lru_cache(maxsize=256)
-def _vector_program_of(mod: Mod, sizes: VectorSizes, chunks: Chunks) -> VectorProgram | Refusal:
+def _vector_program_of(mod: Mod, sizes: VectorSizes, ways: tuple[Chunks, ...]) -> VectorProgram | Refusal:
+    """The program on the tiles that cost least."""
     reason = _operand_reason(mod)
     if reason is not None:
         return _refusal(mod.role, reason)
     try:
-        program = trace_vector_program(mod.jaxpr, mod.operands, sizes, chunks)
+        programs = [trace_vector_program(mod.jaxpr, mod.operands, sizes, chunks) for chunks in ways]
     except NotOnTile as error:
         return _refusal(mod.role, str(error))
+    program = min(programs, key=lambda program: program.cost)
     return _refusal_of_wide(mod.role, program.lane_programs[0].nodes) or program
 
 

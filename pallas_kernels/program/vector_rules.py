@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,13 @@ from pallas_kernels.types import Params
 Inputs = Sequence[LazyArray]
 MAX_UNROLLED = 8  # terms of a sum that are added one by one
 
-# The lanes of a tile: an index node, and how many there are.
-Lanes = tuple[Node, int]
+
+class Lanes(NamedTuple):
+    """The lanes of a tile: an index node, how many there are, and the step between them."""
+
+    node: Node
+    width: int
+    step: int
 
 
 def _squeeze(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
@@ -276,13 +282,12 @@ def _over_lanes(
     lanes: Lanes,
 ) -> Node:
     """One reduction over all values of some dimensions."""
-    (lane, width), count = lanes, math.prod(over)
-    terms = []
-    for first in range(0, count, width):
-        flat = clamped(graph, added(graph, lane, first), count)
-        term = value(unravel(graph, flat, over))
-        if first + width > count:
-            term = graph.select(is_below(graph, lane, count - first), term, graph.literal(_neutral(name, dtype), dtype))
+    (lane, width, step), count, terms = lanes, math.prod(over), list[Node]()
+    for first in (tile + i for tile in range(0, count, width * step) for i in range(step)):
+        flat = added(graph, multiplied(graph, lane, step), first)
+        term = value(unravel(graph, clamped(graph, flat, count), over))
+        if first + step * (width - 1) >= count:
+            term = graph.select(is_below(graph, flat, count), term, graph.literal(_neutral(name, dtype), dtype))
         terms.append(term)
     return graph.reduce_lanes(name, terms)
 

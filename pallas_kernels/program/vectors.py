@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +21,38 @@ from pallas_kernels.program import vector_rules
 from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, aval_of, body_of, open_jaxpr
 from pallas_kernels.program.elementwise import ELEMENTWISE
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.lazy_arrays import LazyArray, added, as_node, captured, clamped, constant, is_below, scalar
+from pallas_kernels.program.lazy_arrays import (
+    LazyArray,
+    added,
+    as_node,
+    captured,
+    clamped,
+    constant,
+    is_below,
+    multiplied,
+    scalar,
+)
 from pallas_kernels.program.primitive_rules import choose
 from pallas_kernels.program.views import NotOnTile
 
+MIN_WIDTH = 16  # of a tile: what an MMA takes
+MAX_CHUNKS = 8
 VECTOR = -1  # the operand that is the vector itself; its indices are the key and the lane
+
+
+class Chunk(NamedTuple):
+    """Lanes of a vector that are one tile: `width` of them, from `first` on, in steps."""
+
+    first: int
+    width: int
+    step: int = 1
+
+    def ends_after(self, size: int) -> bool:
+        """Whether there are lanes beyond the vector."""
+        return self.first + self.step * (self.width - 1) >= size
+
+
+Chunks = tuple[Chunk, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +81,12 @@ class LaneProgram:
     Attributes:
       width: Lanes of a tile.
       arguments: ``b, h, q, k``: batch entry, key head, key (the row) and lane of the tile (the column).
-      outputs: The result for the lanes from some on: ``(first, node)``; zeros beyond the vector.
+      outputs: The result for each chunk of this width; zeros beyond the vector.
     """
 
     width: int
     arguments: tuple[Node, ...]
-    outputs: tuple[tuple[int, Node], ...]
+    outputs: tuple[tuple[Chunk, Node], ...]
 
     @functools.cached_property
     def nodes(self) -> list[Node]:
@@ -73,25 +102,40 @@ class LaneProgram:
         """The node of ``b``, ``h``, ``q`` or ``k``."""
         return next(node for node in self.arguments if node.value == name)
 
+    def place_in_pair(self, load: Node) -> int | None:
+        """0 or 1 for a load of all even or all odd lanes, which are loaded together; None for others."""
+        lane, odd = load.inputs[1], 0
+        if lane.op == "add" and lane.inputs[1].op == "literal":
+            lane, odd = lane.inputs[0], int(lane.inputs[1].value)
+        if lane.op != "mul" or odd not in (0, 1):
+            return None
+        is_even = lane.inputs[0] is self.argument("k") and lane.inputs[1].bounds == (2, 2)
+        return odd if is_even else None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorProgram:
     """The tile programs of a vector mod.
 
     Attributes:
-      chunks: First lane and width of the tiles that make up a vector, in order.
+      chunks: The tiles that make up a vector, in order.
       lane_programs: For each width.
     """
 
-    chunks: tuple[tuple[int, int], ...]
+    chunks: Chunks
     lane_programs: tuple[LaneProgram, ...]
+
+    @property
+    def cost(self) -> int:
+        """Elements that are computed or loaded for each key."""
+        return sum(of.width for of in self.lane_programs for node in of.nodes if node.kind == Axes.TILE)
 
 
 def trace_vector_program(
     jaxpr: core.ClosedJaxpr,
     operands: Sequence[tuple[tuple[int, ...], str]],
     sizes: VectorSizes,
-    chunks: Sequence[tuple[int, int]],
+    chunks: Chunks,
 ) -> VectorProgram:
     """Builds the tile programs of a vector mod.
 
@@ -99,26 +143,49 @@ def trace_vector_program(
       jaxpr: Of ``vector, b, h, idx, *operands -> vector``, in float32.
       operands: Shape and dtype of each captured array.
       sizes: Sizes and ranges of the arguments.
-      chunks: First lane and width of each tile.
+      chunks: The tiles.
 
     Raises:
       NotOnTile: A primitive has no meaning on a tile.
     """
-    widths = dict.fromkeys(width for _, width in chunks)
-    programs = (
-        _lane_program(jaxpr, operands, sizes, width, [first for first, w in chunks if w == width]) for width in widths
-    )
-    return VectorProgram(tuple(chunks), tuple(programs))
+    by_width = lambda chunk: chunk.width
+    groups = (tuple(group) for _, group in itertools.groupby(sorted(chunks, key=by_width), by_width))
+    return VectorProgram(chunks, tuple(_lane_program(jaxpr, operands, sizes, group) for group in groups))
+
+
+def chunkings(size: int, plain: Chunks) -> tuple[Chunks, ...]:
+    """Ways to hold vectors of which a mod moves lanes, so that the pairs of a rotation are in tiles of their own.
+
+    Then each element is loaded once, and each angle is computed once.
+
+    Args:
+      size: Of a head.
+      plain: The way without a mod.
+
+    Returns:
+      Halves or smaller pieces of a width that is a power of two, even and odd lanes, and the plain way. The first of
+      equal cost is best: Triton holds a tile that a mod has made in shared memory once more, as operand of an MMA.
+
+    >>> [len(chunks) for chunks in chunkings(128, (Chunk(0, 128),))]
+    [2, 4, 2, 1]
+    """
+    half = size // 2
+    piece = half & -half
+    equal = lambda width: tuple(Chunk(first, width) for first in range(0, size, width))
+    found = [equal(width) for width in (piece, piece // 2) if size % 2 == 0 and width >= MIN_WIDTH]
+    if size % 2 == 0 and piece == half >= MIN_WIDTH:
+        found.append((Chunk(0, half, 2), Chunk(1, half, 2)))
+    return (*(chunks for chunks in found if len(chunks) <= MAX_CHUNKS), plain)
 
 
 def _lane_program(
     jaxpr: core.ClosedJaxpr,
     operands: Sequence[tuple[tuple[int, ...], str]],
     sizes: VectorSizes,
-    width: int,
-    firsts: Sequence[int],
+    chunks: Chunks,
 ) -> LaneProgram:
-    graph = Graph()
+    """The program for chunks of one width."""
+    graph, width = Graph(), chunks[0].width
     b, h, key, lane = arguments = tuple(
         graph.input(name, kind, np.int32, (0, max(size - 1, 0)))
         for name, kind, size in (
@@ -133,13 +200,16 @@ def _lane_program(
     vector = LazyArray((sizes.size,), np.float32, loaded)
     arrays = [captured(graph, i, shape, kind) for i, (shape, kind) in enumerate(operands)]
     opened, consts = open_jaxpr(jaxpr)
-    [out] = _VectorRun(graph, (lane, width)).jaxpr(opened, consts, [vector, *map(scalar, (b, h, key)), *arrays])
+    [out] = _VectorRun(graph, vector_rules.Lanes(lane, width, chunks[0].step)).jaxpr(
+        opened, consts, [vector, *map(scalar, (b, h, key)), *arrays]
+    )
     outputs = []
-    for first in firsts:
-        node = graph.cast(out.at((clamped(graph, added(graph, lane, first), sizes.size),)), dtype)
-        if first + width > sizes.size:
-            node = graph.select(is_below(graph, lane, sizes.size - first), node, graph.literal(0, dtype))
-        outputs.append((first, node))
+    for chunk in chunks:
+        index = added(graph, multiplied(graph, lane, chunk.step), chunk.first)
+        node = graph.cast(out.at((clamped(graph, index, sizes.size),)), dtype)
+        if chunk.ends_after(sizes.size):
+            node = graph.select(is_below(graph, index, sizes.size), node, graph.literal(0, dtype))
+        outputs.append((chunk, node))
     return LaneProgram(width, arguments, tuple(outputs))
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.program.vectors import VectorProgram
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
@@ -33,16 +34,9 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
 
 
-def mod_chunks(size: int) -> list[tuple[int, int]]:
-    """Chunks of keys that a mod changes: two halves, if they are powers of two.
-
-    A rotation pairs the halves: as tiles of their own, both are loaded once, and each angle is computed once.
-
-    >>> mod_chunks(128), mod_chunks(16), mod_chunks(80)
-    ([(0, 64), (64, 64)], [(0, 16)], [(0, 64), (64, 16)])
-    """
-    half = size // 2
-    return [(0, half), (half, half)] if _power_of_two(half) == half and 2 * half == size else chunks(size)
+def mod_chunks(size: int, mod: VectorProgram | None) -> list[tuple[int, int, int]]:
+    """First column, width and step of the chunks that hold keys or values as a mod makes them."""
+    return [(*chunk, 1) for chunk in chunks(size)] if mod is None else [tuple(chunk) for chunk in mod.chunks]
 
 
 def _power_of_two(size: int) -> int:
@@ -134,9 +128,9 @@ def store_vector(ref: Ref, at: tuple[Index, ...], first: Index, x: jax.Array, le
         plgpu.store(ref.at[(*at, index)], x, mask=index < length)
 
 
-def zero_rows(rows: int, size: int) -> Columns:
-    """A float32 accumulator of rows [rows, size]."""
-    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
+def zero_rows(rows: int, size: int, mod: VectorProgram | None = None) -> Columns:
+    """A float32 accumulator of rows [rows, size], in the chunks of values that a mod makes."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width, _ in mod_chunks(size, mod))
 
 
 def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:

@@ -12,9 +12,10 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
+from pallas_kernels.program.vectors import Chunk
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
-from pallas_kernels.triton.head_chunks import chunks, mod_chunks
+from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
@@ -208,7 +209,8 @@ def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
-    made = with_vector_programs(made, tuple(mod_chunks(spec.D)), tuple(chunks(spec.Dv)))
+    of_head = lambda size: tuple(Chunk(*chunk) for chunk in chunks(size))
+    made = with_vector_programs(made, of_head(spec.D), of_head(spec.Dv))
     if isinstance(made, Refusal):
         return made
     works = _paged_works(made)
@@ -258,6 +260,8 @@ def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
     stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
+    if given is None and any(program is not None for program in spec.vector_programs):
+        fitting = dataclasses.replace(fitting, num_stages=cost.paged_stages(spec, fitting))
     return TileChoice(fitting, "rule" if given is None else "config")
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.program.evaluate import Evaluation
 from pallas_kernels.program.ir import Axes
-from pallas_kernels.program.vectors import VectorProgram
+from pallas_kernels.program.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import Columns
 from pallas_kernels.triton.tile import TileSpace, of_elements
@@ -39,14 +39,25 @@ class PreparedVectors(NamedTuple):
           key: Their positions, int32 [keys, 1], in range.
           load: Loads the vectors.
         """
-        made: dict[int, jax.Array] = {}
+        made: dict[Chunk, jax.Array] = {}
         for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
             evaluation = prologue.child({program.argument("q"): key})
+            pairs: tuple[jax.Array, ...] = ()
             for node in program.vector_loads:
-                lane = node.inputs[1]
-                evaluation.values[node] = load(evaluation.space.spread(evaluation(lane), lane.kind, node.kind))
-            made.update((first, evaluation.tile(output)) for first, output in program.outputs)
-        return tuple(made[first] for first, _ in self.program.chunks)
+                lane, place = node.inputs[1], program.place_in_pair(node)
+                if place is None:
+                    evaluation.values[node] = load(evaluation.space.spread(evaluation(lane), lane.kind, node.kind))
+                else:
+                    pairs = pairs or _even_and_odd(load, key.shape[0], program.width)
+                    evaluation.values[node] = pairs[place]
+            made.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
+        return tuple(made[chunk] for chunk in self.program.chunks)
+
+
+def _even_and_odd(load: Load, keys: int, width: int) -> tuple[jax.Array, ...]:
+    """Even and odd lanes by one load, whose rows are contiguous."""
+    whole = load(lax.broadcasted_iota(jnp.int32, (keys, 2 * width), 1))
+    return tuple(jnp.unstack(whole.reshape(keys, width, 2), axis=2))
 
 
 def prepare(

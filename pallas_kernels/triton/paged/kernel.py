@@ -26,7 +26,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.head_chunks import Columns, mod_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
@@ -118,8 +118,7 @@ class _Program(NamedTuple):
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
-        key_mod = spec.vector_programs.key
-        q = _load_queries(spec, arrays.query, row.n, row.h, chunks(a.D) if key_mod is None else key_mod.chunks)
+        q = _load_queries(spec, arrays.query, row.n, row.h)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
@@ -154,9 +153,10 @@ class _Program(NamedTuple):
         Padding rows repeat others, and are stored like them: masked stores must not alias them, for Pallas' interpreter
         writes the old values there.
         """
-        row, whole = self.row, jnp.broadcast_to(whole, row_lse.shape)
+        row, whole, spec = self.row, jnp.broadcast_to(whole, row_lse.shape), self.attention.prepared.spec
         plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
-        _store(out, (row.n[:, None], row.h[:, None]), columns, whole if keeps is None else whole & ~keeps)
+        mask = whole if keeps is None else whole & ~keeps
+        _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
 
 def _kernel(
@@ -179,7 +179,7 @@ def _kernel(
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
     is_split = program.row.exists & (item.splits > 1)
     plgpu.store(partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
-    _store(partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
+    _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
 def _repair_kernel(
@@ -195,26 +195,25 @@ def _repair_kernel(
     pl.when(marked & (program.item.queries > 0))(fix)
 
 
-def _store(ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
+def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
     size = ref.shape[-1]
-    for (first, _), x in zip(chunks(size), columns, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    for (first, _, step), x in zip(mod_chunks(size, spec.vector_programs.value), columns, strict=True):
+        column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
         plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
-def _load_queries(
-    spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array, columns: Sequence[tuple[int, int]]
-) -> Columns:
+def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
+    """The queries of the rows, in the chunks of lanes of the keys."""
     size = spec.D
 
-    def load(first: int, width: int) -> jax.Array:
+    def load(first: int, width: int, step: int) -> jax.Array:
         shape = (n.shape[0], width)
-        column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+        column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
         return plgpu.load(ref.at[at], mask=column < size, other=0.0)
 
-    return tuple(load(*chunk) for chunk in columns)
+    return tuple(load(*chunk) for chunk in mod_chunks(size, spec.vector_programs.key))
 
 
 class _Walk(NamedTuple):
