@@ -292,7 +292,7 @@ def _over_lanes(
     return graph.reduce_lanes(name, terms)
 
 
-def _neutral(name: str, dtype: np.dtype) -> object:
+def _neutral(name: str, dtype: np.dtype) -> float:
     if name == "reduce_sum":
         return 0
     if jnp.issubdtype(dtype, jnp.floating):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.program.vectors import VectorProgram
+from pallas_kernels.program.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
@@ -34,9 +34,9 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
 
 
-def mod_chunks(size: int, mod: VectorProgram | None) -> list[tuple[int, int, int]]:
-    """First column, width and step of the chunks that hold keys or values as a mod makes them."""
-    return [(*chunk, 1) for chunk in chunks(size)] if mod is None else [tuple(chunk) for chunk in mod.chunks]
+def mod_chunks(size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
+    """The chunks that hold keys or values as a mod makes them, and the queries or outputs that go with them."""
+    return tuple(Chunk(*chunk) for chunk in chunks(size)) if mod is None else mod.chunks
 
 
 def _power_of_two(size: int) -> int:
