@@ -115,7 +115,7 @@ def _cos(x: jax.Array, **_: object) -> jax.Array:
 
 
 def _within_a_turn(x: jax.Array) -> jax.Array:
-    """The angle between -pi and pi, by Cody and Waite's reduction: both FMAs round relative to the small result."""
-    turns = (x * np.float32(1 / _TWO_PI) + _ROUND) - _ROUND
-    fma = lambda factor, y: of_elements("fma.rn.f32 $0, $1, $2, $3;", turns, jnp.full_like(x, -factor), y)
-    return fma(_TWO_PI_LOW, fma(_TWO_PI_HIGH, x))
+    """The angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result."""
+    fma = lambda a, factor, c: of_elements("fma.rn.f32 $0, $1, $2, $3;", a, jnp.full_like(x, factor), c)
+    turns = fma(x, np.float32(1 / _TWO_PI), jnp.full_like(x, _ROUND)) - _ROUND
+    return fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x))
