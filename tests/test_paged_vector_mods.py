@@ -80,7 +80,8 @@ def test_raw_keys_as_keys_that_were_modified_before(backend, interleaved):
     rope = jflex.rope(100.0, interleaved=interleaved)
     options = {"query_mod": rope, "mask_mod": causal, "return_lse": True, **how}
     raw, batch = stored()
-    for mods in ({"key_mod": rope, "value_mod": by_request}, {"key_mod": rope}, {"value_mod": rope}):
+    elsewhere = jflex.rope(100.0, interleaved=interleaved, positions=3 * jnp.arange(66).reshape(2, 33))
+    for mods in ({"key_mod": rope, "value_mod": by_request}, {"key_mod": elsewhere}, {"value_mod": rope}):
         found = jflex.paged_attention(QUERY, raw, batch, **mods, **options)
         jax.tree.map(assert_close, found, jflex.paged_attention(QUERY, *stored(**mods), **options))
     if backend == "reference":
@@ -115,7 +116,7 @@ def test_masked_keys_that_a_mod_makes_nan(backend):
 
 def test_keys_of_a_tree_are_at_the_positions_of_its_nodes():
     """As `token_positions` are those of its queries: nodes 1 and 2 of a fork are at one position."""
-    words, rope = jflex.masks.tree_bits(jnp.array([-1, 0, 0])), jflex.rope(100.0)
+    words, rope = jflex.masks.tree_bits([-1, 0, 0]), jflex.rope(100.0)
     cache = jflex.paged.PagedCache.create(4, 16, 2, 32, dtype=jnp.float32)
     lengths, table, at = jnp.array([20]), jnp.array([[1, 2]]), jnp.arange(20, dtype=jnp.int32)
     batch = jflex.paged.PagedBatch(jnp.array([0, 3]), lengths, table, words[None])

@@ -90,7 +90,8 @@ def paged_attention(
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at the request and the absolute position.
       key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, of each key as it is loaded, at its request, key head and absolute
         position; the cache stays as it is. So raw keys can be rotated where they are read (`jflex.rope`), at positions
-        that differ between calls. What depends on the key alone is cheaper before `write` (`jflex.apply_vector_mod`).
+        that differ between calls. It is evaluated for each tile of queries: in prefill, and for what never changes,
+        it is cheaper before `write` (`jflex.apply_vector_mod`).
       value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
       output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`; padding rows stay zeros.
       sinks: As in `flex_attention`.
