@@ -30,6 +30,8 @@ class Problem:
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
+      keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
+        neighbours; "" for keys as they are, rotated before they were written.
       source: Where the problem comes from.
     """
 
@@ -48,6 +50,7 @@ class Problem:
     prefix: int = 0
     Dv: int = 0
     weights: str = ""
+    keys: str = ""
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -65,7 +68,7 @@ class Problem:
     def label(self) -> str:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
-        notes += f", {self.weights}" if self.weights else ""
+        notes += "".join(f", {x}" for x in (self.weights, self.keys and f"{self.keys} keys") if x)
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
         return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
 
@@ -270,6 +273,14 @@ def _decode() -> list[Problem]:
 )
 def _paged() -> list[Problem]:
     return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page) for page in (64, 16, 1, 256, 128)]
+
+
+@_suite(
+    "one token against pages of raw keys, rotated as they are loaded, beside keys rotated before", "jflex", served=True
+)
+def _raw_keys() -> list[Problem]:
+    kinds = ("", "raw", "raw neighbours")
+    return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page, keys=x) for page in (64, 16) for x in kinds]
 
 
 @_suite(

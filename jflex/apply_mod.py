@@ -23,7 +23,8 @@ def apply_vector_mod(
 ) -> Float[Array, "N H D"]:
     """Applies a `query_mod`, `key_mod` or `value_mod` to packed vectors, as `flex_attention` would.
 
-    Keys and values in a cache are modified once, before they are written: `paged_attention` takes no `key_mod`.
+    Keys and values in a cache that every call modifies alike are best modified once, before they are written: a
+    `key_mod` of `paged_attention` is evaluated again in each call.
 
     Args:
       vector_mod: ``(vector[D], b, h, idx) -> [D]``, as in `flex_attention`.

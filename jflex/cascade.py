@@ -204,8 +204,9 @@ def cascade_attention(
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, once for all levels.
-      key_mod: Refused, and so is `value_mod`: modify keys and values before you make the levels.
-      value_mod: See `key_mod`.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, as in `paged_attention`, at absolute positions. With `requests` it
+        must not use ``b``.
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
       output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged; rows of
         a negative request stay zeros.
       sinks: As in `flex_attention`: they enter once, after the levels are merged.
@@ -221,8 +222,8 @@ def cascade_attention(
       TypeError: An argument has a wrong type.
       ValueError: Shapes disagree, `positions` are missing, a ready mod was made for other sizes, or a known value is
         out of range.
-      UnsupportedError: No requested backend supports this call, a derivative is requested, or there is a `key_mod` or a
-        `value_mod`.
+      UnsupportedError: No requested backend supports this call, a derivative is requested, or a `key_mod` or a
+        `value_mod` uses the request of a key.
 
     References:
       Ye et al. 2025, FlashInfer, arXiv:2501.01005, section 3.1.2.
@@ -289,16 +290,17 @@ def prepare(
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    vectors.refuse_keys("cascade_attention")
     positions, requests = _checked_rows(q, positions, requests, (score_mod, mask_mod, query_mod, output_mod))
-    required = requirements_of(score_mod, mask_mod)
-    if required:
-        check_requirements(required, _sizes(q, levels, positions, requests))
-    required = requirements_of(query_mod, output_mod)
-    if required:
-        check_requirements(required, _sizes(q, levels, positions, requests)._replace(keys=None))
+    of_keys = {"heads": levels[0].cache.num_kv_heads, "queries": None} if levels else {}
+    roles = (((score_mod, mask_mod), {}), ((query_mod, output_mod), {"keys": None}), ((key_mod, value_mod), of_keys))
+    for mods, changed in roles:
+        required = requirements_of(*mods)
+        if required:
+            check_requirements(required, _sizes(q, levels, positions, requests)._replace(**changed))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
     vectors.check(q.shape[2], value_size, q.dtype)
+    if requests is not None:
+        vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     partial = sinks is not None or output_mod is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
@@ -308,7 +310,8 @@ def prepare(
             return None
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
-        return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, exact_out=partial))
+        keys = (_of_keys(mod, level) for mod in (key_mod, value_mod))
+        return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, partial, *keys))
 
     indices = jnp.zeros_like(positions) if requests is None else requests, positions
     return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), indices)
@@ -342,6 +345,12 @@ def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax
         b = jnp.zeros_like(n) if requests is None else requests[n]
         return Positions(b, h, positions[n], level.start[g] + j)
 
+    return None if mod is None else ReindexedMod(mod, absolute)
+
+
+def _of_keys(mod: VectorMod | None, level: CascadeLevel) -> VectorMod | None:
+    """A key or value mod on groups and indices of the keys of a group."""
+    absolute = lambda g, h, j, kv_idx: Positions(jnp.zeros_like(j), h, level.start[g] + j, kv_idx)
     return None if mod is None else ReindexedMod(mod, absolute)
 
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Role
 
 Kernel = Literal["forward", "decode", "dkv", "dq"]
 
@@ -46,13 +46,14 @@ class Refusal:
     """
 
     reason: str
-    mod: Literal["score", "mask"] | None = None
+    mod: Role | None = None
 
     def sentence(self, spec: AttentionSpec) -> str:
         """The reason, with the user's function."""
         if self.mod is None:
             return self.reason
-        mod = spec.score_mod if self.mod == "score" else spec.mask_mod
+        mods = {"score": spec.score_mod, "mask": spec.mask_mod, "key": spec.key_mod, "value": spec.value_mod}
+        mod = mods[self.mod]
         assert mod is not None  # it was refused
         return f"`{self.mod}_mod` {mod.source} {self.reason}"
 

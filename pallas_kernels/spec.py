@@ -11,25 +11,30 @@ from jax.extend import core
 
 from pallas_kernels.config import Config
 from pallas_kernels.program.build import Program
+from pallas_kernels.program.vectors import VectorProgram
 from pallas_kernels.types import A
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
+Role = Literal["score", "mask", "key", "value"]
+
+
 class Mod(Protocol):
     """A traced mod: static, hashable, equal to those of the same program and the same shapes.
 
     Attributes:
-      role: ``"score"`` or ``"mask"``.
+      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
       fingerprint: The program as text; what equality compares.
       operands: Shape and dtype of each captured array.
-      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar.
+      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the captured arrays, and returns one scalar; of a key or a value
+        mod ``vector, b, h_kv, kv_idx`` and the captured arrays, and returns a vector like the one it takes.
       source: The user's function, for messages; equal mods may come from different ones.
     """
 
     @property
-    def role(self) -> Literal["score", "mask"]: ...  # noqa: D102
+    def role(self) -> Role: ...  # noqa: D102
     @property
     def fingerprint(self) -> str: ...  # noqa: D102
     @property
@@ -38,7 +43,7 @@ class Mod(Protocol):
     def jaxpr(self) -> core.ClosedJaxpr: ...  # noqa: D102
     @property
     def source(self) -> str: ...  # noqa: D102
-    def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array: ...  # noqa: D102
+    def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,13 @@ class Programs(NamedTuple):
     score: Program | None = None
     mask: Program | None = None
     dropout: Program | None = None
+
+
+class VectorPrograms(NamedTuple):
+    """Tile programs of the key and value mods of a paged call, None where there is no mod."""
+
+    key: VectorProgram | None = None
+    value: VectorProgram | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +127,8 @@ class AttentionSpec:
       scale: Of the scores.
       score_mod: The traced score mod.
       mask_mod: The traced mask.
+      key_mod: The traced key mod of a paged call; that of a dense call is applied before.
+      value_mod: Likewise.
       platform: Of the device.
       device_kind: Of the device.
       config: The user's settings.
@@ -129,6 +143,7 @@ class AttentionSpec:
       dropout: Of the weights, or None.
       normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
       programs: The tile programs of the mods, once a plan has made them.
+      vector_programs: Those of the key and value mods.
     """
 
     B: int
@@ -145,6 +160,8 @@ class AttentionSpec:
     device_kind: str
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
+    key_mod: Mod | None = None
+    value_mod: Mod | None = None
     config: Config = dataclasses.field(default_factory=Config)
     layout: str = "BTNH"
     blocks: Blocks | None = None
@@ -157,6 +174,7 @@ class AttentionSpec:
     dropout: Dropout | None = None
     normalize: Literal["softmax", "none"] = "softmax"
     programs: Programs = dataclasses.field(default_factory=Programs)
+    vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)
 
     def __post_init__(self) -> None:
         if not self.out_dtype:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from tests import evaluation, mask_pairs, oracle, score_pairs, tolerance
+from tests import evaluation, mask_pairs, oracle, score_pairs, tolerance, vector_pairs
 from tests.mask_pairs import MaskPair, same
 from tests.score_pairs import F32, ScorePair
+from tests.vector_pairs import VectorPair
 
 SPARE_PAGES, SPARE_ENTRIES = 3, 2
 LAYER = 1  # of a stacked cache
@@ -36,6 +37,8 @@ class PagedCase:
       padding: Packed rows behind those of the last request.
       score: A score mod and its numpy form, or None.
       mask: Likewise.
+      key: A key mod and its numpy form, or None.
+      value: A value mod, likewise.
       Hq: Query heads.
       Hkv: Key heads.
       D: Head size.
@@ -53,6 +56,8 @@ class PagedCase:
     padding: int = 0
     score: ScorePair | None = None
     mask: MaskPair | None = None
+    key: VectorPair | None = None
+    value: VectorPair | None = None
     Hq: int = 4
     Hkv: int = 2
     D: int = 16
@@ -92,13 +97,20 @@ class PagedCase:
 
 
 class Drawn(NamedTuple):
-    """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values."""
+    """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values, before their mods."""
 
     query: np.ndarray
     keys: list[np.ndarray]
     values: list[np.ndarray]
     score: dict[str, np.ndarray]
     mask: dict[str, np.ndarray]
+    key: dict[str, np.ndarray]
+    value: dict[str, np.ndarray]
+
+    @property
+    def captured(self) -> tuple[dict[str, np.ndarray], ...]:
+        """What the mods capture."""
+        return self.score, self.mask, self.key, self.value
 
 
 class Right(NamedTuple):
@@ -121,7 +133,20 @@ def draw(case: PagedCase) -> Drawn:
         {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, case).items()}
         for pair in (case.score, case.mask)
     ]
+    for pair, size in ((case.key, case.D), (case.value, case.Dv or case.D)):
+        drawn = {} if pair is None else pair.captures(rng, case.R, case.Hkv, case.S, size)
+        captured.append({name: x.astype(np.float32) for name, x in drawn.items()})
     return Drawn(query, keys, values, *captured)
+
+
+def modified(pair: VectorPair | None, rows: np.ndarray, r: int, captured: dict[str, np.ndarray]) -> np.ndarray:
+    """Keys or values [length, H, D] of a request, as a mod makes them, in float64."""
+    rows = rows.astype(np.float64)
+    if pair is None:
+        return rows
+    length, heads = rows.shape[:2]
+    at = (np.full((length, 1), r), np.arange(heads)[None], np.arange(length)[:, None])
+    return pair.exact(rows, *at, {name: x.astype(np.float64) for name, x in captured.items()})
 
 
 def placed(case: PagedCase, seed: int = 0) -> tuple[jflex.paged.PagedCache, np.ndarray]:
@@ -164,6 +189,8 @@ def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=Non
         batch,
         score_mod=None if case.score is None else case.score.jax(captured[0]),
         mask_mod=None if case.mask is None else case.mask.jax(captured[1]),
+        key_mod=None if case.key is None else case.key.jax(captured[2]),
+        value_mod=None if case.value is None else case.value.jax(captured[3]),
         scale=case.scale,
         layer=layer,
         return_lse=True,
@@ -175,7 +202,7 @@ def run(case: PagedCase, backend: str, seed: int = 0) -> tuple[jax.Array, jax.Ar
     """Out and lse by a backend, with pages drawn from `seed`."""
     x, (cache, table) = draw(case), placed(case, seed)
     layer = None if case.layers is None else jnp.int32(LAYER)
-    captured = jax.tree.map(jnp.asarray, (x.score, x.mask))
+    captured = jax.tree.map(jnp.asarray, x.captured)
     return program(case, backend)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer)
 
 
@@ -193,7 +220,8 @@ def exact(case: PagedCase) -> Right:
     out_rounding, lse_rounding = np.zeros_like(out), np.zeros_like(lse)
     for r, length in enumerate(case.lengths):
         rows = slice(case.indptr[r], case.indptr[r + 1])
-        arrays = [a[None].astype(np.float64) for a in (x.query[rows], x.keys[r], x.values[r])]
+        key, value = modified(case.key, x.keys[r], r, x.key), modified(case.value, x.values[r], r, x.value)
+        arrays = [a[None] for a in (x.query[rows].astype(np.float64), key, value)]
         score, mask = _of_request(case, r)
         scale = case.D**-0.5 if case.scale is None else case.scale
         found = oracle.forward(*arrays, scale, score, mask, {})
@@ -236,12 +264,16 @@ def plain(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
     positions = np.arange(case.N) + (np.array([*case.lengths, 0]) - [*case.indptr[1:], 0])[owner]
     rows = [a.astype(np.int32) for a in (np.maximum(owner, 0), positions, lengths)]
     with jax.default_device(jax.devices("cpu")[0]), evaluation.compiled_in_haste(True):
-        found = jax.jit(functools.partial(_plain, case))(x.query, *padded, rows, (x.score, x.mask))
+        found = jax.jit(functools.partial(_plain, case))(x.query, *padded, rows, x.captured)
     return np.asarray(found[0]), np.asarray(found[1])
 
 
 def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Array, jax.Array]:
     """query [N, Hq, D]; key and value [N, S, Hkv, D]; request, position and length of every row."""
+    key, value = (
+        x if pair is None else _plainly_modified(pair.jax(c), x, rows[0])
+        for pair, x, c in ((case.key, key, captured[2]), (case.value, value, captured[3]))
+    )
     key, value = (jnp.repeat(x, case.Hq // case.Hkv, axis=2) for x in (key, value))
     s = jnp.einsum("nhd,nshd->nhs", query, key, preferred_element_type=jnp.float32)
     s = s * (case.D**-0.5 if case.scale is None else case.scale)
@@ -264,6 +296,13 @@ def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Arra
     weights = (weights / jnp.where(total == 0, 1.0, total)).astype(query.dtype)
     out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype), lse
+
+
+def _plainly_modified(mod: Any, x: jax.Array, request: jax.Array) -> jax.Array:
+    """A vector mod of [N, S, H, D] in float32, rounded once."""
+    places = (request[:, None, None], *(jnp.arange(n, dtype=jnp.int32) for n in (x.shape[2], x.shape[1])))
+    b, h, i = jnp.broadcast_arrays(places[0], places[1][None, None], places[2][None, :, None])
+    return jax.vmap(jax.vmap(jax.vmap(mod)))(x.astype(jnp.float32), b, h, i).astype(x.dtype)
 
 
 def check(case: PagedCase, found: tuple[jax.Array, jax.Array]) -> None:
@@ -333,4 +372,25 @@ CASES = [
     PagedCase("divided", (1, 1, 2), (1500, 40, 700), page_size=64, mask=mask_pairs.causal),
     PagedCase("divided_with_empty_parts", (1, 1, 2), (1500, 40, 700), page_size=64, mask=window),
     PagedCase("divided_with_parts_that_see_nothing", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents),
+    PagedCase("rotated_pages_of_1", (1, 2), (21, 9), page_size=1, key=vector_pairs.rope_of_halves, D=32),
+    PagedCase("rotated_pages_of_16", **MIXED, mask=mask_pairs.causal, key=vector_pairs.rope_of_halves, D=32),
+    PagedCase(
+        "rotated_pages_of_64",
+        (3, 1),
+        (130, 64),
+        page_size=64,
+        mask=mask_pairs.causal,
+        D=128,
+        layers=2,
+        key=vector_pairs.rope_of_halves,
+        value=vector_pairs.by_position,
+    ),
+    PagedCase("rotated_neighbours", (1, 1, 5), (33, 5, 64), key=vector_pairs.rope_of_neighbours, D=32, Hq=8),
+    PagedCase("rotated_in_part", (1, 4), (40, 70), key=vector_pairs.partial_rope, mask=mask_pairs.causal, D=64),
+    PagedCase("rotated_head_size_80", (1, 4), (40, 70), key=vector_pairs.rope_of_halves, score=slopes, D=80, Dv=24),
+    PagedCase("norm_of_keys", (1, 3, 17), (9, 40, 33), Hq=10, key=vector_pairs.norm, mask=mask_pairs.causal, D=24),
+    PagedCase("gains_of_heads", (1, 4), (40, 20), key=vector_pairs.by_head, value=vector_pairs.by_batch, page_size=4),
+    PagedCase("values_by_position", (1, 20), (150, 48), page_size=48, value=vector_pairs.by_position, Dv=80),
+    PagedCase("norms_of_values", (2, 1), (50, 130), key=vector_pairs.norm, value=vector_pairs.norm, mask=window, Hq=8),
+    PagedCase("divided_and_rotated", (1, 1, 2), (1500, 40, 700), page_size=64, key=vector_pairs.rope_of_halves, D=32),
 ]

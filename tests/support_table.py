@@ -20,7 +20,7 @@ import jflex
 from jflex import backends
 from jflex._call.dispatch import select, select_passes
 from jflex._call.dropout import kept_mod
-from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.trace import trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Paging
 from tests.specs import spec_of
@@ -99,6 +99,14 @@ def _score(mod: Callable[..., Any]) -> dict[str, Any]:
     return {"score_mod": trace_score_mod(mod)[0]}
 
 
+def _matrix(vector, b, h_kv, kv_idx):
+    return vector @ jnp.ones((64, 64))
+
+
+def _vector(mod: Callable[..., Any]) -> dict[str, Any]:
+    return {"key_mod": trace_vector_mod(mod, "key", 64, jnp.float32)[0]}
+
+
 def _mask(mod: Callable[..., Any], block: int) -> dict[str, Any]:
     return {"mask_mod": trace_mask_mod(mod)[0], "blocks": Blocks((block, block), 1, 1)}
 
@@ -142,6 +150,8 @@ def features() -> list[Feature]:
             _captured(lambda *x: _score(_gathered(*x)), table, ids),
         ),
         Feature("`query_mod`, `key_mod`, `value_mod`, `output_mod`, `jflex.rope`", {}),  # outside of the kernels
+        Feature("`key_mod`, `value_mod`, `jflex.rope` over pages", {**pages, **_vector(jflex.rope())}, gradients=False),
+        Feature("a `key_mod` over pages that is a matrix", {**pages, **_vector(_matrix)}, gradients=False),
         Feature("`sinks`", {"sinks": True}),
         Feature("`dropout_rate`", _captured(_dropout, ((), "uint32"))),
         Feature('`normalize="none"` (sigmoid attention)', {"normalize": "none", **_score(jflex.scores.sigmoid(-8.0))}),

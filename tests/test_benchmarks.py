@@ -142,6 +142,16 @@ def test_what_the_parent_process_uses_loads_no_library():
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)
 
 
+def test_raw_keys_are_rotated_as_they_are_loaded():
+    """The output differs from that of the same numbers as rotated keys; peers without a `key_mod` are left out."""
+    problems = [small(page=8, keys=x) for x in ("", "raw", "raw neighbours")]
+    programs = [jax_peers.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    outs = [np.asarray(attend(*inputs)) for attend, inputs in programs]
+    assert not any(np.allclose(x, y, atol=0.01) for x, y in itertools.combinations(outs, 2))
+    assert by_library(problems[1], tuple(PEERS.values())).keys() == {"jax"}
+    assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
+
+
 @pytest.mark.parametrize("weights", ["sinks", "dropout", "sigmoid"])
 def test_other_weights_than_of_a_plain_softmax(weights):
     """The output differs from that of a plain softmax; peers have no such weights."""

@@ -29,6 +29,7 @@ TINY = {
     "paged": (small(page=8), small(page=1)),
     "mixed": (MIXED, *parts_of_mixed(MIXED)),
     "cascade": (small(prefix=32, page=8),),
+    "raw_keys": (small(page=8, keys="raw"), small(page=8, keys="raw neighbours")),
 }
 
 

@@ -113,7 +113,7 @@ def test_packed_cases(case, backend, told, ran):
 def test_paged_cases(case, backend, told, ran):
     x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
     layer = None if case.layers is None else paged_cases.LAYER
-    captured = jax.tree.map(jnp.asarray, (x.score, x.mask))
+    captured = jax.tree.map(jnp.asarray, x.captured)
     paged_cases.call(case, backend, x.query, cache, paged_cases.batch_of(case, table), captured, layer)
     [account], [run] = told, ran
     agree(account, run)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import evaluation, mask_pairs, paged_cases
+from tests import evaluation, mask_pairs, paged_cases, vector_pairs
 from tests.paged_cases import CASES, MIXED, PagedCase, bias_by_key, call, draw, placed, run
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -23,7 +23,7 @@ FIRST_USE = 1  # of Pallas' interpreter: on JAX 0.12 it adds a setting on which 
 BY_NAME = {case.name: case for case in CASES}
 # The interpreter is slow: what differs from others in the mask alone is left to xla, and to a GPU.
 NOT_INTERPRETED = ["sinks", "random_elements", "prefix_by_request", "layers", "divided"]
-BFLOAT16 = ["mixed", "softcap_group_8"]  # on the CPU; a GPU runs all cases in both
+BFLOAT16 = ["mixed", "softcap_group_8", "rotated_pages_of_16", "norms_of_values"]  # on the CPU; a GPU runs all
 
 
 @pytest.fixture(autouse=True)
@@ -248,16 +248,19 @@ def test_vmap_over_queries(backend):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; tests/conftest.py simulates them")
 class TestHeadsOverTwoDevices:
-    CASE = PagedCase("sharded", (1, 20), (20, 25), score=paged_cases.slopes, mask=mask_pairs.causal)
+    CASE = PagedCase(
+        "sharded", (1, 20), (20, 25), score=paged_cases.slopes, mask=mask_pairs.causal, key=vector_pairs.by_head
+    )
     P = jax.sharding.PartitionSpec
     SPECS = (P(None, "heads"), P(None, None, "heads"), P())
 
     def arrays(self):
         x, (cache, table) = draw(self.CASE), placed(self.CASE)
-        return jnp.asarray(x.query), cache, paged_cases.batch_of(self.CASE, table), jnp.asarray(x.score["slopes"])
+        captured = jnp.asarray(x.score["slopes"]), jnp.asarray(x.key["gains"])
+        return jnp.asarray(x.query), cache, paged_cases.batch_of(self.CASE, table), *captured
 
     def attend(self, backend, *args):
-        return call(self.CASE, backend, *args[:3], ({"slopes": args[3]}, {}))
+        return call(self.CASE, backend, *args[:3], ({"slopes": args[3]}, {}, {"gains": args[4]}))
 
     def mesh(self):
         return jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -266,14 +269,14 @@ class TestHeadsOverTwoDevices:
     def test_shard_map(self, backend):
         args, P = self.arrays(), self.P
         attend = functools.partial(self.attend, backend)
-        specs = (*self.SPECS, P("heads"))
+        specs = (*self.SPECS, P("heads"), P("heads"))
         local = jax.shard_map(attend, mesh=self.mesh(), in_specs=specs, out_specs=(P(None, "heads"),) * 2)
         both(self.CASE, jax.jit(local)(*args), run(self.CASE, backend))
 
     @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
     def test_jit_of_sharded_arrays_gathers_no_pages(self, backend):
         place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(self.mesh(), spec))
-        args = [place(x, spec) for x, spec in zip(self.arrays(), (*self.SPECS, self.P()), strict=True)]
+        args = [place(x, spec) for x, spec in zip(self.arrays(), (*self.SPECS, self.P(), self.P()), strict=True)]
         compiled = jax.jit(functools.partial(self.attend, backend)).lower(*args).compile()
         found = compiled(*args)
         both(self.CASE, found, run(self.CASE, backend))

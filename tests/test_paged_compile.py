@@ -15,11 +15,16 @@ KERNELS = ["jflex_paged", "jflex_paged_merge"]
 KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384}
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 SHOWN = jnp.arange(4096) % 3 == 0
+GAINS = jnp.linspace(0.5, 1.5, 8 * 128).reshape(8, 128)
 WINDOW = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
 
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score - jnp.exp2(-(h + 1).astype(jnp.float32)) * (q_idx - kv_idx).astype(jnp.float32)
+
+
+def norm(vector):
+    return vector * jax.lax.rsqrt(jnp.mean(vector * vector) + 1e-6)
 
 
 def softcap(score, b, h, q_idx, kv_idx):
@@ -62,6 +67,13 @@ CASES = {
     "trees_in_windows": {"N": 256, "nodes": 8, "mask_mod": WINDOW, "score_mod": softcap},
     "trees_with_alibi": {"N": 512, "nodes": 32, "mask_mod": CAUSAL, "score_mod": alibi},
     "trees_beside_prompts": {"N": 2048 + 64 * 8, "R": 64, "nodes": 8, "mask_mod": CAUSAL},
+    "decode_rope": {"key_mod": jflex.rope()},
+    "decode_rope_pages_of_16": {"key_mod": jflex.rope(), "page_size": 16},
+    "decode_rope_of_neighbours": {"key_mod": jflex.rope(interleaved=True)},
+    "decode_rope_head_size_64": {"key_mod": jflex.rope(), "D": 64, "Hq": 8},
+    "decode_norm_and_rope": {"key_mod": lambda x, b, h, i: jflex.rope()(norm(x), b, h, i)},
+    "decode_gains_and_values": {"key_mod": lambda x, b, h, i: x * GAINS[h], "value_mod": lambda x, b, h, i: norm(x)},
+    "mixed_rope": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, "key_mod": jflex.rope()},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
     "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},
     "mixed_float32": {"N": 2048 + 63, "R": 64, "dtype": jnp.float32, "mask_mod": CAUSAL},

@@ -46,6 +46,10 @@ def sorts(b, h, q_idx, kv_idx):
     return jnp.sort(jnp.stack([q_idx, kv_idx]))[0] > 3
 
 
+def projects(vector, b, h_kv, kv_idx):
+    return vector @ jnp.ones((32, 32))
+
+
 def wrong(**fields):
     return dataclasses.replace(BATCH, **fields)
 
@@ -93,8 +97,12 @@ ROWS = [
     ("block mask", call(mask_mod=jflex.create_block_mask(four_arguments, None, None, 32, 32, block_size=16)), TYPES,
      r"`mask_mod` must be.*[Gg]ot BlockMask"),
     ("vector mod", call(query_mod=lambda x, b, h, i: x[1:]), VALUES, r"`query_mod` must return one.*float32\[15\]"),
-    ("key mod", call(key_mod=lambda x, b, h, i: x), REFUSED, r"`key_mod` is not supported by `paged_.*: the keys"),
-    ("value mod", call(value_mod=lambda x, b, h, i: x), REFUSED, r"`value_mod` is not supp.*before you store them"),
+    ("key mod", call(key_mod=lambda x, b, h, i: x[1:]), VALUES, r"`key_mod` must return one vector.*float32\[15\]"),
+    ("value mod", call(value_mod=lambda x, b, h, i: x.astype(jnp.bfloat16)), TYPES,
+     r"`value_mod` must return one vector.*bfloat16\[16\]\. Cast it"),
+    ("key mod of three arguments", call(key_mod=lambda x, b, i: x), TYPES, r"`key_mod` must be a function \(key\[D\]"),
+    ("positions of keys", call(key_mod=jflex.rope(positions=jnp.arange(19))), VALUES,
+     r"`positions` of `rope` must hold one position for each key\. Got 19 .*up to position 19"),
     # --- what a backend cannot run
     ("cpu", call(implementation="triton"), REFUSED,
      r"triton: it needs an NVIDIA GPU, and this call runs on cpu \(for tests, config=jflex.Config\(interpret=True\)"),
@@ -103,6 +111,10 @@ ROWS = [
     ("large group", call(zeros(3, 258, 16), **INTERPRETED), REFUSED, r"up to 128 query heads .*, not 129"),
     ("no program", call(mask_mod=sorts, **INTERPRETED), REFUSED,
      r"`mask_mod` sorts \(test_paged_errors.py:\d+\) cannot run in a kernel: .*sort.*'xla' evaluates any mod"),
+    ("matrix of keys", call(zeros(3, 4, 32), cache_of(size=32), key_mod=projects, **INTERPRETED), REFUSED,
+     r"`key_mod` projects \(test_paged_errors.py:\d+\) cannot run in a kernel: primitive `dot_general`.*'xla' eval"),
+    ("matrix of values", call(zeros(3, 4, 32), cache_of(size=32), value_mod=projects, **INTERPRETED), REFUSED,
+     r"`value_mod` projects .*`dot_general`"),
     ("absent backend", call(implementation="mosaic_gpu"), REFUSED, r"mosaic_gpu: "),
 ]  # fmt: skip
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jflex
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorPair:
@@ -68,6 +70,24 @@ rope = VectorPair(
 )
 
 
+def _ready_rope(interleaved, turning):
+    """`jflex.rope` of base 100, of the first features; `turning` is how many of D."""
+
+    def exact(x, b, h, i, c, sign=1):
+        size = turning(x.shape[-1])
+        return np.concatenate([turned(x[..., :size], i, sign, interleaved), x[..., size:]], -1)
+
+    def mod(x, b, h, i):
+        return jflex.rope(100.0, rotary_dim=turning(x.size), interleaved=interleaved)(x, b, h, i)
+
+    return VectorPair(lambda c: mod, exact, lambda x, d, b, h, i, c: (exact(d, b, h, i, c, -1), {}))
+
+
+rope_of_halves = _ready_rope(False, lambda D: D)
+rope_of_neighbours = _ready_rope(True, lambda D: D)
+partial_rope = _ready_rope(False, lambda D: D // 2)
+
+
 def _norm_pull(x, d, b, h, i, c):
     r = (np.mean(x * x, axis=-1, keepdims=True) + 1e-6) ** -0.5
     e = d * c["gain"]
@@ -111,6 +131,20 @@ by_batch = VectorPair(
         {"factor": added_at(c["factor"].shape, (b, h), (d * x).sum(-1))},
     ),
     lambda rng, B, H, T, D: {"factor": rng.uniform(0.5, 1.5, (B, H))},
+)
+
+
+by_head = VectorPair(
+    lambda c: lambda x, b, h, i: x * c["gains"][h],
+    lambda x, b, h, i, c: x * c["gains"][h],
+    lambda x, d, b, h, i, c: (d * c["gains"][h], {"gains": added_at(c["gains"].shape, (h,), d * x)}),
+    lambda rng, B, H, T, D: {"gains": rng.uniform(0.5, 1.5, (H, D))},
+)
+
+by_position = VectorPair(
+    lambda c: lambda x, b, h, i: x * (2.0 / (1 + i % 7).astype(jnp.float32)),
+    lambda x, b, h, i, c: x * (2.0 / (1 + i % 7))[..., None],
+    lambda x, d, b, h, i, c: (d * (2.0 / (1 + i % 7))[..., None], {}),
 )
 
 

@@ -259,8 +259,9 @@ def _paged(problem: Problem, mods: BoundMods, *, sharing: bool = False) -> Progr
 
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
         mask, score = _served_mods(problem, mods(captured))
+        rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if problem.keys else None
         return jflex.paged_attention(
-            query, cache, batch, score_mod=score, mask_mod=mask, implementation=_implementation()
+            query, cache, batch, score_mod=score, mask_mod=mask, key_mod=rotation, implementation=_implementation()
         )
 
     return attend, _paged_inputs(problem, problem.prefix * sharing)

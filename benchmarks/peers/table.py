@@ -54,6 +54,8 @@ def _decoding(problem: Problem) -> str | None:
 
 
 def _paged(problem: Problem) -> str | None:
+    if problem.keys:
+        return f"has no {problem.keys} keys"
     return None if problem.page and problem.T == 1 and not problem.prefix else "is measured with one token and pages"
 
 

@@ -1,7 +1,8 @@
 """Vector mods: what a call makes of each query, key, value and output, one vector at a time.
 
-They are applied to the arrays, before an implementation gets them and to what it returns. So every implementation has
-them, in every form of a call, and JAX differentiates them, with respect to the arrays that they capture too.
+In a dense call they are applied to the arrays, before an implementation gets them and to what it returns. So every
+implementation has them, and JAX differentiates them, with respect to the arrays that they capture too. Keys and values
+in pages are not copied: there an implementation applies the mods to what it loads.
 
 A mod sees its vector in float32, float64 of a float64 array, and its result is rounded once, to the dtype of the array.
 It sees one vector alone: it cannot mix positions.
@@ -91,25 +92,20 @@ class VectorMods(NamedTuple):
 
     def needs_batch(self, D: int, Dv: int, dtype: Any) -> bool:
         """Whether keys or values that all of the batch share become different ones for each batch entry."""
-        traced = (
-            check_vector_mod(role, mod, size, dtype)
-            for role, mod, size in (("key", self.key, D), ("value", self.value, Dv))
-            if mod is not None
-        )
-        return any(_BATCH in used_inputs(jaxpr.jaxpr, [True]) for jaxpr in traced)
+        mods = (("key", self.key, D), ("value", self.value, Dv))
+        return any(mod is not None and _uses_batch(role, mod, size, dtype) for role, mod, size in mods)
 
-    def refuse_keys(self, caller: str) -> None:
-        """Raises where keys and values lie in a cache, which is not copied.
+    def refuse_batch(self, D: int, Dv: int, dtype: Any, caller: str) -> None:
+        """Raises where keys belong to several requests.
 
         Raises:
-          UnsupportedError: There is a ``key_mod`` or a ``value_mod``.
+          UnsupportedError: A ``key_mod`` or a ``value_mod`` uses ``b``.
         """
-        for role, mod in (("key", self.key), ("value", self.value)):
-            if mod is not None:
+        for role, mod, size in (("key", self.key, D), ("value", self.value, Dv)):
+            if mod is not None and _uses_batch(role, mod, size, dtype):
                 raise UnsupportedError(
-                    f"`{role}_mod` is not supported by `{caller}`: the {role}s are stored, and {describe(mod)} would "
-                    f"be computed again for all of them in each step. Apply it to the {role}s before you store them, "
-                    "with `jflex.apply_vector_mod`; the result is the same."
+                    f"`{role}_mod` of `{caller}` cannot use `b`: several requests share a key. {describe(mod)} does. "
+                    "Use `kv_idx` and `h_kv`, or `paged_attention`."
                 )
 
 
@@ -142,7 +138,7 @@ def modified_inputs(
 def modified_output(mod: OutputMod, out: jax.Array, lse: Float[Array, "B Hq T"] | None, layout: str) -> jax.Array:
     """The output of a dense call, as an ``output_mod`` makes it; `lse` is None where there is no softmax."""
     if lse is not None:
-        lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(_exact(out.dtype))
+        lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(exact_dtype(out.dtype))
     return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout)
 
 
@@ -168,7 +164,7 @@ def modified_rows(
     if mod is None:
         return first.astype(dtype)
     if is_output:
-        rows = first, None if rows[1] is None else rows[1].astype(_exact(dtype))
+        rows = first, None if rows[1] is None else rows[1].astype(exact_dtype(dtype))
     call = (lambda x, *where: mod(*x, *where)) if is_output else mod
     made = _mapped(call, dtype, ("bi", "h"))(rows, jnp.maximum(b, 0), _indices_along(first, 1), jnp.maximum(idx, 0))
     return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
@@ -182,6 +178,29 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
     return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
 
 
+def modified_keys(
+    mod: Callable[..., jax.Array] | None,
+    rows: Float[Array, "*axes H D"],
+    b: Int32[Array, "*axes"],
+    idx: Int32[Array, "*axes"],
+) -> jax.Array:
+    """Keys or values that were loaded from pages, as a traced mod makes them.
+
+    Args:
+      mod: Its captured arrays bound, or None.
+      rows: The vectors; what must not reach a result may be anything, and NaN.
+      b: The request of each.
+      idx: Its position there.
+
+    Returns:
+      The vectors, in the dtype of `rows`.
+    """
+    if mod is None:
+        return rows
+    call = _mapped(mod, rows.dtype, ("bi",) * b.ndim + ("h",))
+    return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)
+
+
 def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callable[..., jax.Array]:
     """`mod` over the leading axes of its first argument; each names the indices, of ``b, h, i``, that belong to it.
 
@@ -190,7 +209,7 @@ def _mapped(mod: Callable[..., Any], dtype: Any, axes: Sequence[str]) -> Callabl
     """
 
     def one(x: Any, b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
-        return mod(jax.tree.map(lambda leaf: leaf.astype(_exact(dtype)), x), b, h, i).astype(dtype)
+        return mod(jax.tree.map(lambda leaf: leaf.astype(exact_dtype(dtype)), x), b, h, i).astype(dtype)
 
     function: Callable[..., jax.Array] = one
     for names in reversed(axes):
@@ -216,7 +235,8 @@ def _used_keys(key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"]) -> B
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
 
 
-def _exact(dtype: Any) -> Any:
+def exact_dtype(dtype: Any) -> Any:
+    """The dtype of the vectors that a mod gets, from that of the array."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -236,7 +256,7 @@ def check_vector_mod(role: str, mod: Any, size: int, dtype: Any, *, has_lse: boo
     """
     source = describe(mod)
     _check_signature(role, mod, source)
-    vector, index = jax.ShapeDtypeStruct((size,), _exact(dtype)), jax.ShapeDtypeStruct((), jnp.int32)
+    vector, index = jax.ShapeDtypeStruct((size,), exact_dtype(dtype)), jax.ShapeDtypeStruct((), jnp.int32)
     lse = (jax.ShapeDtypeStruct((), vector.dtype) if has_lse else None,) if role == "output" else ()
     with explained(role, source):
         try:
@@ -258,6 +278,10 @@ def _runs_with_lse(mod: Any, vector: jax.ShapeDtypeStruct, index: jax.ShapeDtype
     except (TypeError, AttributeError):  # so the lse is not what is wrong with it
         return False
     return True
+
+
+def _uses_batch(role: str, mod: VectorMod, size: int, dtype: Any) -> bool:
+    return _BATCH in used_inputs(check_vector_mod(role, mod, size, dtype).jaxpr, [True])
 
 
 def _check_signature(role: str, mod: Any, source: str) -> None:

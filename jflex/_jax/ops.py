@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -16,9 +17,9 @@ from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
-from jflex.mods.trace import trace_mask_mod, trace_score_mod
+from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import GradientRequest
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Mod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,5 +175,25 @@ def _paged_shard_of(
     score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
     sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv // pieces}
-    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask)
-    return local, inputs._replace(score_operands=score_operands, mask_operands=mask_operands)
+    first_key = (None, jax.lax.axis_index(names) * (spec.Hkv // pieces))
+    key, key_operands = _shifted_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
+    value, value_operands = _shifted_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
+    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
+    return local, inputs._replace(
+        score_operands=score_operands,
+        mask_operands=mask_operands,
+        key_operands=key_operands,
+        value_operands=value_operands,
+    )
+
+
+def _shifted_vector_mod(
+    spec: AttentionSpec, mod: Mod | None, operands: tuple[jax.Array, ...], first: tuple[None, jax.Array]
+) -> tuple[Mod | None, tuple[jax.Array, ...]]:
+    """A key or value mod that takes key heads of one shard."""
+    if mod is None:
+        return None, operands
+    role: VectorRole = "key" if mod.role == "key" else "value"
+    size = spec.D if role == "key" else spec.Dv
+    trace = functools.partial(trace_vector_mod, role=role, size=size, dtype=jnp.dtype(spec.exact))
+    return partitioning.shifted(mod, operands, first, trace)

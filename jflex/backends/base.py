@@ -54,6 +54,8 @@ class PagedInputs(NamedTuple):
       first_page: int32 [1], the first page of the layer.
       score_operands: The arrays that the score mod captures.
       mask_operands: The arrays that the mask captures.
+      key_operands: The arrays that the key mod captures.
+      value_operands: The arrays that the value mod captures.
     """
 
     query: jax.Array
@@ -65,6 +67,8 @@ class PagedInputs(NamedTuple):
     first_page: jax.Array
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
+    key_operands: tuple[jax.Array, ...] = ()
+    value_operands: tuple[jax.Array, ...] = ()
 
 
 class Gradients(NamedTuple):

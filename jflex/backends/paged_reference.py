@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from pallas_kernels.spec import AttentionSpec, Mod
 
@@ -23,14 +24,21 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     if p.mask_mod is not None:
         visible &= _seen(p.mask_mod, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
 
-    def keys(pages: jax.Array) -> jax.Array:
+    used = j[None] < inputs.lengths[:, None]  # [R, S]
+
+    def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...]) -> jax.Array:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
+        if mod is not None:  # of ones past the end: zero times the derivative of NaN would be NaN
+            at = jnp.broadcast_arrays(jnp.arange(p.B, dtype=jnp.int32)[:, None], j[None])
+            rows = modified_keys(functools.partial(mod, operands), jnp.where(used[..., None, None], rows, 1), *at)
         own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
         return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
 
-    s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), keys(inputs.key), precision="highest") * p.scale
+    key = keys(inputs.key, p.key_mod, inputs.key_operands)
+    value = keys(inputs.value, p.value_mod, inputs.value_operands)
+    s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
     s = jnp.where(visible, s, -jnp.inf)
@@ -39,7 +47,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     total = weights.sum(axis=2, keepdims=True)
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    out = jnp.einsum("nhs,nshd->nhd", weights / safe, keys(inputs.value), precision="highest")
+    out = jnp.einsum("nhs,nshd->nhd", weights / safe, value, precision="highest")
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
     return Saved(out.astype(p.out_dtype), lse.astype(jnp.float32))
 

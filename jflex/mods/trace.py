@@ -1,7 +1,8 @@
 """From a user's mod to a jaxpr and its operands.
 
-A mod is traced once, on scalars. Every array or tracer that it closes over becomes an operand. Work that depends on
-captures alone (``jnp.exp(table)``) is hoisted out of the kernel: XLA computes it, and JAX differentiates it.
+A mod is traced once, on scalars, or on one vector and scalars. Every array or tracer that it closes over becomes an
+operand. Work that depends on captures alone (``jnp.exp(table)``) is hoisted out of the kernel: XLA computes it, and JAX
+differentiates it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from jflex.mods.array_sizes import Requirement, program_requirements
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
 
-Role = Literal["score", "mask"]
+Role = Literal["score", "mask", "key", "value"]
+ScalarRole = Literal["score", "mask"]
+VectorRole = Literal["key", "value"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 # What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
@@ -40,10 +43,11 @@ class TracedMod:
     so a ``TracedMod`` is the key of every cache.
 
     Attributes:
-      role: ``"score"`` or ``"mask"``.
+      role: ``"score"``, ``"mask"``, ``"key"`` or ``"value"``.
       fingerprint: The program as text, compared for equality.
       operands: Shape and dtype of each captured array.
-      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar.
+      jaxpr: Takes ``(score,) b, h, q_idx, kv_idx`` and the operands, and returns one scalar; or ``vector, b, h, idx``
+        and the operands, and returns a vector.
       source: The user's function, for messages: ``causal (model.py:41)``.
       requirements: The sizes that a ready mod was made for.
     """
@@ -55,17 +59,17 @@ class TracedMod:
     source: str = dataclasses.field(compare=False)
     requirements: tuple[Requirement, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
-    def __call__(self, operands: Sequence[jax.Array], *scalars: jax.Array) -> jax.Array:
-        """Evaluates the mod on scalars, as plain JAX (``jax.vmap`` it for more).
+    def __call__(self, operands: Sequence[jax.Array], *arguments: jax.Array) -> jax.Array:
+        """Evaluates the mod at one position, as plain JAX (``jax.vmap`` it for more).
 
         Args:
           operands: The captured arrays, in the order in which tracing returned them.
-          *scalars: ``(score,) b, h, q_idx, kv_idx``.
+          *arguments: ``(score,) b, h, q_idx, kv_idx``, or ``vector, b, h, idx``.
 
         Returns:
-          A float32 scalar for a score mod, a bool scalar for a mask mod.
+          A float32 scalar for a score mod, a bool scalar for a mask mod, a vector for a key or a value mod.
         """
-        args, program = (*scalars, *operands), batchable_program(self)
+        args, program = (*arguments, *operands), batchable_program(self)
         if not varying_axes(*args):
             return core.jaxpr_as_fun(program)(*args)[0]
         return jnp.asarray(_evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0])
@@ -103,6 +107,24 @@ def trace_mask_mod(mod: Callable[..., ArrayLike]) -> tuple[TracedMod, tuple[jax.
     return _trace(mod, "mask")
 
 
+def trace_vector_mod(
+    mod: Callable[..., ArrayLike], role: VectorRole, size: int, dtype: Any
+) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """Traces ``mod(vector[size], b, h, idx) -> [size]``, which `jflex._call.vector_mods` has checked.
+
+    Args:
+      mod: The mod.
+      role: Of the mod.
+      size: Of the vector.
+      dtype: Of the vector and of the result: float32 or float64.
+
+    Returns:
+      The traced mod, and the arrays that it closes over.
+    """
+    arguments = [jax.ShapeDtypeStruct((size,), dtype), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3]
+    return _residual(mod, lambda *args: jnp.asarray(mod(*args)), role, arguments)
+
+
 def describe(mod: Any) -> str:
     """Names a user's function with its file and line, for messages."""
     function = inspect.unwrap(mod) if callable(mod) else mod
@@ -117,7 +139,7 @@ def describe(mod: Any) -> str:
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
 
 
-def _trace(mod: Callable[..., ArrayLike], role: Role) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+def _trace(mod: Callable[..., ArrayLike], role: ScalarRole) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     source = describe(mod)
     _check_signature(mod, role, source)
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if role == "score" else []
@@ -126,19 +148,30 @@ def _trace(mod: Callable[..., ArrayLike], role: Role) -> tuple[TracedMod, tuple[
     def call(*args):
         return _checked_result(mod(*args), role, source)
 
+    return _residual(mod, call, role, scalars)
+
+
+def _residual(
+    mod: Callable[..., ArrayLike],
+    call: Callable[..., jax.Array],
+    role: Role,
+    arguments: Sequence[jax.ShapeDtypeStruct],
+) -> tuple[TracedMod, tuple[jax.Array, ...]]:
+    """Traces `call`, which evaluates `mod`, and hoists what depends on no argument."""
+    source = describe(mod)
     with explained(role, source):
-        traced = jax.make_jaxpr(call)(*scalars)
+        traced = jax.make_jaxpr(call)(*arguments)
     replay, operands = _hoist(traced)
-    replay, operands = _with_key_data(replay, operands, len(scalars))
+    replay, operands = _with_key_data(replay, operands, len(arguments))
     avals = [jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in operands]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        residual = jax.make_jaxpr(replay)(*scalars, *avals)
-    key = fingerprint(residual, differentiable=role == "score")
+        residual = jax.make_jaxpr(replay)(*arguments, *avals)
+    key = fingerprint(residual, differentiable=role != "mask")
     signature = tuple((aval.shape, str(aval.dtype)) for aval in avals)
     return TracedMod(role, key, signature, residual, source, program_requirements(mod)), operands
 
 
-def _check_signature(mod: object, role: Role, source: str) -> None:
+def _check_signature(mod: object, role: ScalarRole, source: str) -> None:
     rule = (
         f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
     )
@@ -159,7 +192,7 @@ def _check_signature(mod: object, role: Role, source: str) -> None:
         raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
 
 
-def _checked_result(out: Any, role: Role, source: str) -> jax.Array:
+def _checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
     wanted = "one boolean" if role == "mask" else "one floating-point number"
     if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
         raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.")

@@ -88,8 +88,11 @@ def paged_attention(
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. Tiles that a comparison of positions masks fully (causal, a
         window) are not read.
       query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at the request and the absolute position.
-      key_mod: Refused, and so is `value_mod`: modify keys and values before you `write` them.
-      value_mod: See `key_mod`.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``, of each key as it is loaded, at its request, key head and absolute
+        position; the cache stays as it is. So raw keys can be rotated where they are read (`jflex.rope`), at positions
+        that differ between calls. It is evaluated for each tile of queries: in prefill, and for what never changes,
+        it is cheaper before `write` (`jflex.apply_vector_mod`).
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
       output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`; padding rows stay zeros.
       sinks: As in `flex_attention`.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
@@ -104,8 +107,7 @@ def paged_attention(
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
       ValueError: Shapes disagree, a ready mod was made for other sizes, or a known value is out of range.
-      UnsupportedError: No requested backend supports this call, a derivative is requested, or there is a `key_mod` or a
-        `value_mod`.
+      UnsupportedError: No requested backend supports this call, or a derivative is requested.
 
     References:
       Kwon et al. 2023, Efficient Memory Management for Large Language Model Serving with PagedAttention,
@@ -157,14 +159,14 @@ def prepare(
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    vectors.refuse_keys("paged_attention")
     vectors.check(q.shape[2], cache.v.shape[-1], q.dtype)
     _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
-    how = How(*mods, scale, config, exact_out=sinks is not None or output_mod is not None)  # rounded once
-    return prepare_pages("paged_attention", q, pages, how)
+    exact_out = sinks is not None or output_mod is not None  # rounded once
+    keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
+    return prepare_pages("paged_attention", q, pages, How(*mods, scale, config, exact_out, *keys))
 
 
 def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
@@ -180,7 +182,7 @@ def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, i
         longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
     for mod in mods:
         check_mod_sizes(mod, batch=batch.requests, heads=heads[0], queries=longest, keys=longest)
-    vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest)
+    vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest, keys=longest)
 
 
 def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
@@ -206,6 +208,14 @@ def _of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> A
         return Positions(b, h, n + (lengths[b] - indptr[b + 1]), kv_idx)
 
     return ReindexedMod(mod, rows) if callable(mod) else mod  # tracing refuses anything else
+
+
+def _of_keys(mod: VectorMod | None, batch: PagedBatch) -> VectorMod | None:
+    """A key or value mod on rows of keys: those of a tree are at the positions of its nodes."""
+    if mod is None or batch.ancestors is None or not batch.requests:
+        return mod
+    trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
+    return ReindexedMod(mod, lambda b, h, row, kv_idx: Positions(b, h, trees.position(b, row), kv_idx))
 
 
 def check_queries(q: AnyArray, cache: object) -> None:

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jflex import backends
 from jflex._call.checks import check_config, check_scale, current_device, current_precision
 from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.vector_mods import exact_dtype
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import PagedOp
 from jflex._jax.primitive import call_as_primitive
 from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.errors import UnsupportedError
-from jflex.mods.trace import trace_mask_mod, trace_score_mod
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
+from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.state import AttentionState
 from pallas_kernels.spec import AttentionSpec, Paging
 
@@ -56,6 +57,8 @@ class How(NamedTuple):
       scale: As in `flex_attention`.
       config: Likewise.
       exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
+      key_mod: ``(key[D], r, h_kv, j) -> [D]``, checked.
+      value_mod: Likewise.
     """
 
     score_mod: ScoreMod | None
@@ -63,6 +66,8 @@ class How(NamedTuple):
     scale: float | None
     config: Config | None
     exact_out: bool = False
+    key_mod: VectorMod | None = None
+    value_mod: VectorMod | None = None
 
 
 class PagedCall(NamedTuple):
@@ -75,6 +80,8 @@ class PagedCall(NamedTuple):
       pages: The keys and values.
       score_operands: The arrays that the score mod captures.
       mask_operands: The arrays that the mask captures.
+      key_operands: The arrays that the key mod captures.
+      value_operands: The arrays that the value mod captures.
     """
 
     caller: str
@@ -83,13 +90,15 @@ class PagedCall(NamedTuple):
     pages: Pages
     score_operands: tuple[jax.Array, ...]
     mask_operands: tuple[jax.Array, ...]
+    key_operands: tuple[jax.Array, ...] = ()
+    value_operands: tuple[jax.Array, ...] = ()
 
     def inputs(self) -> PagedInputs:
         """The arrays."""
         pages = self.pages
         key, value = (x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value))
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
-        captured = self.score_operands, self.mask_operands
+        captured = self.score_operands, self.mask_operands, self.key_operands, self.value_operands
         return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *captured)
 
 
@@ -114,6 +123,8 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
     page_size, Hkv, D = pages.key.shape[-3:]
+    key_mod, key_operands = _traced_vector_mod(how.key_mod, "key", D, query.dtype)
+    value_mod, value_operands = _traced_vector_mod(how.value_mod, "value", pages.value.shape[-1], query.dtype)
     platform, device_kind = current_device(query, pages.key, pages.value)
     spec = AttentionSpec(
         B=R,
@@ -130,12 +141,20 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         scale=check_scale(how.scale, D),
         score_mod=score,
         mask_mod=mask,
+        key_mod=key_mod,
+        value_mod=value_mod,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),
         config=check_config(how.config, None),
     )
-    return PagedCall(caller, spec, query, pages, score_operands, mask_operands)
+    return PagedCall(caller, spec, query, pages, score_operands, mask_operands, key_operands, value_operands)
+
+
+def _traced_vector_mod(
+    mod: VectorMod | None, role: VectorRole, size: int, dtype: Any
+) -> tuple[TracedMod | None, tuple[jax.Array, ...]]:
+    return (None, ()) if mod is None else trace_vector_mod(mod, role, size, exact_dtype(dtype))
 
 
 def no_derivative(caller: str, name: str) -> str | None:

@@ -28,10 +28,10 @@ from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
 from pallas_kernels.types import Params
 
 MAX_STEPS = 64  # of an unrolled loop
-_CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
-_RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 # Identities, whose derivative is the identity too.
-_IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
+IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
 # Primitives whose rules in `primitive_rules` have other derivatives at ties than JAX's.
 _TIES = frozenset({"clamp", "cummax", "cummin", "reduce_max", "reduce_min"})
 
@@ -129,7 +129,7 @@ def trace_program(jaxpr: core.ClosedJaxpr, operands: Sequence[tuple[tuple[int, .
         arguments.insert(0, graph.input("score", Axes.TILE, np.float32))
     views = [View.whole(graph, i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
     ins = [*(_box(node) for node in arguments), *views]
-    [out] = _Run(graph).jaxpr(opened, consts, ins)
+    [out] = Run(graph).jaxpr(opened, consts, ins)
     return Program(graph, tuple(arguments), element(graph, out))
 
 
@@ -160,7 +160,7 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(pulled)(*(jax.ShapeDtypeStruct((), n.dtype) for n in ins)))
     except NotImplementedError as error:  # JAX itself has no derivative of `nextafter`, say
         raise NotOnTile(f"JAX cannot differentiate it: {error}") from error
-    d_score, *d_loads = (element(graph, x) for x in _Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
+    d_score, *d_loads = (element(graph, x) for x in Run(graph).jaxpr(jaxpr, consts, [_box(n) for n in ins]))
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
 
@@ -169,7 +169,8 @@ def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.
     return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))  # pyright: ignore[reportReturnType]  (by version)
 
 
-def _aval(v: core.Var | core.Literal) -> ShapedArray:
+def aval_of(v: core.Var | core.Literal) -> ShapedArray:
+    """Shape and dtype of a variable."""
     return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
 
 
@@ -189,8 +190,8 @@ class _Call:
     inputs: tuple[Scalars, ...]
 
 
-class _Run:
-    """Interprets jaxprs on nodes."""
+class Run:
+    """Interprets jaxprs on nodes, or arrays of few nodes."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -202,7 +203,7 @@ class _Run:
 
         def read(v: core.Var | core.Literal) -> Value:
             if isinstance(v, core.Literal):
-                return self._literal(v.val, _aval(v).dtype)
+                return self._literal(v.val, aval_of(v).dtype)
             return env[v]
 
         for eqn in jaxpr.eqns:
@@ -215,14 +216,14 @@ class _Run:
 
     def _equation(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return ins[: len(eqn.outvars)]
         if name == "stop_gradient":
             return [x.stop_gradient() if isinstance(x, View) else _stopped(self.graph, x) for x in ins]
-        if name in _CALLS:
-            return self._division(eqn, ins) or self.jaxpr(*_body(eqn), ins)
-        if name in _RULED:
-            return self._differentiated_as(eqn, ins, self.jaxpr(*_body(eqn), ins))
+        if name in CALLS:
+            return self._division(eqn, ins) or self.jaxpr(*body_of(eqn), ins)
+        if name in RULED:
+            return self._differentiated_as(eqn, ins, self.jaxpr(*body_of(eqn), ins))
         if name == "scan":
             return self._scan(eqn, ins)
         if random_bits.gives_numbers_or_keys(eqn):
@@ -237,7 +238,7 @@ class _Run:
         if name == "split":
             return split(self.graph, ins[0], eqn.params["axis"], eqn.params["sizes"])
         if name in RULES:
-            outs = [RULES[name](self.graph, ins, eqn.params, tuple(_aval(eqn.outvars[0]).shape))]
+            outs = [RULES[name](self.graph, ins, eqn.params, tuple(aval_of(eqn.outvars[0]).shape))]
             return self._differentiated_as(eqn, ins, outs) if name in _TIES else outs
         if name in ELEMENTWISE:
             return [self._elementwise(eqn, ins)]
@@ -245,24 +246,25 @@ class _Run:
         raise NotOnTile(f"primitive `{name}`{hint} has no meaning on a tile")
 
     def _elementwise(self, eqn: core.JaxprEqn, ins: list[Value]) -> Scalars:
+        shape, function = tuple(aval_of(eqn.outvars[0]).shape), self.elementwise(eqn)
+        values = [np.broadcast_to(load(self.graph, x), shape) for x in ins]
+        return scalars(shape, lambda i: function([v[i] for v in values]))  # pyright: ignore[reportArgumentType]
+
+    def elementwise(self, eqn: core.JaxprEqn) -> Callable[[Sequence[Node]], Node]:
+        """An elementwise primitive, as a function of one element of each input."""
         graph, primitive, params = self.graph, eqn.primitive, eqn.params
-        shape, dtype = tuple(_aval(eqn.outvars[0]).shape), _aval(eqn.outvars[0]).dtype
-        values = [np.broadcast_to(load(graph, x), shape) for x in ins]
+        dtype = aval_of(eqn.outvars[0]).dtype
         bind_params = primitive.get_bind_params(params)
         apply = lambda *xs: primitive.bind(*xs, **bind_params)
-        formula = substitute(primitive.name, params, [_aval(v).dtype for v in eqn.invars])
-
-        def at(i: tuple[int, ...]) -> list[Node]:
-            return [v[i] for v in values]  # pyright: ignore[reportReturnType]  (numpy's types know no arrays of nodes)
-
+        formula = substitute(primitive.name, params, [aval_of(v).dtype for v in eqn.invars])
         if primitive.name == "convert_element_type":
-            return scalars(shape, lambda i: graph.cast(at(i)[0], dtype))
+            return lambda ins: graph.cast(ins[0], dtype)
         if primitive.name == "add_any":
-            return scalars(shape, lambda i: graph.same_dtype("add", jax.lax.add, *at(i)))
+            return lambda ins: graph.same_dtype("add", jax.lax.add, *ins)
         key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
         if formula is None:
-            return scalars(shape, lambda i: graph.apply(primitive.name, apply, at(i), dtype, key))
-        return scalars(shape, lambda i: self._formula(eqn, formula, at(i), dtype))
+            return lambda ins: graph.apply(primitive.name, apply, ins, dtype, key)
+        return lambda ins: self._formula(eqn, formula, ins, dtype)
 
     def _formula(
         self, eqn: core.JaxprEqn, formula: Callable[..., jax.Array], ins: Sequence[Node], dtype: np.dtype
@@ -279,7 +281,7 @@ class _Run:
         op = {"floor_divide": "div", "remainder": "rem"}.get(eqn.params.get("name", ""))
         if op is None or len(ins) != 2 or any(isinstance(x, View) or x.shape != () for x in ins):
             return None
-        dtype = _aval(eqn.outvars[0]).dtype
+        dtype = aval_of(eqn.outvars[0]).dtype
         a, b = (self.graph.cast(element(self.graph, x), dtype) for x in ins)
         if a.bounds is None or b.bounds is None or a.bounds[0] < 0 or b.bounds[0] <= 0 or dtype.kind not in "iu":
             return None
@@ -292,7 +294,7 @@ class _Run:
         """Values that were computed as `outs`, with the derivative of the equation itself."""
         graph = self.graph
         outs = [load(graph, x) for x in outs]
-        if not any(jnp.issubdtype(_aval(v).dtype, jnp.floating) for v in eqn.outvars):
+        if not any(jnp.issubdtype(aval_of(v).dtype, jnp.floating) for v in eqn.outvars):
             return outs
         call = _Call(eqn, tuple(load(graph, x) for x in ins))
         index = iter(range(1 << 30))
@@ -323,7 +325,7 @@ class _Run:
             carry = outs[:num_carry]
             stacked.append([load(graph, x) for x in outs[num_carry:]])
         stacked = stacked[::-1] if params["reverse"] else stacked
-        empty = [np.empty((0, *_aval(v).shape[1:]), object) for v in eqn.outvars[num_carry:]]
+        empty = [np.empty((0, *aval_of(v).shape[1:]), object) for v in eqn.outvars[num_carry:]]
         return [*carry, *([np.stack(ys) for ys in zip(*stacked, strict=True)] if stacked else empty)]
 
     def _row(self, x: Value, step: int) -> Value:
@@ -342,7 +344,8 @@ def scan_layout(params: Params) -> tuple[int, int]:
     return consts, carry
 
 
-def _body(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
+def body_of(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
+    """The jaxpr that a call inlines, and its constants."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in eqn.params:
             return open_jaxpr(eqn.params[key])

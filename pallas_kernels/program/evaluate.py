@@ -109,6 +109,9 @@ class Evaluation:
             fused = self._scaled_product(node) if node.op == "mul" else self._sum_of_product(node)
             if fused is not None:
                 return fused
+        if node.op == "reduce_lanes":
+            assert node.apply is not None  # see `Graph.reduce_lanes`
+            return node.apply(*(self._spread(n, Axes.TILE) for n in node.inputs))
         if (shifted := self._divided_by_power(node)) is not None:
             return shifted
         ins = [self._spread(n, node.kind) for n in node.inputs]

@@ -9,6 +9,7 @@ indices nor a clamp.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class Node:
 
     Attributes:
       number: In topological order; inputs come before their users.
-      op: ``input``, ``literal``, ``load``, ``call``, or the name of a primitive.
+      op: ``input``, ``literal``, ``load``, ``call``, ``reduce_lanes``, or the name of a primitive.
       kind: One of `Axes`.
       dtype: Of the value.
       inputs: Operands of the op; the indices of a load.
@@ -160,6 +161,17 @@ class Graph:
         """A primitive whose result has the dtype of its first input."""
         return self.apply(op, function, inputs, inputs[0].dtype)
 
+    def reduce_lanes(self, name: str, terms: Sequence[Node]) -> Node:
+        """A sum, maximum or minimum over the columns of some tiles together: a row value.
+
+        Args:
+          name: The primitive: `reduce_sum`, `reduce_max` or `reduce_min`.
+          terms: Tiles of one shape.
+        """
+        terms = tuple(terms)
+        key = ("reduce_lanes", name, *(n.number for n in terms))
+        return self._make(key, "reduce_lanes", Axes.ROW, terms[0].dtype, terms, _OVER_LANES[name])
+
     def compare(self, op: str, a: Node, b: Node) -> Node:
         """``lt``, ``le``, ``gt``, ``ge``, ``eq`` or ``ne``."""
         return self.apply(op, getattr(lax, op), (a, b), np.bool_)
@@ -276,6 +288,15 @@ class Graph:
         return None
 
 
+def _over_lanes(combine: Callable[..., jax.Array], reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda *tiles: reduce(functools.reduce(combine, tiles), axis=1)[:, None]
+
+
+_OVER_LANES = {
+    "reduce_sum": _over_lanes(lax.add, jnp.sum),
+    "reduce_max": _over_lanes(lax.max, jnp.max),
+    "reduce_min": _over_lanes(lax.min, jnp.min),
+}
 _FLOATS_OF_16_BITS = frozenset({np.dtype(jnp.bfloat16), np.dtype(np.float16)})
 _EXACT_CASTS = frozenset((narrow, np.dtype(np.float32)) for narrow in _FLOATS_OF_16_BITS)
 _TAKE_16_BITS = frozenset({"bitcast_convert_type", "convert_element_type", "select_n", "stop_gradient"})

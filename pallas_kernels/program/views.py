@@ -168,15 +168,15 @@ def _fill(graph: Graph, window: View, valid: Node | None, fill: npt.ArrayLike | 
         return window
     if window.valid is not None:
         raise NotOnTile("it indexes what it has already indexed with a fill value; clip the indices instead")
-    if fill is None:
-        kind = window.dtype.kind
-        fill = (
-            True
-            if kind == "b"
-            else jnp.iinfo(window.dtype).min
-            if kind == "i"
-            else jnp.iinfo(window.dtype).max
-            if kind == "u"
-            else np.nan
-        )
-    return dataclasses.replace(window, valid=valid, fill=fill)
+    return dataclasses.replace(window, valid=valid, fill=fill_of(window.dtype, fill))
+
+
+def fill_of(dtype: np.dtype, fill: npt.ArrayLike | None) -> npt.ArrayLike:
+    """The value of elements out of range: the given one, or JAX's for the dtype."""
+    if fill is not None:
+        return fill
+    if dtype.kind == "b":
+        return True
+    if dtype.kind in "iu":
+        return jnp.iinfo(dtype).min if dtype.kind == "i" else jnp.iinfo(dtype).max
+    return np.nan

@@ -77,7 +77,8 @@ class Attention(NamedTuple):
 
     @property
     def _start(self) -> softmax.SoftmaxState:
-        return softmax.start(self.rows, zero_rows(self.rows, self.prepared.spec.Dv))
+        spec = self.prepared.spec
+        return softmax.start(self.rows, zero_rows(self.rows, spec.Dv, spec.vector_programs.value))
 
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
         spec = self.prepared.spec

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from pallas_kernels.config import Tiles
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Axes, reachable
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.tuning import triton_rules
 
@@ -100,6 +103,37 @@ def stages_that_fit(
     while stages > 1 and taken(stages) > memory:
         stages -= 1
     return stages
+
+
+def paged_stages(spec: AttentionSpec, tiles: Tiles) -> int:
+    """The stages of a paged kernel with key or value mods, or fewer if the shared memory does not hold their loads."""
+    stages = tiles.num_stages
+    while stages > 1 and paged_shared_memory(spec, tiles, stages) > _memory_of(spec.device_kind):
+        stages -= 1
+    return stages
+
+
+def paged_shared_memory(spec: AttentionSpec, tiles: Tiles, stages: int) -> int:
+    """Estimated bytes of shared memory of a paged kernel: what Triton takes for sm_90a, where tests compile it.
+
+    Where pages are looked up, loads of keys wait for loads of the page table, and each has half of the stages. A tile
+    that a mod has made is an operand of an MMA, in shared memory once more.
+    """
+    itemsize, per_key, made = np.dtype(spec.dtype).itemsize, 0, 0
+    for size, program in zip((spec.D, spec.Dv), spec.vector_programs, strict=True):
+        if program is None:
+            per_key += sum(width for _, width in chunks(size)) * itemsize
+            continue
+        made = max(made, *(chunk.width for chunk in program.chunks))
+        per_key += sum(
+            of.width * node.dtype.itemsize
+            for of in program.lane_programs
+            for node in of.nodes
+            if node.op == "load" and node.kind == Axes.TILE
+        )
+    buffers = max(1, (stages - 1) // 2 if spec.max_pages > 1 else stages - 1)
+    queries = tiles.block_q * sum(width for _, width in chunks(spec.D))
+    return (buffers * per_key + made * itemsize) * tiles.block_kv + queries * itemsize
 
 
 def _memory_of(device_kind: str) -> int:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.program.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
@@ -31,6 +32,11 @@ def chunks(size: int) -> list[tuple[int, int]]:
     whole = _power_of_two(size)
     rest = _power_of_two(size - whole // 2)
     return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
+
+
+def mod_chunks(size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
+    """The chunks that hold keys or values as a mod makes them, and the queries or outputs that go with them."""
+    return tuple(Chunk(*chunk) for chunk in chunks(size)) if mod is None else mod.chunks
 
 
 def _power_of_two(size: int) -> int:
@@ -122,9 +128,9 @@ def store_vector(ref: Ref, at: tuple[Index, ...], first: Index, x: jax.Array, le
         plgpu.store(ref.at[(*at, index)], x, mask=index < length)
 
 
-def zero_rows(rows: int, size: int) -> Columns:
-    """A float32 accumulator of rows [rows, size]."""
-    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
+def zero_rows(rows: int, size: int, mod: VectorProgram | None = None) -> Columns:
+    """A float32 accumulator of rows [rows, size], in the chunks of values that a mod makes."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width, _ in mod_chunks(size, mod))
 
 
 def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:

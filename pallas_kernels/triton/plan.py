@@ -11,9 +11,10 @@ import numpy as np
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.programs import derivative_of, with_programs
+from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
+from pallas_kernels.triton.head_chunks import mod_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
@@ -66,7 +67,10 @@ class Plan:
         """Kernels, tiles and the source of tiles, for `jflex.explain`."""
         if self.paged:
             few, *many = (f"paged {_sizes(work.tiles, work.source)}" for work in self.paged)
-            return f"{few} for up to {MAX_DECODED} queries of a request, {many[0]} for more" if many else few
+            text = f"{few} for up to {MAX_DECODED} queries of a request, {many[0]} for more" if many else few
+            programs = self.spec.vector_programs._asdict().items()
+            fused = " and ".join(f"{role}_mod" for role, program in programs if program is not None)
+            return f"{text}, with {fused} on each tile that is loaded" if fused else text
         kernels = [("decode" if self.decodes else "forward", self.forward)]
         if self.backward is not None:
             kernels += [("dkv", self.backward.dkv), ("dq", self.backward.dq)]
@@ -207,6 +211,9 @@ def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
+    made = with_vector_programs(made, mod_chunks(spec.D, None), mod_chunks(spec.Dv, None))
+    if isinstance(made, Refusal):
+        return made
     works = _paged_works(made)
     smallest = min(min(work.tiles.shape) for work in works)
     if smallest < MIN_TILE:
@@ -254,6 +261,8 @@ def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
     stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)
+    if given is None and any(program is not None for program in spec.vector_programs):
+        fitting = dataclasses.replace(fitting, num_stages=cost.paged_stages(spec, fitting))
     return TileChoice(fitting, "rule" if given is None else "config")
 
 

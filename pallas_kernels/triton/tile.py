@@ -27,7 +27,7 @@ def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: 
         return jnp.exp2(s * log2_scale - row_max_log2)
     factor = np.float32(log2_scale).view(np.uint32)
     asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
-    return _of_elements(asm, s, jnp.broadcast_to(-row_max_log2, s.shape))
+    return of_elements(asm, s, jnp.broadcast_to(-row_max_log2, s.shape))
 
 
 def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
@@ -36,10 +36,10 @@ def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
     Of ``where(mask, x, 0)`` rounded to 16 bits it would make a select of 16 bits, between numbers that are packed in
     pairs: in SASS PRMT and SEL for each score, instead of FSEL.
     """
-    return x if spec.config.interpret else _of_elements("mov.b32 $0, $1;", x)
+    return x if spec.config.interpret else of_elements("mov.b32 $0, $1;", x)
 
 
-def _of_elements(asm: str, *args: jax.Array) -> jax.Array:
+def of_elements(asm: str, *args: jax.Array) -> jax.Array:
     """Runs inline PTX on each element: ``$0`` is the float32 result, what follows are the float32 arguments."""
     [out] = plgpu.elementwise_inline_asm(
         asm,
@@ -85,7 +85,7 @@ class TileSpace(Space):
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """One FMA instruction."""
-        return a * b + c if self.interpret else _of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+        return a * b + c if self.interpret else of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
@@ -112,7 +112,7 @@ def _logistic(exponent: jax.Array) -> jax.Array:
     be 2 ** -14 for all keys.
     """
     asm = "{ ex2.approx.ftz.f32 $0, $1; add.rn.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
-    return _of_elements(asm, exponent)
+    return of_elements(asm, exponent)
 
 
 def _interpreted_logistic(exponent: jax.Array) -> jax.Array:

@@ -143,7 +143,8 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    captured = (tuple(map(as_int8, group)) for group in (inputs.score_operands, inputs.mask_operands))
+    groups = inputs.score_operands, inputs.mask_operands, inputs.key_operands, inputs.value_operands
+    captured = (tuple(map(as_int8, group)) for group in groups)
     return Saved(*paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
 
 

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import AttentionSpec, Mod
 
 # 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
 # 256, 512 and 1024; smaller tiles waste less on short requests.
@@ -104,7 +105,8 @@ def _tile(
     def step(number: jax.Array, state: _State) -> _State:
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
-        k, v = (_rows(p, inputs, pages, request, j, exists) for pages in (inputs.key, inputs.value))
+        k = _rows(p, inputs, (inputs.key, p.key_mod, inputs.key_operands), request, j, exists)
+        v = _rows(p, inputs, (inputs.value, p.value_mod, inputs.value_operands), request, j, exists)
         s = jnp.einsum("kgqd,skd->kgqs", q, k, precision=p.precision, preferred_element_type=exact) * p.scale
         at = (request, h.reshape(p.Hkv, p.group), n, j)
         if p.score_mod is not None:
@@ -127,12 +129,29 @@ def _tile(
 
 
 def _rows(
-    p: AttentionSpec, inputs: PagedInputs, pages: jax.Array, request: jax.Array, j: jax.Array, exists: jax.Array
+    p: AttentionSpec,
+    inputs: PagedInputs,
+    source: tuple[jax.Array, Mod | None, tuple[jax.Array, ...]],
+    request: jax.Array,
+    j: jax.Array,
+    exists: jax.Array,
 ) -> jax.Array:
-    """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length."""
+    """Keys or values of a request, [KEYS, Hkv, D], in the accumulator dtype; zeros beyond its length.
+
+    Args:
+      p: The spec.
+      inputs: The arrays of the call.
+      source: Pages, and the mod of what they hold with the arrays that it captures.
+      request: The request.
+      j: Positions.
+      exists: Which of them lie before its length.
+    """
+    pages, mod, operands = source
     page = jnp.clip(inputs.table[request, j // p.page_size], 0, p.num_pages - 1)
     layer = (inputs.first_page[0] // p.num_pages,) if pages.ndim == 5 else ()
     rows = read(lambda: pages[*layer, page, j % p.page_size], exists[0], p.platform)
+    if mod is not None:
+        rows = modified_keys(functools.partial(mod, operands), rows, jnp.broadcast_to(request, j.shape), j)
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)
 
 

@@ -23,11 +23,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores, split_kv
+from pallas_kernels.triton import scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.head_chunks import Columns, mod_chunks
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Work, WorkItem, work_item_of
 from pallas_kernels.types import Index, Ref, S
@@ -123,10 +124,16 @@ class _Program(NamedTuple):
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
 
+        of_mod = lambda program, refs: (
+            None if program is None else vectors.prepare(a, program, refs, tiles.block_kv, work_item.request, kv_h)
+        )
+        key_vectors = of_mod(spec.vector_programs.key, arrays.key_operands)
+        value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
+
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            load = functools.partial(_load_keys, spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
-            result = scores.compute(prepared, q, load(arrays.key), key, is_partial)
-            return Tile(result, load(arrays.value))
+            rows = KeyRows.of(spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
+            result = scores.compute(prepared, q, rows.load(arrays.key, key_vectors), key, is_partial)
+            return Tile(result, rows.load(arrays.value, value_vectors))
 
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
         return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
@@ -146,9 +153,10 @@ class _Program(NamedTuple):
         Padding rows repeat others, and are stored like them: masked stores must not alias them, for Pallas' interpreter
         writes the old values there.
         """
-        row, whole = self.row, jnp.broadcast_to(whole, row_lse.shape)
+        row, whole, spec = self.row, jnp.broadcast_to(whole, row_lse.shape), self.attention.prepared.spec
         plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
-        _store(out, (row.n[:, None], row.h[:, None]), columns, whole if keeps is None else whole & ~keeps)
+        mask = whole if keeps is None else whole & ~keeps
+        _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
 
 def _kernel(
@@ -171,7 +179,7 @@ def _kernel(
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
     is_split = program.row.exists & (item.splits > 1)
     plgpu.store(partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
-    _store(partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
+    _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
 def _repair_kernel(
@@ -187,66 +195,25 @@ def _repair_kernel(
     pl.when(marked & (program.item.queries > 0))(fix)
 
 
-def _store(ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
+def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
     size = ref.shape[-1]
-    for (first, _), x in zip(chunks(size), columns, strict=True):
-        column = first + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    for (first, _, step), x in zip(mod_chunks(size, spec.vector_programs.value), columns, strict=True):
+        column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
         plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
+    """The queries of the rows, in the chunks of lanes of the keys."""
     size = spec.D
 
-    def load(first: int, width: int) -> jax.Array:
+    def load(first: int, width: int, step: int) -> jax.Array:
         shape = (n.shape[0], width)
-        column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+        column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
         return plgpu.load(ref.at[at], mask=column < size, other=0.0)
 
-    return tuple(load(*chunk) for chunk in chunks(size))
-
-
-def _load_keys(
-    spec: AttentionSpec,
-    arrays: PagedOperands[Ref],
-    work_item: WorkItem,
-    h: jax.Array,
-    first: jax.Array,
-    count: int,
-    ref: Ref,
-    *,
-    may_end: bool,
-) -> Columns:
-    """Rows [count, D or Dv] of key or value from the logical position `first` on; zeros past the request's length."""
-    size, page_size = ref.shape[3], spec.page_size
-    position = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
-    exists = position < work_item.length
-    one_page = spec.max_pages == 1 or page_size % count == 0
-    if spec.max_pages == 1:
-        assert work_item.page is not None  # the one of the request
-        page, row = work_item.page, first
-    elif one_page:
-        page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
-    else:
-        at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-        page = plgpu.load(at, mask=exists, other=0) if may_end else plgpu.load(at)
-        row = lax.rem(position, page_size)
-    page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
-
-    def load(start: int, width: int) -> jax.Array:
-        shape = (count, width)
-        if one_page and not may_end and start + width <= size:
-            return plgpu.load(ref.at[(page, pl.ds(row, count), h, pl.ds(start, width))])
-        column = start + lax.broadcasted_iota(jnp.int32, shape, 1)
-        rows = row + lax.broadcasted_iota(jnp.int32, shape, 0) if one_page else jnp.broadcast_to(row[:, None], shape)
-        pages = page if one_page else jnp.broadcast_to(page[:, None], shape)
-        mask = column < size
-        if may_end:
-            mask &= exists[:, None]
-        return plgpu.load(ref.at[(pages, rows, h, column)], mask=mask, other=0.0)
-
-    return tuple(load(*chunk) for chunk in chunks(size))
+    return tuple(load(*chunk) for chunk in mod_chunks(size, spec.vector_programs.key))
 
 
 class _Walk(NamedTuple):

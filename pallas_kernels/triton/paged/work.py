@@ -40,6 +40,8 @@ class PagedOperands(NamedTuple, Generic[A]):
       first_page: int32 [1], the first page of the layer.
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
+      key_operands: Captured arrays of the key mod; booleans as int8.
+      value_operands: Captured arrays of the value mod; booleans as int8.
     """
 
     query: A
@@ -51,6 +53,8 @@ class PagedOperands(NamedTuple, Generic[A]):
     first_page: A
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+    key_operands: tuple[A, ...] = ()
+    value_operands: tuple[A, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,103 @@
+"""Tiles of keys and values of a request, loaded from the pages that hold them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
+from pallas_kernels.triton.vectors import PreparedVectors
+from pallas_kernels.types import Index, Ref
+
+
+class KeyRows(NamedTuple):
+    """Where a tile of keys lies.
+
+    Attributes:
+      spec: The spec.
+      h: Key head.
+      first: The logical position of the first key.
+      exists: Which keys lie before the request's length, [count].
+      page: Physical page of all of them, or of each, [count].
+      row: The first row within the page, or that of each key.
+      may_end: Whether the tile may reach past the request's length.
+    """
+
+    spec: AttentionSpec
+    h: Index
+    first: jax.Array
+    exists: jax.Array
+    page: jax.Array
+    row: jax.Array
+    may_end: bool
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        arrays: PagedOperands[Ref],
+        work_item: WorkItem,
+        h: Index,
+        first: jax.Array,
+        count: int,
+        *,
+        may_end: bool,
+    ) -> KeyRows:
+        """Looks up the pages of `count` keys from the logical position `first` on."""
+        page_size = spec.page_size
+        position = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
+        exists = position < work_item.length
+        if spec.max_pages == 1:
+            assert work_item.page is not None  # the one of the request
+            page, row = work_item.page, first
+        elif page_size % count == 0:
+            page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
+        else:
+            at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
+            page = plgpu.load(at, mask=exists, other=0) if may_end else plgpu.load(at)
+            row = lax.rem(position, page_size)
+        page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
+        return cls(spec, h, first, exists, page, row, may_end)
+
+    def load(self, ref: Ref, mod: PreparedVectors | None = None) -> Columns:
+        """Rows [count, D or Dv] of key or value, as a mod makes them; zeros past the request's length."""
+        if mod is None:
+            return tuple(self._load_chunk(ref, *chunk) for chunk in chunks(ref.shape[3]))
+        position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
+        if self.may_end:  # indices of captured arrays are in range
+            position = jnp.minimum(position, self.spec.S - 1)
+        made = mod.tile(position, lambda lanes: self._load_lanes(ref, lanes))
+        if not self.may_end:
+            return made
+        return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in made)  # a mod may make NaN of zeros
+
+    def _load_chunk(self, ref: Ref, start: int, width: int) -> jax.Array:
+        count, size = self.exists.shape[0], ref.shape[3]
+        if self._is_one_page and not self.may_end and start + width <= size:
+            return plgpu.load(ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))])
+        column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
+        return self._load_lanes(ref, column, column < size)
+
+    def _load_lanes(self, ref: Ref, lanes: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Elements of each row, at lanes [count, lanes]; zeros past the request's length and outside of a mask."""
+        row = self.row
+        if self._is_one_page:
+            pages, rows = self.page, row + lax.broadcasted_iota(jnp.int32, lanes.shape, 0)
+        else:
+            pages, rows = (jnp.broadcast_to(x[:, None], lanes.shape) for x in (self.page, row))
+        if self.may_end:
+            exists = jnp.broadcast_to(self.exists[:, None], lanes.shape)
+            mask = exists if mask is None else mask & exists
+        at = ref.at[(pages, rows, self.h, lanes)]
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
+
+    @property
+    def _is_one_page(self) -> bool:
+        return not self.page.ndim

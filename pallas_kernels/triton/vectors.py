@@ -1,0 +1,121 @@
+"""Key and value mods on the tiles that a Triton kernel loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.program.evaluate import Evaluation
+from pallas_kernels.program.ir import Axes
+from pallas_kernels.program.vectors import Chunk, VectorProgram
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.head_chunks import Columns
+from pallas_kernels.triton.tile import TileSpace, of_elements
+from pallas_kernels.types import Ref
+
+Load = Callable[[jax.Array], jax.Array]  # from lanes [keys, lanes] to what the tile of keys holds there
+
+
+class PreparedVectors(NamedTuple):
+    """A vector mod with its loop-invariant values.
+
+    Attributes:
+      program: Of the mod.
+      evaluations: For each of its lane programs.
+    """
+
+    program: VectorProgram
+    evaluations: tuple[Evaluation, ...]
+
+    def tile(self, key: jax.Array, load: Load) -> Columns:
+        """What the mod makes of a tile of keys, in chunks of lanes.
+
+        Args:
+          key: Their positions, int32 [keys, 1], in range.
+          load: Loads the vectors.
+        """
+        made: dict[Chunk, jax.Array] = {}
+        for program, prologue in zip(self.program.lane_programs, self.evaluations, strict=True):
+            evaluation = prologue.child({program.argument("q"): key})
+            pairs: tuple[jax.Array, ...] = ()
+            for node in program.vector_loads:
+                lane, place = node.inputs[1], program.place_in_pair(node)
+                if place is None:
+                    evaluation.values[node] = load(evaluation.space.spread(evaluation(lane), lane.kind, node.kind))
+                else:
+                    pairs = pairs or _even_and_odd(load, key.shape[0], program.width)
+                    evaluation.values[node] = pairs[place]
+            made.update((chunk, evaluation.tile(output)) for chunk, output in program.outputs)
+        return tuple(made[chunk] for chunk in self.program.chunks)
+
+
+def _even_and_odd(load: Load, keys: int, width: int) -> tuple[jax.Array, ...]:
+    """Even and odd lanes by one load, whose rows are contiguous."""
+    whole = load(lax.broadcasted_iota(jnp.int32, (keys, 2 * width), 1))
+    return tuple(jnp.unstack(whole.reshape(keys, width, 2), axis=2))
+
+
+def prepare(
+    spec: AttentionSpec, program: VectorProgram, refs: Sequence[Ref], block_kv: int, b: jax.Array, h: jax.Array
+) -> PreparedVectors:
+    """Prologue: evaluates what depends on the lane alone.
+
+    Args:
+      spec: The spec.
+      program: Of the mod.
+      refs: Its captured arrays.
+      block_kv: Keys of a tile.
+      b: The request.
+      h: The key head.
+    """
+    evaluations = []
+    for of_width in program.lane_programs:
+        space = _VectorSpace(
+            refs, block_kv, of_width.width, approximate=spec.dtype != "float32", interpret=spec.config.interpret
+        )
+        lane = lax.broadcasted_iota(jnp.int32, (1, of_width.width), 1)
+        values = {of_width.argument(name): x for name, x in (("b", b), ("h", h), ("k", lane))}
+        evaluation = Evaluation(space, values)
+        evaluation.prepare(of_width.nodes, (Axes.UNIFORM, Axes.COLUMN))
+        evaluations.append(evaluation)
+    return PreparedVectors(program, tuple(evaluations))
+
+
+class _VectorSpace(TileSpace):
+    """Tiles of keys and lanes."""
+
+    def __init__(self, refs: Sequence[Ref], keys: int, lanes: int, *, approximate: bool, interpret: bool) -> None:
+        super().__init__(refs, keys, lanes, transposed=False, approximate=approximate, interpret=interpret)
+
+    def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
+        """The SFU's sine and cosine too, for vectors of 16 bits."""
+        more = {"sin": _sin, "cos": _cos} if self._has_sfu(kind) and not self.interpret else {}
+        return {**super().substitutes(kind), **more}
+
+
+_TWO_PI = 2 * np.pi
+_TWO_PI_HIGH = np.float32(_TWO_PI)
+_TWO_PI_LOW = np.float32(_TWO_PI - float(_TWO_PI_HIGH))
+_ROUND = np.float32(1.5 * 2**23)  # a number of magnitude up to 2 ** 22 loses its fraction, if this is added
+
+
+def _sin(x: jax.Array, **_: object) -> jax.Array:
+    """Sine, with an absolute error of 2 ** -20.5 up to 2 ** 22 turns (PTX ISA, section on `sin.approx`)."""
+    return of_elements("sin.approx.f32 $0, $1;", _within_a_turn(x))
+
+
+def _cos(x: jax.Array, **_: object) -> jax.Array:
+    """Cosine, likewise."""
+    return of_elements("cos.approx.f32 $0, $1;", _within_a_turn(x))
+
+
+def _within_a_turn(x: jax.Array) -> jax.Array:
+    """The angle between -pi and pi, by Cody and Waite's reduction: its FMAs round relative to the small result."""
+    fma = lambda a, factor, c: of_elements("fma.rn.f32 $0, $1, $2, $3;", a, jnp.full_like(x, factor), c)
+    turns = fma(x, np.float32(1 / _TWO_PI), jnp.full_like(x, _ROUND)) - _ROUND
+    return fma(turns, -_TWO_PI_LOW, fma(turns, -_TWO_PI_HIGH, x))
