@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import describe_array
+from jflex._call.checks import check_lse, check_normalize, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import check_kv_lengths, known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
@@ -32,7 +32,7 @@ from jflex.paged.batch_checks import check_rules, indptr_rules
 from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.state import AttentionState, checked_sinks, merge_all, with_sinks
+from jflex.state import AttentionState, Normalize, checked_sinks, merge_all, with_sinks
 from jflex.types import AnyArray
 
 
@@ -153,8 +153,8 @@ def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, sinks: AnyArray | None = None, scale: float | None = None,
-    return_lse: Literal[False] = False,
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
@@ -162,8 +162,8 @@ def cascade_attention(
     q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
     requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, sinks: AnyArray | None = None, scale: float | None = None,
-    return_lse: Literal[True],
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
+    scale: float | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 # fmt: on
@@ -179,6 +179,7 @@ def cascade_attention(
     key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
+    normalize: Normalize = "softmax",
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -209,6 +210,7 @@ def cascade_attention(
       value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
       output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`, after the levels are merged; rows of
         a negative request stay zeros.
+      normalize: As in `paged_attention`; the outputs of levels add up then.
       sinks: As in `flex_attention`: they enter once, after the levels are merged.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
@@ -237,17 +239,19 @@ def cascade_attention(
     >>> cascade_attention(q, [shared, own]).shape
     (3, 4, 16)
     """
+    check_lse(return_lse, normalize)
     call = prepare(
-        q, levels, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod,
+        q, levels, normalize=normalize, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod,
         query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale,
         config=config,
     )  # fmt: skip
     query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.indices)
     used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
     states = [attend(level, implementation) for level in used]
-    merged = merge_all(states) if states else AttentionState.empty(call.out_shape)
+    merged = merge_all(states) if states else AttentionState.empty(call.out_shape, normalize=normalize)
     merged = merged if sinks is None else with_sinks(merged, sinks)
-    out = modified_rows(output_mod, (merged.out, merged.lse), *call.indices, call.dtype)
+    lse = None if normalize == "none" else merged.lse
+    out = modified_rows(output_mod, (merged.out, lse), *call.indices, call.dtype)
     return (out, merged.lse) if return_lse else out
 
 
@@ -282,9 +286,11 @@ def prepare(
     key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
+    normalize: Normalize = "softmax",
 ) -> CascadeCall:
     """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    check_normalize(normalize, sinks)
     levels = _checked_levels(levels)
     for level in levels:
         check_queries(q, level.cache)
@@ -298,7 +304,7 @@ def prepare(
         if required:
             check_requirements(required, _sizes(q, levels, positions, requests)._replace(**changed))
     value_size = levels[0].cache.v.shape[-1] if levels else q.shape[2]
-    vectors.check(q.shape[2], value_size, q.dtype)
+    vectors.check(q.shape[2], value_size, q.dtype, has_lse=normalize == "softmax")
     if requests is not None:
         vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
     if sinks is not None:
@@ -311,7 +317,9 @@ def prepare(
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         keys = (_of_keys(mod, level) for mod in (key_mod, value_mod))
-        return prepare_pages("cascade_attention", q, pages, How(score, mask, scale, config, partial, *keys))
+        return prepare_pages(
+            "cascade_attention", q, pages, How(score, mask, scale, config, partial, *keys, normalize=normalize)
+        )
 
     indices = jnp.zeros_like(positions) if requests is None else requests, positions
     return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), indices)

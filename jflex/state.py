@@ -2,7 +2,8 @@
 
 A state is the output over a set of keys and the logsumexp of their scores. Merging the states of disjoint sets gives
 the state of their union, in any order and grouping, so keys may be split (among decoding kernels, pages, levels of
-shared prefixes, devices) without error. The neutral element is the state of no keys, ``(0, -inf)``.
+shared prefixes, devices) without error. The neutral element is the state of no keys, ``(0, -inf)``. Without a softmax
+(``normalize="none"``) outputs add up, and there is no lse.
 
 After FlashInfer (Ye et al., 2025, https://arxiv.org/abs/2501.01005, "Attention Composition"), with natural logarithms.
 """
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jflex._call.checks import DTYPES, LAYOUTS, describe_array
+from jflex._call.checks import DTYPES, LAYOUTS, check_normalize, describe_array
 from jflex.types import AnyArray, Lse, Out
 
+Normalize = Literal["softmax", "none"]
 _LSE_DTYPES = ("float32", "float64")
 _FEW = 8  # up to so many states are merged elementwise, on a GPU in one kernel; stacking them would be another
 
@@ -43,7 +45,9 @@ class AttentionState:
     Attributes:
       out: The output, normalised: the softmax over these keys, times their values. Zeros where no key is visible.
       lse: Natural logarithm of the sum of ``exp(score)`` over these keys, float32 (float64 for a float64 `out`);
-        ``-inf`` where no key is visible. `lse_from_base2` and `lse_from_flash` convert from other libraries.
+        ``-inf`` where no key is visible. `lse_from_base2` and `lse_from_flash` convert from other libraries. Zeros
+        without a softmax.
+      normalize: As in `flex_attention`. States of one kind do not merge with those of the other.
 
     >>> seen, nothing = AttentionState(jnp.ones((4, 2, 8)), jnp.zeros((4, 2))), AttentionState.empty((4, 2, 8))
     >>> jnp.array_equal(merge(seen, nothing).out, seen.out).item()
@@ -52,23 +56,28 @@ class AttentionState:
 
     out: Float[Array, "*rows Hq Dv"]
     lse: Float[Array, "*rows Hq"]
+    normalize: Normalize = dataclasses.field(default="softmax", metadata={"static": True})
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> AttentionState:
+    def empty(
+        cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, normalize: Normalize = "softmax"
+    ) -> AttentionState:
         """The state of no keys: merging with it changes nothing. A carry of ``scan`` starts with it.
 
         Args:
           shape: Of `out`, ``(*rows, Hq, Dv)``.
           dtype: Of `out`.
+          normalize: As in `flex_attention`.
 
         Returns:
-          Zeros, and an lse of ``-inf``.
+          Zeros, and an lse of ``-inf``; of zeros without a softmax.
 
         >>> AttentionState.empty((4, 2, 8), jnp.bfloat16).lse[0].tolist()
         [-inf, -inf]
         """
         lse_dtype = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
-        return cls(jnp.zeros(shape, dtype), jnp.full(shape[:-1], -jnp.inf, lse_dtype))
+        lse = -jnp.inf if normalize == "softmax" else 0.0
+        return cls(jnp.zeros(shape, dtype), jnp.full(shape[:-1], lse, lse_dtype), normalize)
 
     @classmethod
     def from_attention(cls, out: Out, lse: Lse, layout: str = "BTNH") -> AttentionState:
@@ -139,6 +148,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     float32 (float64 if a field is), and `out` is rounded to its dtype once: to merge many states of a 16-bit dtype use
     `merge_all`, which rounds once in all. Differentiable, to any order: what is empty gets zero gradients, never NaN.
 
+    Without a softmax, outputs are added.
+
     An lse of ``+inf`` means an infinite score, over which attention is not defined: out and lse become NaN. Some
     libraries mark empty rows by it; see `lse_from_flash`.
 
@@ -151,7 +162,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
     Raises:
       TypeError: An argument is no state, its fields are no arrays of floating point, or the dtypes differ.
-      ValueError: The shapes differ, or those of `out` and `lse` do not fit one another.
+      ValueError: The shapes differ, those of `out` and `lse` do not fit one another, or one state is without a softmax.
 
     References:
       Ye et al. 2025, FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving,
@@ -180,7 +191,8 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
     Raises:
       TypeError: `states` holds something else than states, their fields are no arrays of floating point, or the
         dtypes differ.
-      ValueError: The sequence is empty, the shapes differ, or those of `out` and `lse` do not fit one another.
+      ValueError: The sequence is empty, the shapes differ, those of `out` and `lse` do not fit one another, or some
+        states are without a softmax and others with one.
 
     >>> splits = AttentionState(jnp.ones((8, 4, 2, 16)), jnp.zeros((8, 4, 2)))  # eight splits of the keys
     >>> merge_all(splits).out.shape, jnp.exp(merge_all(splits).lse[0]).round(4).tolist()
@@ -224,7 +236,7 @@ def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> Attentio
 
     Raises:
       TypeError: `state` is no state, or `sinks` is no array of floating point.
-      ValueError: `sinks` does not have one logit for each query head.
+      ValueError: `sinks` does not have one logit for each query head, or the state is one without a softmax.
 
     References:
       OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925 (a learned sink for each head); Xiao et al.
@@ -235,6 +247,7 @@ def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> Attentio
     [[2.0, 2.0]]
     """
     state, sinks = _checked_state("state", state), checked_sinks(sinks, state.lse.shape[-1])
+    check_normalize(state.normalize, sinks)
     lse = jnp.broadcast_to(sinks.astype(state.lse.dtype), state.lse.shape)
     return _merge_few((state, AttentionState(jnp.zeros_like(state.out), lse)))
 
@@ -285,13 +298,17 @@ def lse_from_flash(lse: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 
 def _stack(states: Sequence[AttentionState]) -> AttentionState:
-    return AttentionState(jnp.stack([state.out for state in states]), jnp.stack([state.lse for state in states]))
+    outs, lses = (jnp.stack([getattr(state, field) for state in states]) for field in ("out", "lse"))
+    return AttentionState(outs, lses, states[0].normalize)
 
 
 def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
     """As `_merge_stacked`, without copying the states."""
     first = states[0]
     exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
+    if first.normalize == "none":
+        out = functools.reduce(jnp.add, (state.out.astype(exact) for state in states))
+        return dataclasses.replace(first, out=out.astype(first.out.dtype))
     lses = [state.lse.astype(exact) for state in states]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -315,6 +332,9 @@ def _merge_stacked(states: AttentionState) -> AttentionState:
     right, but its gradient NaN.
     """
     exact = jnp.float64 if jnp.float64 in (states.out.dtype, states.lse.dtype) else jnp.float32
+    if states.normalize == "none":
+        out = states.out.astype(exact).sum(axis=0).astype(states.out.dtype)
+        return AttentionState(out, jnp.zeros(states.lse.shape[1:], states.lse.dtype), "none")
     lse, empty = states.lse.astype(exact), states.lse == -jnp.inf
     # The result does not depend on `top`, so no gradient passes through it.
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0, initial=-jnp.inf))
@@ -344,7 +364,7 @@ def _checked_state(name: str, state: object) -> AttentionState:
             f"{describe_array(lse)}. What `flex_attention` returns has its lse in another order: "
             "`AttentionState.from_attention(out, lse)` changes it."
         )
-    return AttentionState(out, lse)
+    return AttentionState(out, lse, state.normalize)
 
 
 def _checked_array(name: str, x: AnyArray, dtypes: Sequence[str]) -> jax.Array:
@@ -365,6 +385,11 @@ def _check_layout(layout: str) -> None:
 
 def _check_alike(name: str, state: AttentionState, first_name: str, first: AttentionState) -> None:
     """Raises unless two states have the same shapes and dtypes: nothing is broadcast or promoted in silence."""
+    if state.normalize != first.normalize:
+        raise ValueError(
+            f"`{first_name}` and `{name}` must be of one kind: outputs of a softmax are averaged, others added. Got "
+            f"normalize={first.normalize!r} and normalize={state.normalize!r}."
+        )
     got = ", ".join(
         f"{which}.{field}: {describe_array(getattr(of, field))}"
         for which, of in ((first_name, first), (name, state))

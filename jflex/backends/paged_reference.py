@@ -41,6 +41,10 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
+    if p.normalize == "none":
+        weights = jnp.where(visible, s, 0)
+        out = jnp.einsum("nhs,nshd->nhd", weights, value, precision="highest")
+        return Saved(out.astype(p.out_dtype), jnp.zeros((p.T, p.Hq), jnp.float32))
     s = jnp.where(visible, s, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
     weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)

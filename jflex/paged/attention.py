@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import describe_array
+from jflex._call.checks import check_lse, check_normalize, describe_array
 from jflex._call.dispatch import Implementation
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
@@ -22,7 +22,7 @@ from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.trees import Trees
-from jflex.state import checked_sinks, with_sinks
+from jflex.state import Normalize, checked_sinks, with_sinks
 from jflex.types import AnyArray
 
 
@@ -33,7 +33,7 @@ def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, sinks: AnyArray | None = None,
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
@@ -42,7 +42,7 @@ def paged_attention(
     q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
     score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
-    output_mod: OutputMod | None = None, sinks: AnyArray | None = None,
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
@@ -58,6 +58,7 @@ def paged_attention(
     key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
+    normalize: Normalize = "softmax",
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
@@ -94,6 +95,7 @@ def paged_attention(
         it is cheaper before `write` (`jflex.apply_vector_mod`).
       value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``, likewise.
       output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``, as in `flex_attention`; padding rows stay zeros.
+      normalize: As in `flex_attention`: ``"none"`` takes scores as weights, and there is no lse.
       sinks: As in `flex_attention`.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
@@ -123,9 +125,11 @@ def paged_attention(
     >>> jflex.paged_attention(q, cache, batch, mask_mod=causal).shape
     (4, 8, 64)
     """
+    check_lse(return_lse, normalize)
     call = prepare(
         q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
-        value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale, layer=layer, config=config,
+        value_mod=value_mod, output_mod=output_mod, normalize=normalize, sinks=sinks, scale=scale, layer=layer,
+        config=config,
     )  # fmt: skip
     if query_mod is not None:
         call = call._replace(query=modified_rows(query_mod, call.query, *_indices(batch, q.shape[0])))
@@ -133,7 +137,8 @@ def paged_attention(
     state = state if sinks is None else with_sinks(state, sinks)
     out = state.out.astype(call.query.dtype)
     if output_mod is not None:
-        out = modified_rows(output_mod, (state.out, state.lse), *_indices(batch, q.shape[0]), call.query.dtype)
+        lse = None if normalize == "none" else state.lse
+        out = modified_rows(output_mod, (state.out, lse), *_indices(batch, q.shape[0]), call.query.dtype)
     return (out, state.lse) if return_lse else out
 
 
@@ -152,21 +157,23 @@ def prepare(
     key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
+    normalize: Normalize = "softmax",
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    check_normalize(normalize, sinks)
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    vectors.check(q.shape[2], cache.v.shape[-1], q.dtype)
+    vectors.check(q.shape[2], cache.v.shape[-1], q.dtype, has_lse=normalize == "softmax")
     _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
     mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
     exact_out = sinks is not None or output_mod is not None  # rounded once
     keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
-    return prepare_pages("paged_attention", q, pages, How(*mods, scale, config, exact_out, *keys))
+    return prepare_pages("paged_attention", q, pages, How(*mods, scale, config, exact_out, *keys, normalize=normalize))
 
 
 def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:

@@ -22,7 +22,7 @@ from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
-from jflex.state import AttentionState
+from jflex.state import AttentionState, Normalize
 from pallas_kernels.spec import AttentionSpec, Paging
 
 
@@ -59,6 +59,7 @@ class How(NamedTuple):
       exact_out: Whether the output has the accumulator dtype, to be merged; else it has the dtype of the query.
       key_mod: ``(key[D], r, h_kv, j) -> [D]``, checked.
       value_mod: Likewise.
+      normalize: As in `flex_attention`.
     """
 
     score_mod: ScoreMod | None
@@ -68,6 +69,7 @@ class How(NamedTuple):
     exact_out: bool = False
     key_mod: VectorMod | None = None
     value_mod: VectorMod | None = None
+    normalize: Normalize = "softmax"
 
 
 class PagedCall(NamedTuple):
@@ -107,14 +109,13 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     caller, spec = call.caller, call.spec
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
-        lse = jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32)
-        return AttentionState(jnp.zeros(spec.out_shape(), spec.out_dtype), lse)
+        return AttentionState.empty(spec.out_shape(), spec.out_dtype, spec.normalize)
     inputs, reason = call.inputs(), no_derivative(caller, name)
     if reason is not None:
         guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
-        return AttentionState(*call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs)))
-    return AttentionState(*backends.get(name).forward(spec, match_manual_axes(inputs)))
+        return AttentionState(*call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs)), spec.normalize)
+    return AttentionState(*backends.get(name).forward(spec, match_manual_axes(inputs)), spec.normalize)
 
 
 def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
@@ -143,6 +144,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         mask_mod=mask,
         key_mod=key_mod,
         value_mod=value_mod,
+        normalize=how.normalize,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.types import A, Index, Ref
 
@@ -37,11 +38,12 @@ def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
 
 
 def merge_row(
-    partials: Partials[Ref], run: int, slot: Index, count: Index, at: tuple[Index, Index]
+    spec: AttentionSpec, partials: Partials[Ref], run: int, slot: Index, count: Index, at: tuple[Index, Index]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Output [Dv], in chunks of columns, and lse of one row.
+    """Output [Dv], in chunks of columns, and lse of one row. Without a softmax, outputs add up, and the lse is 0.
 
     Args:
+      spec: The spec.
       partials: The partial results.
       run: How many are read at once, a power of two.
       slot: The first of the row; the others follow.
@@ -55,6 +57,8 @@ def merge_row(
     row_max, row_sum, sums = lax.fori_loop(
         0, runs, functools.partial(_accumulate, partials, run, (slot, count), at), start
     )
+    if spec.normalize == "none":  # each lse is 0, so each weight 1; or NaN, which marks the row
+        return sums, jnp.where(row_max == -jnp.inf, 0.0, row_max)
     empty = row_sum == 0.0
     safe = jnp.where(empty, 1.0, row_sum)
     return tuple(x / safe for x in sums), jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))

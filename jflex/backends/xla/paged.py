@@ -115,17 +115,20 @@ def _tile(
         visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
         if p.mask_mod is not None:
             visible = visible & over_block(functools.partial(p.mask_mod, inputs.mask_operands), (), at, _AXES)
-        return _accumulate(state, jnp.where(visible, s, -jnp.inf), v, visible, p)
+        masked = 0 if p.normalize == "none" else -jnp.inf
+        return _accumulate(state, jnp.where(visible, s, masked), v, visible, p)
 
     shape = (p.Hkv, p.group, count)
     state = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, p.Dv), exact))
     begin, end = walk_of(p, inputs, request, n, h, length, KEYS)
     row_max, row_sum, out = lax.fori_loop(begin, end, step, state)
+    by_row = lambda x: x.transpose(2, 0, 1, *range(3, x.ndim)).reshape(count, p.Hq, *x.shape[3:])
+    if p.normalize == "none":
+        return by_row(out), jnp.zeros((count, p.Hq), exact)
     empty = row_max == -jnp.inf
     safe = jnp.where(empty, 1, row_sum)
     lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
-    rows = (out / safe[..., None]).transpose(2, 0, 1, 3).reshape(count, p.Hq, p.Dv)
-    return rows, lse.transpose(2, 0, 1).reshape(count, p.Hq)
+    return by_row(out / safe[..., None]), by_row(lse)
 
 
 def _rows(
@@ -156,11 +159,14 @@ def _rows(
 
 
 def _accumulate(state: _State, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> _State:
-    """One step of the online softmax."""
+    """One step of the online softmax; without one, scores are the weights."""
     row_max, row_sum, out = state
-    new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
-    shift = jnp.where(new_max == -jnp.inf, 0, new_max)
-    weights, alpha = jnp.exp(s - shift[..., None]), jnp.exp(row_max - shift)
+    if p.normalize == "none":
+        new_max, weights, alpha = row_max, s, jnp.ones_like(row_sum)
+    else:
+        new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
+        shift = jnp.where(new_max == -jnp.inf, 0, new_max)
+        weights, alpha = jnp.exp(s - shift[..., None]), jnp.exp(row_max - shift)
     gemm = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
     added = masked_product(
         gemm, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask_mod is not None else None

@@ -104,7 +104,7 @@ def _merge_line(
 ) -> None:
     """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
     (out, lse), line = result, location[1]
-    columns, row_lse = merge_row(partials, run, row.slot, row.splits, location)
+    columns, row_lse = merge_row(spec, partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     lse[row.b, h, t] = row_lse
     for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):

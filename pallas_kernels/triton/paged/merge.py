@@ -73,7 +73,7 @@ def _kernel(
         h = lax.rem(number, a.Hq)
         row = query_to_merge(spec, work, of, lax.div(number, a.Hq))
         line = row.t * a.group + lax.rem(h, a.group)
-        columns, row_lse = merge_row(splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
+        columns, row_lse = merge_row(spec, splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
         n = jnp.minimum(row.n, a.T - 1)
         lse[n, h] = row_lse
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
