@@ -150,7 +150,8 @@ class Engine:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
             waiting, most = len(self._inbox) + len(self._scheduler.waiting), self.options.max_waiting
             if waiting + len(samples) > most:
-                raise QueueFull(f"{waiting} requests wait, and `max_waiting` is {most}. Try again later.")
+                remedy = "Try again later" if len(samples) <= max(1, most) else f"Ask for at most {most} samples"
+                raise QueueFull(f"{waiting} requests wait, and `max_waiting` is {most}. {remedy}.")
             for sequence in samples:
                 sequence.number = next(self._numbers)
                 sequence.samples = samples if len(samples) > 1 else []
@@ -336,7 +337,8 @@ class Engine:
             self._executor.poison(self._pages.free_mask())
         if any(chunk.sequence.guide is not None for chunk in chunks):
             self._allow(chunks)
-        chunks, shared = self._prefixes.arrange(chunks) if shape in self._cascades else (chunks, Shared())
+        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
+        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
         self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
         program = Program(shape, is_greedy, shared.requests > 0)
