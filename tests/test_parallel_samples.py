@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from flax_layers.serving import Engine, QueueFull, Request
 from flax_layers.serving.packing import COPIES, pack_copies
 from flax_layers.serving.penalties import Penalties
 from tests import engine_cases
-from tests.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run
+from tests.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_once, recomputed, run, submit
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
@@ -27,23 +26,6 @@ SEEDED = [Sampling(1.0, seed=seed) for seed in range(4)]
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return engine_cases.model()
-
-
-class Sample(Client):
-    """Collects the events of one of several samples."""
-
-    def __init__(self):
-        self.events = []
-
-
-def submit(engine: Engine, prompt, each: list[dict[str, Any]]) -> list[Sample]:
-    """Submits samples of a prompt, with the options of each."""
-    samples = [Sample() for _ in each]
-    requests = [Request(prompt, **{"max_tokens": COUNT, **options}) for options in each]
-    tickets = engine.submit_samples(requests, [sample.events.append for sample in samples])
-    for sample, ticket in zip(samples, tickets, strict=True):
-        sample.ticket = ticket
-    return samples
 
 
 def count_prompt_tokens(engine: Engine) -> list[int]:

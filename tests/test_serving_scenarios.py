@@ -13,8 +13,11 @@ import pytest
 import jflex
 from flax_layers.serving import packing
 from flax_layers.serving.options import Program
+from jflex.backends.xla.paged import KEYS
+from jflex.backends.xla.paged_bounds import walk_of
 from jflex.masks import causal, tree_bits
 from jflex.paged import PagedBatch, PagedCache
+from jflex.paged.attention import prepare
 from pallas_kernels.config import Tiles
 from pallas_kernels.triton import split_kv
 from pallas_kernels.triton.paged.work import Work, requests_on_host
@@ -23,6 +26,7 @@ from tests.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, r
 from tests.specs import spec_of
 
 pytestmark = pytest.mark.usefixtures("in_haste")
+D, PAGE = 8, 4
 SCENARIOS: dict[str, Callable[[], None]] = {}
 
 
@@ -110,6 +114,21 @@ def work_covers_each_tile_once():
         assert splits.max() > 1
 
 
+@scenario("tiles of keys behind the last query of a tile are not read")
+def causal_tiles_end():
+    queries = 4 * KEYS
+    cache = PagedCache.create(1 + queries // PAGE, PAGE, 2, D, dtype="float32")
+    table = jnp.arange(1, cache.num_pages, dtype=jnp.int32)[None]
+    batch = PagedBatch(jnp.array([0, queries]), jnp.array([queries]), table)
+    options = {"score_mod": None, "sinks": None, "scale": None, "layer": None, "config": None}
+    call = prepare(jnp.zeros((queries, 2, D)), cache, batch, mask_mod=causal(), **options)
+    for first, end in ((0, 1), (KEYS, 2), (queries - 8, 4)):
+        rows = jnp.arange(first, first + 8, dtype=jnp.int32)
+        heads = jnp.arange(2, dtype=jnp.int32)
+        walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
+        assert [int(x) for x in walk] == [0, end]
+
+
 @scenario("a step is planned and packed by the host alone, and the same each time")
 def packing_touches_no_device():
     class Untouched:
@@ -143,8 +162,6 @@ def another_shape_is_refused():
 
 
 # --- trees
-
-D, PAGE = 8, 4
 
 
 def attend(query, cache, before: int, queries: int, **ancestors) -> np.ndarray:

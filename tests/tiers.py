@@ -87,6 +87,7 @@ SHORT = {
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
+    "test_serving_scenarios": r"chain|by the host|tiles of keys|another shape",
     "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
     "test_sinks": r"mixed.*xla|cascade.*triton|minus.*triton|without_keys.*None|explain|vmap.*xla",
     "test_sharding": r"explicit|shard_map_without",
