@@ -57,6 +57,23 @@ class Client:
         return self.events[-1].finish_reason if self.events else None
 
 
+class Sample(Client):
+    """Collects the events of one of several samples."""
+
+    def __init__(self):
+        self.events = []
+
+
+def submit(engine: Engine, prompt, each: list[dict[str, Any]]) -> list[Sample]:
+    """Submits samples of a prompt, with the options of each."""
+    samples = [Sample() for _ in each]
+    requests = [Request(prompt, **{"max_tokens": COUNT, **options}) for options in each]
+    tickets = engine.submit_samples(requests, [sample.events.append for sample in samples])
+    for sample, ticket in zip(samples, tickets, strict=True):
+        sample.ticket = ticket
+    return samples
+
+
 def run(engine: Engine) -> None:
     while engine.step():
         engine.check()

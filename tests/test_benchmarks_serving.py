@@ -1,13 +1,17 @@
 """The load on a server: what is sent, what is measured, and what fails."""
 
 import asyncio
+import contextlib
 import itertools
+import re
+import time
 
 import httpx
 import pytest
 
 from benchmarks.questions import serving
 from benchmarks.questions.serving import Load, Timing, records_of, send
+from benchmarks.questions.started import Started, started
 from tests.served import app_of, idle, running
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -59,6 +63,11 @@ def test_percentiles():
     assert found["2 clients: between tokens"] == pytest.approx(0.1)
 
 
+def test_a_server_that_does_not_start():
+    with pytest.raises(RuntimeError, match="ended with status 2"), started(["--devices=0"]):
+        pass
+
+
 def test_the_command(tmp_path, monkeypatch, capsys):
     with running() as engine:
         transport = httpx.ASGITransport(app_of(engine))
@@ -67,6 +76,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         lengths = tmp_path / "lengths.txt"
         lengths.write_text("10 3\n4 2\n")
         serving.main(["--requests", "3", "--lengths", str(lengths), "--out", str(tmp_path)])
-    assert "16 clients: output" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "16 clients: output" in text
+        assert "start to" not in text
+        ready = contextlib.nullcontext(Started("http://server", time.perf_counter() - 5))
+        monkeypatch.setattr(serving, "started", lambda options: {("--model", "a"): ready}[tuple(options)])
+        serving.main(["--requests", "3", "--out", str(tmp_path), "--start", "--model", "a"])
+    text = capsys.readouterr().out
+    [seconds] = re.findall(r"start to the first token +(\S+) s", text)
+    assert 5 < float(seconds) < 60
+    assert "16 clients: output" in text
     assert (tmp_path / "serving.json").exists()
     assert (tmp_path / "serving.png").stat().st_size > 1000

@@ -34,7 +34,7 @@ from tests.constraint_cases import (
     texts,
     tokenizer,
 )
-from tests.engine_cases import Client, fail_once, run
+from tests.engine_cases import Client, fail_once, run, submit
 from tests.golden_models import ROOT
 from tests.train_cases import counted_compilations
 
@@ -134,6 +134,23 @@ def test_preemption_and_prefixes_change_nothing(kind):
         assert engine.stats().hit_tokens > 0
     assert outputs[0] == outputs[1]
     assert all(is_valid(PERSON, text) for text in outputs[0][:-1])
+
+
+def test_samples_of_one_prompt():
+    """The first tokens come from the same logits, each under its own constraint."""
+    each = [{"constraint": JSON if n % 2 else REGEX, "sampling": sampled(n), "max_tokens": 120} for n in range(4)]
+    engine = engine_of("bytes")
+    samples = submit(engine, (*range(30, 50), 9), [*each, {"sampling": sampled(9)}])
+    found = texts(engine, "bytes", samples)
+    alone = engine_of("bytes")
+    assert found == texts(
+        alone,
+        "bytes",
+        [Client(alone, (*range(30, 50), 9), **options) for options in each]
+        + [Client(alone, (*range(30, 50), 9), sampling=sampled(9))],
+    )
+    assert [x.ticket.hit_tokens for x in samples] == [0, 21, 21, 21, 21]
+    assert is_valid(PERSON, found[1])
 
 
 def test_speculated_requests_beside_a_constrained_one():

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from flax_layers.models import LayerConfig
 from flax_layers.models.config_json import read_config, write_config
-from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
+from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tests.golden_models import NAMES, ROOT
 
 # What differs between files on the hub, as they are there; sizes are cut.
@@ -86,6 +87,43 @@ def test_longrope():
     assert partial.layers[0].rotary_dim == 12
 
 
+# What Qwen's documentation adds to `config.json`, the form of Transformers 5, and each optional field.
+YARN: dict[str, tuple[dict[str, Any], YarnScaling]] = {
+    "qwen": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        YarnScaling(4.0, 32768),
+    ),
+    "transformers 5": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "attention_factor": 1.5}},
+        YarnScaling(2.0, 40960, attention_factor=1.5),
+    ),
+    "no factor": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4096}},
+        YarnScaling(10.0, 4096),
+    ),
+    "betas": (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": None, "truncate": False}},
+        YarnScaling(4, 40960, beta_fast=16, truncate=False),
+    ),
+    "mscale": (
+        {"rope_scaling": {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5}},
+        YarnScaling(40.0, 40960, mscale=0.707, mscale_all_dim=0.5),
+    ),
+    "beside": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 10240},
+        YarnScaling(4.0, 10240),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", YARN)
+def test_yarn(name):
+    raw, expected = YARN[name]
+    config = read("Qwen3", max_position_embeddings=40960, **raw)
+    assert {layer.rotary_scaling for layer in config.layers} == {expected}
+    assert read_config(write_config(config)) == config
+
+
 REFUSED = [
     (lambda: read("GptOss"), r"GptOssForCausalLM is not supported: it has attention sinks"),
     (lambda: read("Mixtral"), r"MixtralForCausalLM is not supported: it has a mixture of experts"),
@@ -102,8 +140,12 @@ REFUSED = [
     (lambda: read("Llama", quantization_config={"bits": 4}), r"sets `quantization_config`, which .* Got {'bits': 4}"),
     (lambda: read("Gemma3", use_bidirectional_attention=True), r"sets `use_bidirectional_attention`"),
     (
-        lambda: read("Qwen2", rope_scaling={"type": "yarn", "factor": 4.0}),
-        r"must be default, linear, llama3 or longrope\. Got 'yarn'",
+        lambda: read("Qwen2", rope_scaling={"type": "dynamic", "factor": 4.0}),
+        r"must be default, linear, llama3, longrope or yarn\. Got 'dynamic'",
+    ),
+    (
+        lambda: read("Qwen2", rope_scaling={"type": "yarn"}),
+        r"yarn rotary scaling of `config.json` lacks factor",
     ),
     (
         lambda: read("Phi3", rope_scaling=LONGROPE),

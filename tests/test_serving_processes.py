@@ -90,9 +90,9 @@ def test_two_processes_answer_as_one(folder):
             assert found is not None, (folder / "errors0").read_text()
             for bias in ((), ((7, -100.0), (200, 5.0))):
                 body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-                body["logit_bias"] = {str(token): value for token, value in bias}
+                body |= {"logit_bias": {str(token): value for token, value in bias}, "n": 2}
                 answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=120).json()
-                assert answer["choices"][0]["text"] == alone(folder, bias)
+                assert [choice["text"] for choice in answer["choices"]] == [alone(folder, bias)] * 2
             first.send_signal(signal.SIGTERM)
             assert (first.wait(60), second.wait(60)) in ((0, 0), (-signal.SIGTERM, 0))
         finally:

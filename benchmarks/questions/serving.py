@@ -1,9 +1,10 @@
-"""Load on a server: ``python -m benchmarks serving --url http://localhost:8000``.
+"""Load on a server: ``python -m benchmarks serving --url http://localhost:8000``, or ``--start`` for one of its own.
 
 Any server of OpenAI's completions API: ``python -m flax_layers.serve``, vLLM, SGLang. Requests arrive in a closed loop
 (`--concurrency` clients, each sends its next request when the last one has ended) or at random (`--rate` requests a
 second, Poisson: whether the server keeps up or not). Prompts are random tokens, after a prefix that all share, if any;
-their lengths are given, or those of the lines of a file. A few requests before warm the server up.
+their lengths are given, or those of the lines of a file. A few requests before warm the server up. With ``--start``
+the time from the start of the process to the first token is measured, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.environment import gpu_facts, results_folder
 from benchmarks.questions.command import Measured
+from benchmarks.questions.started import started
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
 
@@ -225,6 +227,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--url", default="http://localhost:8000", help="of the server, without /v1; default: http://localhost:8000")
     add("--key", help="API key")
+    add("--start", nargs=argparse.REMAINDER, metavar="OPTION", help="starts flax_layers.serve with what follows")
     add("--requests", type=int, default=128, metavar="N", help="measured requests; default: 128")
     add("--concurrency", type=int, nargs="+", default=[16], metavar="N", help="clients of a closed loop; default: 16")
     add("--rate", type=float, nargs="+", default=[], metavar="R", help="requests a second, Poisson, instead")
@@ -236,25 +239,40 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=0)
     add("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
     options = parser.parse_args(words)
+    if options.start is None:
+        _measure(options, options.url, [])
+        return
+    with started(options.start) as server:
+        [first] = asyncio.run(send(server.url, Load(1, lengths=((16, 1),), warm_up=0), options.key))
+        seconds = float(f"{first.arrivals[0] - server.begun:.4g}")
+        _measure(options, server.url, [Record.single("start to the first token", seconds, "s")])
+
+
+def _measure(options: argparse.Namespace, url: str, records: list[Record]) -> None:
+    for record in records:
+        _show(record)
     common = Load(options.requests, lengths=_lengths(options), shared=options.shared, seed=options.seed)
     loads = [dataclasses.replace(common, rate=rate) for rate in options.rate]
     loads = loads or [dataclasses.replace(common, concurrency=clients) for clients in options.concurrency]
     machine = gpu_facts()
     folder = options.out or schema.FOLDER / results_folder(machine.get("device", "cpu"))
     folder.mkdir(parents=True, exist_ok=True)
-    records: list[Record] = []
     remarks: list[str] = []
     for load in loads:
         with tqdm(total=load.requests, unit="request", dynamic_ncols=True, disable=None) as bar:
             report = functools.partial(bar.update, 1)
-            timings = asyncio.run(send(options.url, load, options.key, options.vocabulary, report))
+            timings = asyncio.run(send(url, load, options.key, options.vocabulary, report))
         found, failures = records_of(timings, load)
         records, remarks = [*records, *found], [*remarks, *failures]
         for record in found:
-            print(f"{record.name:50} {record.value.median:10.4g} {record.unit}")
+            _show(record)
         draw_times(folder / "serving.png", timings, load)
     print("\n".join(remarks))
     schema.write(folder / "serving.json", records, {"title": TITLE, "machine": machine, "remarks": remarks})
+
+
+def _show(record: Record) -> None:
+    print(f"{record.name:50} {record.value.median:10.4g} {record.unit}")
 
 
 if __name__ == "__main__":

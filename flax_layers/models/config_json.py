@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
-from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling
+from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
 
 Raw = Mapping[str, Any]
 """The contents of `config.json`."""
@@ -205,9 +205,29 @@ def _scaling(raw: Raw, rope: Raw, max_positions: int) -> RotaryScaling | None:
             magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
         return LongRopeScaling(short, long, original, max_positions, magnitude)
+    if kind == "yarn":
+        return _yarn(raw, rope)
     raise ValueError(
-        f"The rotary scaling of `config.json` must be default, linear, llama3 or longrope. Got {kind!r}. Remove it to "
-        "use the model within its original context."
+        f"The rotary scaling of `config.json` must be default, linear, llama3, longrope or yarn. Got {kind!r}. Remove "
+        "it to use the model within its original context."
+    )
+
+
+def _yarn(raw: Raw, rope: Raw) -> YarnScaling:
+    """As in Transformers, the original context is that of the file by default, and a null is a default."""
+    original = rope[_ORIGINAL] or raw["max_position_embeddings"]
+    factor = rope.get("factor")
+    if factor is None and rope[_ORIGINAL] is None:
+        raise ValueError(f"The yarn rotary scaling of `config.json` lacks factor, or {_ORIGINAL}.")
+    return YarnScaling(
+        raw["max_position_embeddings"] / original if factor is None else factor,
+        original,
+        rope.get("beta_fast") or YarnScaling.beta_fast,
+        rope.get("beta_slow") or YarnScaling.beta_slow,
+        rope.get("attention_factor"),
+        rope.get("mscale"),
+        rope.get("mscale_all_dim"),
+        truncate=rope.get("truncate", True),
     )
 
 
@@ -305,6 +325,17 @@ def _written_rope(layer: LayerConfig, head_dim: int) -> dict[str, Any]:
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    if isinstance(scaling, YarnScaling):
+        given = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        raw["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            **{key: value for key, value in given.items() if value is not None},
+            "truncate": scaling.truncate,
         }
     if isinstance(scaling, LongRopeScaling):
         raw["original_max_position_embeddings"] = scaling.original_max_positions

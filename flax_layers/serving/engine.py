@@ -6,6 +6,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,12 @@ from flax_layers.serving.drafts import PromptLookup
 from flax_layers.serving.executor import Executor
 from flax_layers.serving.guides import Guides, begin_guide
 from flax_layers.serving.options import EngineOptions, Program, Shape
-from flax_layers.serving.packing import pack
+from flax_layers.serving.packing import pack, pack_allowed, pack_copies
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.penalties import Penalties, pack_penalties
 from flax_layers.serving.requests import Deliver, Event, FinishReason, Request, TokenLogprobs, token_limit
 from flax_layers.serving.scheduler import Chunk, OutOfRoom, Scheduler
-from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.sequence import PageCopy, Sequence
 from flax_layers.serving.shared_prefix import Shared, SharedPrefixes
 from flax_layers.serving.stats import COUNTED, Stats
 from flax_layers.serving.step import read_row
@@ -41,8 +42,7 @@ class Engine:
     """Generates tokens for many requests at once, from one paged cache.
 
     The host runs one step ahead: it dispatches a step before it reads the tokens of the one before, which the device
-    hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one. `start` runs
-    it in a thread of its own.
+    hands from step to step itself. `submit` and `cancel` may be called from any thread; `step` from one, as by `start`.
 
     With `draft_tokens`, drafts of each request are verified in the step that follows them, as a tree: see
     `flax_layers.serving.drafts` and `flax_layers.serving.verification`. Tokens stay the same. Drafts need known tokens,
@@ -124,23 +124,40 @@ class Engine:
             QueueFull: Too many requests wait.
             Closed: The engine shuts down.
         """
-        usable = self._pages.longest
-        limit = token_limit(request, self.context, usable, self.config.vocabulary)
-        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
-        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
-        guide = begin_guide(self._guides, request)
+        [ticket] = self.submit_samples([request], [deliver])
+        return ticket
+
+    def submit_samples(self, requests: Items[Request], deliver: Items[Deliver]) -> list[Ticket]:
+        """Takes several samples of one prompt, which is computed once for all of them; or none, if it raises.
+
+        Args:
+            requests: Of one prompt and one namespace.
+            deliver: Receives the events of each.
+
+        Returns:
+            What cancels each.
+
+        Raises:
+            ValueError: Their prompts or namespaces differ, or as for `submit`.
+            QueueFull: Too many requests wait.
+            Closed: The engine shuts down.
+        """
+        if len({(request.prompt, request.namespace) for request in requests}) > 1:
+            raise ValueError("`requests` must have one prompt and one namespace. Submit others on their own.")
+        samples = [self._sequence(*pair) for pair in zip(requests, deliver, strict=True)]
         with self._changed:
             if self._closed:
                 raise Closed("The engine takes no more requests: it is shutting down. Send them to another server.")
-            waiting = len(self._inbox) + len(self._scheduler.waiting)
-            if waiting >= self.options.max_waiting:
-                raise QueueFull(
-                    f"{waiting} requests wait, and `max_waiting` is {self.options.max_waiting}. Try again later."
-                )
-            sequence = Sequence(request, next(self._numbers), limit, deliver, lookup=lookup, guide=guide)
-            self._inbox.append(sequence)
+            waiting, most = len(self._inbox) + len(self._scheduler.waiting), self.options.max_waiting
+            if waiting + len(samples) > most:
+                remedy = "Try again later" if len(samples) <= max(1, most) else f"Ask for at most {most} samples"
+                raise QueueFull(f"{waiting} requests wait, and `max_waiting` is {most}. {remedy}.")
+            for sequence in samples:
+                sequence.number = next(self._numbers)
+                sequence.samples = samples if len(samples) > 1 else []
+            self._inbox += samples
             self._changed.notify()
-        return Ticket(sequence, self._cancel)
+        return [Ticket(sequence, self._cancel) for sequence in samples]
 
     def step(self) -> bool:
         """Dispatches a step, then reads the one before. A step that fails ends its requests with an error.
@@ -169,6 +186,7 @@ class Engine:
         shapes = self.options.shapes(self.config)
         self._executor.begin_penalties(pack_penalties(Penalties(), 0, [], 0, self.context))
         self._allow([])
+        self._copy_pages([(0, -1)])
         programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
         programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in (True, False)]
         warm_up(self._executor, [(self._packed([], program), program) for program in programs], report)
@@ -218,6 +236,12 @@ class Engine:
             while self.step():
                 pass
         self._executor.close()
+
+    def _sequence(self, request: Request, deliver: Deliver) -> Sequence:
+        limit = token_limit(request, self.context, self._pages.longest, self.config.vocabulary)
+        is_speculated = self.options.draft_tokens > 0 and request.may_be_speculated
+        lookup = PromptLookup(request.prompt, self.options.draft_match) if is_speculated else None
+        return Sequence(request, limit, deliver, lookup=lookup, guide=begin_guide(self._guides, request))
 
     def _loop(self) -> None:
         try:
@@ -304,6 +328,7 @@ class Engine:
             max(len(chunk.sequence.pages) for chunk in chunks),
             self.config,
             drafts=any(chunk.draft.tokens for chunk in chunks),
+            forks=not all(chunk.count for chunk in chunks),
         )
         for sequence, *_ in chunks:
             if not sequence.is_edited and sequence.request.penalties:
@@ -312,27 +337,28 @@ class Engine:
             self._executor.poison(self._pages.free_mask())
         if any(chunk.sequence.guide is not None for chunk in chunks):
             self._allow(chunks)
-        chunks, shared = self._prefixes.arrange(chunks) if shape in self._cascades else (chunks, Shared())
+        may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
+        chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
+        self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
         is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
-        fields = self._run(chunks, Program(shape, is_greedy, shared.requests > 0), shared)
+        program = Program(shape, is_greedy, shared.requests > 0)
+        fields = self._executor.run(self._packed(chunks, program, shared), program)
+        self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])
         self._counts["cascade_steps"] += shared.requests > 0
         fields.copy_to_host_async()
         self._counts["steps"] += 1
         return _Dispatched(chunks, shape, fields)
-
-    def _run(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> Array:  # noqa: B008  a tuple
-        return self._executor.run(self._packed(chunks, program, shared), program)
 
     def _packed(self, chunks: list[Chunk], program: Program, shared: Shared = Shared()) -> np.ndarray:  # noqa: B008
         return pack(chunks, program.shape, self.options.max_requests, shared)
 
     def _allow(self, chunks: list[Chunk]) -> None:
         """Tells the device what constraints allow; a second transfer, in steps that have any."""
-        bits = np.zeros((self.options.max_requests, -(-self.config.vocabulary // 32)), np.int32)
-        for chunk in chunks:
-            if chunk.samples and chunk.sequence.guide is not None:
-                bits[chunk.sequence.slot] = chunk.sequence.guide.allowed
-        self._executor.allow(bits.ravel())
+        self._executor.allow(pack_allowed(chunks, self.options.max_requests, self.config.vocabulary))
+
+    def _copy_pages(self, copies: list[PageCopy]) -> None:
+        for words in pack_copies(copies):
+            self._executor.copy_pages(words)
 
     def _begin_penalties(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

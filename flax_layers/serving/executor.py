@@ -13,6 +13,7 @@ from flax_layers.serving.step import (
     allow_tokens,
     begin_penalties,
     cache_sharding,
+    copy_state_pages,
     empty_state,
     make_step,
     poison_pages,
@@ -87,6 +88,14 @@ class Executor:
             words: A bit for each token of each slot, the lowest bit of the first word first.
         """
         self._state = allow_tokens(self._state, words, sharding=self._sharding)
+
+    def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
+        """Copies pages.
+
+        Args:
+            words: One of the results of `flax_layers.serving.packing.pack_copies`.
+        """
+        self._state = copy_state_pages(self._state, words, sharding=self._sharding)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
         """Overwrites pages with NaN.

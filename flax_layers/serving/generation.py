@@ -63,10 +63,14 @@ class Generation:
             ApiError: The engine refuses one of them. `cancel` ends the others.
         """
         try:
-            for index, request in enumerate(self._requests):
-                self._tickets.append(engine.submit(request, self._deliver(index)))
+            for first in range(0, len(self._requests), self._choices):
+                samples = range(first, first + self._choices)
+                deliver = [self._deliver(index) for index in samples]
+                tickets = engine.submit_samples([self._requests[index] for index in samples], deliver)
+                self._tickets += tickets
                 if self._is_cancelled:  # meanwhile
-                    self._tickets[-1].cancel()
+                    for ticket in tickets:
+                        ticket.cancel()
                     return
         except (ValueError, QueueFull, Closed) as error:
             status = {QueueFull: 429, Closed: 503}.get(type(error), 400)

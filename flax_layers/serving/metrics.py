@@ -16,7 +16,7 @@ _FIRST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 _NEXT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 _COUNTERS = {
     "prompt_tokens": "Tokens of admitted prompts",
-    "hit_tokens": "Tokens of prompts that were found in the prefix cache",
+    "hit_tokens": "Tokens of prompts that were found in the prefix cache, or that another sample computed",
     "generated_tokens": "Sampled tokens that were delivered",
     "drafted_tokens": "Drafted tokens that were verified",
     "accepted_tokens": "Drafted tokens that were accepted",

@@ -203,7 +203,9 @@ class EngineOptions:
             drafted += [shape._replace(drafts=self.draft_tokens) for shape in mixed]
         return tuple(dict.fromkeys(decoding + mixed + drafted))
 
-    def shape_for(self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False) -> Shape:
+    def shape_for(
+        self, tokens: int, rows: int, pages: int, config: ModelConfig, *, drafts: bool = False, forks: bool = False
+    ) -> Shape:
         """The least shape that holds a step.
 
         Args:
@@ -212,6 +214,7 @@ class EngineOptions:
             pages: The largest number of pages of a request.
             config: Configuration of the model.
             drafts: Whether some of the tokens are drafted.
+            forks: Whether some of the requests have no token.
 
         Returns:
             The shape.
@@ -219,7 +222,7 @@ class EngineOptions:
         width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
         if drafts and tokens <= self._drafted(bucket):
             return Shape(self._drafted(bucket), bucket, width, self.draft_tokens)
-        if tokens == rows:
+        if tokens == rows and not forks:
             return Shape(bucket, bucket, width)
         return Shape(_least(self.tokens, tokens), self.max_requests, width, self.draft_tokens if drafts else 0)
 

@@ -15,6 +15,7 @@ from flax_layers.sampling import SamplingBatch
 from flax_layers.serving.options import Shape
 from flax_layers.serving.penalties import PenaltyBatch
 from flax_layers.serving.scheduler import Chunk
+from flax_layers.serving.sequence import PageCopy
 from flax_layers.serving.shared_prefix import Shared
 from jflex.paged import PagedBatch
 
@@ -22,6 +23,8 @@ _SAMPLING = (
     ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32), ("min_p", np.float32),
 )  # fmt: skip
 _PENALTIES = tuple((f"{name}_penalty", np.float32) for name in ("presence", "frequency", "repetition"))
+COPIES = 8
+"""Pages that are copied at once; XLA holds so many twice."""
 _COLUMNS = (*_SAMPLING, *_PENALTIES, ("is_edited", np.int32), ("dropped", np.int32), ("is_guided", np.int32))
 
 
@@ -74,7 +77,7 @@ def pack(
     ancestors = np.zeros((shape.rows, 1 + shape.drafts if shape.drafts else 0), np.int32)
     columns = {name: np.zeros(shape.rows, dtype) for name, dtype in _COLUMNS}
     end = 0
-    for row, (sequence, first, count, samples, draft) in enumerate(chunks):
+    for row, (sequence, first, count, samples, draft, _) in enumerate(chunks):
         assert sequence.slot is not None
         known = sequence.tokens[first : first + count]
         tokens[end : end + len(known)] = known
@@ -100,6 +103,46 @@ def pack(
     words = [column.view(np.int32) for column in columns.values()]
     arrays = [np.array(shared, np.int32), tokens, indptr, lengths, slots, *words, table.ravel(), ancestors.ravel()]
     return np.concatenate(arrays)
+
+
+def pack_copies(copies: Items[PageCopy]) -> list[Int32[np.ndarray, " words"]]:
+    """Packs copies of pages, `COPIES` at a time.
+
+    Args:
+        copies: Any number of them.
+
+    Returns:
+        The pages to read and the pages to write of each call of `copy_pages`, padded with copies to no page.
+
+    Example:
+        >>> [words.tolist() for words in pack_copies([(3, 5)])]
+        [[3, 0, 0, 0, 0, 0, 0, 0, 5, -1, -1, -1, -1, -1, -1, -1]]
+    """
+    packed = []
+    for first in range(0, len(copies), COPIES):
+        words = np.repeat(np.array([0, -1], np.int32), COPIES)
+        for place, (source, destination) in enumerate(copies[first : first + COPIES]):
+            words[place], words[COPIES + place] = source, destination
+        packed.append(words)
+    return packed
+
+
+def pack_allowed(chunks: Items[Chunk], slots: int, vocabulary: int) -> Int32[np.ndarray, " words"]:
+    """Packs the tokens that constraints allow next.
+
+    Args:
+        chunks: The chunks of the step.
+        slots: Requests that run at once.
+        vocabulary: Vocabulary size of the model.
+
+    Returns:
+        A bit for each token of each slot, the lowest bit of the first word first.
+    """
+    bits = np.zeros((slots, -(-vocabulary // 32)), np.int32)
+    for chunk in chunks:
+        if chunk.samples and chunk.sequence.guide is not None:
+            bits[chunk.sequence.slot] = chunk.sequence.guide.allowed
+    return bits.ravel()
 
 
 def unpack(packed: Int32[Array, " words"], shape: Shape) -> StepInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 import numpy as np
 from jaxtyping import Int32
@@ -22,6 +23,9 @@ class Pages:
 
     If all layers of the model have windows, pages of a sequence that no later token attends to are dropped. Those of
     its shared prefix stay until it ends.
+
+    The samples of a prompt compute it once. They share its full pages through the prefix cache. The last page, if it is
+    partly filled, is copied, because each of them goes on in it.
 
     With `streaming`, all pages between the sinks and the window are dropped, and a prompt gets its pages chunk by
     chunk. A prefix that is shared is at most as long as sinks and window, and is given up when the window has left it.
@@ -76,13 +80,17 @@ class Pages:
         """Pages that belong to sequences."""
         return self._pool.num_pages - 1 - self.free - self.cached
 
-    def begin(self, sequence: Sequence, spare: int) -> bool:
+    def begin(self, sequence: Sequence, samples: Items[Sequence], spare: int) -> bool:
         """Gives a sequence pages for all its tokens, the first ones from the prefix cache.
+
+        If there is another sample of its prompt and all pages before the last one are cached, the last one is copied.
+        Only the last token is computed then.
 
         With `streaming`, not more than sinks and window need: `room` gives it the others.
 
         Args:
             sequence: One without pages.
+            samples: Others of its prompt, which has been written to their pages by dispatched steps.
             spare: Pages that must remain available.
 
         Returns:
@@ -97,6 +105,36 @@ class Pages:
         sequence.prefix = prefix
         sequence.pages = [*prefix.pages, *self._cache.alloc(missing)]
         sequence.computed = prefix.num_tokens
+        page, offset = divmod(len(sequence.request.prompt) - 1, self._pool.page_size)
+        sources = [x.pages[page] for x in samples if x.pages[page]] if self._streaming is None else []
+        if sources and offset and page == len(prefix.pages) and not sequence.generated:
+            sequence.copies = ((sources[0], sequence.pages[page]),)
+            sequence.computed += offset
+        return True
+
+    def fork(self, sequence: Sequence, first: Sequence, spare: int) -> bool:
+        """Gives a sample of a prompt its pages, in the step that completes the prompt.
+
+        Args:
+            sequence: One without pages and without generated tokens.
+            first: Another sample of the prompt. The step computes the last token.
+            spare: Pages that must remain available.
+
+        Returns:
+            Whether it has them. If not, nothing has changed: there are not enough pages, or full ones are not shared.
+        """
+        if self._streaming is not None:
+            return False
+        self.share(first)
+        prefix = self._match(sequence, sequence.length)
+        full, offset = divmod(sequence.length, self._pool.page_size)
+        missing = 1 if offset else 0
+        if len(prefix.pages) < full or missing + spare > self._pool.num_free + self._cache.num_evictable:
+            self._cache.unlock(prefix)
+            return False
+        sequence.prefix, sequence.computed = prefix, sequence.length
+        sequence.pages = [*prefix.pages, *self._cache.alloc(missing)]
+        sequence.copies = tuple(zip(first.pages[full : full + missing], sequence.pages[full:], strict=True))
         return True
 
     def extend(self, sequence: Sequence) -> bool:
@@ -189,12 +227,13 @@ class Pages:
         assert sequence.prefix is not None
         self._cache.unlock(sequence.prefix)
         self._pool.release(sequence.own_pages)
-        sequence.prefix, sequence.pages, sequence.dropped = None, [], 0
+        sequence.prefix, sequence.pages, sequence.dropped, sequence.copies = None, [], 0, ()
 
-    def _match(self, sequence: Sequence) -> PrefixHit:
-        """The cached prefix of a sequence, as far as it may be shared; locked."""
+    def _match(self, sequence: Sequence, limit: int | None = None) -> PrefixHit:
+        """The cached prefix of a sequence, as far as it may be shared; locked. By default without its last token."""
         tokens = sequence.tokens if self._shares else []
-        limit = None if self._shared is None else min(self._shared, max(0, len(tokens) - 1))
+        if self._shared is not None:
+            limit = min(self._shared, max(0, len(tokens) - 1))
         return self._cache.match(tokens[:limit], namespace=sequence.request.namespace, limit=limit)
 
     def _drop_unseen(self, sequence: Sequence) -> None:

@@ -28,7 +28,7 @@ from flax_layers.serving.options import EngineOptions, Program, Shape
 from flax_layers.streaming_llm import Streaming
 from jflex.types import AnyArray
 
-_RUN, _PENALTIES, _ALLOW, _POISON, _RESET, _CLOSE = range(6)
+_RUN, _PENALTIES, _ALLOW, _COPY, _POISON, _RESET, _CLOSE = range(7)
 _HEADER = len(Shape._fields) + len(Program._fields)  # with the number of the call
 _SECRET = 32
 _ANSWER = 512
@@ -69,6 +69,11 @@ class LeadingExecutor(Executor):
         """See `Executor.allow`."""
         self._tell(_ALLOW, words)
         super().allow(words)
+
+    def copy_pages(self, words: Int32[AnyArray, " words"]) -> None:
+        """See `Executor.copy_pages`."""
+        self._tell(_COPY, words)
+        super().copy_pages(words)
 
     def poison(self, free: Int32[AnyArray, " P"]) -> None:
         """See `Executor.poison`."""
@@ -120,6 +125,8 @@ def follow(model: Decoder) -> None:
                 executor.begin_penalties(words)
             elif call == _ALLOW:
                 executor.allow(words)
+            elif call == _COPY:
+                executor.copy_pages(words)
             elif call == _POISON:
                 executor.poison(words)
             elif call == _RESET:

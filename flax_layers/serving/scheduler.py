@@ -17,7 +17,7 @@ from flax_layers.serving.drafts import Draft
 from flax_layers.serving.options import EngineOptions
 from flax_layers.serving.pages import Pages
 from flax_layers.serving.requests import FinishReason
-from flax_layers.serving.sequence import Sequence
+from flax_layers.serving.sequence import PageCopy, Sequence
 
 
 class Chunk(NamedTuple):
@@ -26,9 +26,11 @@ class Chunk(NamedTuple):
     Attributes:
         sequence: The sequence.
         first: Position of the first token.
-        count: Number of tokens.
+        count: Number of tokens. 0 for a sample of a prompt that the chunk before completes: its next token is sampled
+            from the same logits.
         samples: Whether they end the sequence, so that the next token is sampled.
         draft: Drafted tokens after them, to be verified.
+        copies: Pages that are copied before the step; if there are no tokens, after it.
     """
 
     sequence: Sequence
@@ -36,6 +38,7 @@ class Chunk(NamedTuple):
     count: int
     samples: bool
     draft: Draft = Draft()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def size(self) -> int:
@@ -59,7 +62,7 @@ class Scheduler:
         running: Those that have pages, in the order of arrival.
         preemptions: How often a sequence lost its pages.
         prompt_tokens: Tokens of the prompts that were admitted.
-        hit_tokens: Those of them that were found in the prefix cache.
+        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
     """
 
     def __init__(self, options: EngineOptions, pages: Pages):
@@ -99,7 +102,7 @@ class Scheduler:
                 raise OutOfRoom
             self.preempt(self.running[-1])
             return self.schedule(may_preempt=True)
-        while budget and self.waiting and self._slots and self._admit(self.waiting[0]):
+        while budget and self.waiting and self._slots and self._admit(self.waiting[0], decoding):
             budget -= self._add_chunk(chunks, self.waiting.popleft(), budget)
         for place in range(len(decoding)):
             chunks[place] = self._with_draft(chunks[place], budget)
@@ -150,17 +153,33 @@ class Scheduler:
                 decoding.append(sequence)
         return decoding
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, decoding: list[Sequence]) -> bool:
         """Whether a sequence runs now: it gets pages for its tokens, and one is left for each that runs."""
-        if not self._pages.begin(sequence, spare=len(self.running)):
+        samples = [x for x in sequence.samples if x in decoding]  # earlier steps have written their prompt
+        if not self._pages.begin(sequence, samples, spare=len(self.running)):
             return False
+        self._enter(sequence)
+        return True
+
+    def _admit_samples(self, chunks: list[Chunk]) -> None:
+        """Admits the other samples of a prompt that the last chunk completes. They have no tokens to compute."""
+        first = chunks[-1].sequence
+        if not chunks[-1].samples or first.generated > 1:
+            return
+        while self.waiting and self._slots and self.waiting[0] in first.samples and not self.waiting[0].generated:
+            if not self._pages.fork(self.waiting[0], first, spare=len(self.running)):
+                return
+            sequence = self.waiting.popleft()
+            self._enter(sequence)
+            chunks.append(self._chunk(sequence, 0))
+
+    def _enter(self, sequence: Sequence) -> None:
         if sequence.hit is None:
             sequence.hit = sequence.computed
             self.prompt_tokens += len(sequence.request.prompt)
             self.hit_tokens += sequence.hit
         sequence.slot = self._slots.pop()
         bisect.insort(self.running, sequence, key=lambda x: x.number)
-        return True
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         if not budget:
@@ -169,10 +188,12 @@ class Scheduler:
         count = self._pages.room(sequence, min(budget, sequence.missing), spare=len(self.running) - 1)
         if count:
             chunks.append(self._chunk(sequence, count))
+            self._admit_samples(chunks)
         return count
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        chunk = Chunk(sequence, sequence.computed, count, samples=count == sequence.missing)
+        chunk = Chunk(sequence, sequence.computed, count, count == sequence.missing, copies=sequence.copies)
+        sequence.copies = ()
         sequence.computed += count
         sequence.pending += chunk.samples
         if count > 1:

@@ -9,6 +9,9 @@ from flax_layers.serving.guides import Guide
 from flax_layers.serving.requests import Deliver, FinishReason, Request
 from jflex.paged import PrefixHit
 
+PageCopy = tuple[int, int]
+"""A page to read, and one to write."""
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
@@ -19,9 +22,9 @@ class Sequence:
 
     Attributes:
         request: The request.
-        number: Counts sequences in the order of arrival, which is the order of service.
         limit: Tokens to generate at most.
         deliver: Receives the events.
+        number: Counts sequences in the order of arrival, which is the order of service.
         tokens: The known tokens, prompt first.
         pending: Tokens that were sampled and have not been read.
         computed: Positions whose keys and values are in the cache, or will be when the dispatched steps have run.
@@ -30,16 +33,19 @@ class Sequence:
         dropped: With `streaming`, tokens behind the sinks whose pages are not in `pages` any more.
         slot: Its place in the state on the device; None while it waits.
         is_edited: Whether the device knows its penalties, in this slot.
-        hit: Tokens that were found in the prefix cache when it was admitted first; None before.
+        hit: Tokens that it need not compute when it is admitted first: they are in the prefix cache, or another sample
+            of the prompt computes them; None before.
         lookup: Drafts its next tokens; None: it is not speculated.
         finish_reason: None until it ends.
         guide: Follows its constraint; None without one. It has taken the known tokens after the prompt.
+        samples: The samples of its prompt that were submitted together, itself included; empty if it is the only one.
+        copies: Pages to copy to its own for its next chunk: source and destination.
     """
 
     request: Request
-    number: int
     limit: int
     deliver: Deliver
+    number: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     pending: int = 0
     computed: int = 0
@@ -52,6 +58,8 @@ class Sequence:
     lookup: PromptLookup | None = None
     finish_reason: FinishReason | None = None
     guide: Guide | None = None
+    samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
+    copies: tuple[PageCopy, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

@@ -19,7 +19,7 @@ class Stats:
         cached_pages: Pages that the prefix cache holds.
         used_pages: Pages of running requests alone.
         prompt_tokens: Tokens of admitted prompts.
-        hit_tokens: Those of them that were found in the prefix cache.
+        hit_tokens: Those of them that were found in the prefix cache, or that another sample of the prompt computed.
         generated_tokens: Sampled tokens that were delivered.
         drafted_tokens: Drafted tokens that were verified.
         accepted_tokens: Those of them that were accepted.

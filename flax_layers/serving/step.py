@@ -23,7 +23,7 @@ from flax_layers.serving.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.serving.verification import DraftRows, accept, compact, sample_drafts
 from flax_layers.streaming_llm import Streaming
-from jflex.paged import PagedCache
+from jflex.paged import PagedCache, copy_pages
 from jflex.types import AnyArray
 
 
@@ -105,6 +105,7 @@ def make_step(
         streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
         hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streamed)
         nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
+        # A row without tokens has the logits of the row before, whose prompt is the same.
         rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
         of_nodes = model.logits(hidden[rows])
         logits = of_nodes if nodes is None else of_nodes[:, 0]
@@ -263,6 +264,24 @@ def allow_tokens(
         The state.
     """
     return _constrained(dataclasses.replace(state, allowed=words.reshape(state.allowed.shape)), sharding)
+
+
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="sharding")
+def copy_state_pages(
+    state: DeviceState, words: Int32[Array, " words"], *, sharding: NamedSharding | None = None
+) -> DeviceState:
+    """Copies pages of all layers.
+
+    Args:
+        state: Donated.
+        words: One of the results of `flax_layers.serving.packing.pack_copies`.
+        sharding: Sharding of the cache.
+
+    Returns:
+        The state.
+    """
+    cache = copy_pages(state.cache, *jnp.split(words, 2))
+    return _constrained(dataclasses.replace(state, cache=cache), sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

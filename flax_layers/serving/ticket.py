@@ -32,5 +32,5 @@ class Ticket:
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens of the prompt that were found in the prefix cache."""
+        """Tokens of the prompt that were found in the prefix cache, or that another sample of it computed."""
         return self._sequence.hit or 0

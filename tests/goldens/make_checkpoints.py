@@ -48,6 +48,15 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2],
     "long_factor": [1.0, 1.9, 3.7],
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.05,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
 
 # The length of the shorter prompts.
@@ -69,6 +78,7 @@ CASES = {
     "mistral": ("Mistral", "bfloat16", {"sliding_window": 9, "head_dim": 14}),
     "qwen2": ("Qwen2", "bfloat16", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", "bfloat16", {"head_dim": 18, "num_key_value_heads": 3}),
+    "qwen3_yarn": ("Qwen3", "bfloat16", {"head_dim": 16, "num_hidden_layers": 2, "rope_parameters": _YARN}),
     "gemma2": ("Gemma2", "bfloat16", {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "Gemma3Text",

@@ -1,0 +1,248 @@
+"""Scenarios of serving that no other test shows on its own: the prefix cache, plans, trees and the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jflex
+from flax_layers.serving import packing
+from flax_layers.serving.options import Program
+from jflex.backends.xla.paged import KEYS
+from jflex.backends.xla.paged_bounds import walk_of
+from jflex.masks import causal, tree_bits
+from jflex.paged import PagedBatch, PagedCache
+from jflex.paged.attention import prepare
+from pallas_kernels.config import Tiles
+from pallas_kernels.triton import split_kv
+from pallas_kernels.triton.paged.work import Work, requests_on_host
+from tests import engine_cases
+from tests.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
+from tests.specs import spec_of
+
+pytestmark = pytest.mark.usefixtures("in_haste")
+D, PAGE = 8, 4
+SCENARIOS: dict[str, Callable[[], None]] = {}
+
+
+def scenario(words: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Adds a function to the table."""
+    return lambda check: SCENARIOS.setdefault(words, check)
+
+
+# --- the prefix cache in the engine
+
+
+@scenario("a finished request leaves prompt and text in whole pages, and nothing of its last token")
+def finished_text_is_cached():
+    engine = engine_of(engine_cases.model())
+    for length in (6, 7, 8):  # the last token, whose keys are not written, ends on, after and before the end of a page
+        prompt = (length, *SYSTEM[: length - 1])
+        first = Client(engine, prompt)
+        run(engine)
+        whole = (*prompt, *first.tokens)
+        following = Client(engine, (*whole, 1, 2, 3, 4), max_tokens=1)
+        run(engine)
+        assert following.ticket.hit_tokens == (len(whole) - 1) // 4 * 4
+
+
+@scenario("a prompt that is cached as a whole is computed from its last page on")
+def full_hit_computes_a_token():
+    engine = engine_of(engine_cases.model())
+    for hit in (0, 16):  # 20 tokens end a page; their logits need the last one
+        client = Client(engine, SYSTEM[:20])
+        run(engine)
+        assert client.tokens == recomputed(SYSTEM[:20])
+        assert client.ticket.hit_tokens == hit
+
+
+@scenario("a request that is cancelled in the middle of its prompt leaves no lock")
+def cancelled_prompt_leaves_no_lock():
+    engine = engine_of(engine_cases.model(), max_step_tokens=8)
+    client = Client(engine, SYSTEM)
+    engine.step()
+    assert not client.tokens
+    assert engine.stats().running == 1
+    client.ticket.cancel()
+    run(engine)
+    assert engine._pages._cache.num_locks == 0
+    assert client.reason == "cancelled"
+
+
+@scenario("a hit and a cold prompt give the same bits")
+def a_hit_changes_no_bit():
+    """Of tokens and log probabilities, where one program computes both: XLA on a CPU, with buckets of equal size."""
+    engine = engine_of(engine_cases.model(), max_step_tokens=32)
+    found = []
+    for hit in (0, 20):
+        client = Client(engine, (*SYSTEM, 5, 6), logprobs=2)
+        run(engine)
+        found.append([(event.tokens, event.logprobs) for event in client.events])
+        assert client.ticket.hit_tokens == hit
+    assert found[0] == found[1]
+
+
+# --- plans
+
+
+@scenario("the work items of a batch cover each tile of queries and keys once, and as many as there is room for")
+def work_covers_each_tile_once():
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(0, 3, 9) * rng.integers(1, 40, 9)
+        lengths = (rng.integers(0, 3, 9) * rng.integers(1, 4000, 9)).astype(np.int32)
+        indptr = np.cumsum([0, *counts]).astype(np.int32)
+        spec = spec_of(B=9, T=int(indptr[-1]), S=8192, Hq=4, Hkv=2)
+        work = Work(Tiles(block_q=32, block_kv=64), min_queries=0, max_queries=1 << 20)
+        plan = requests_on_host(spec, work, indptr, lengths)
+        splits = np.asarray(plan.splits)
+        find = jax.vmap(functools.partial(split_kv.find_work_item, plan.tiles * plan.splits))
+        items = np.stack(find(jnp.arange(work.num_items(spec), dtype=jnp.int32)), axis=1)
+        covered = [
+            np.zeros((-(-n // work.queries(spec)), -(-s // 64)), int) for n, s in zip(counts, lengths, strict=True)
+        ]
+        for request, within in items[items[:, 0] < 9]:
+            tile, split = divmod(within, splits[request])
+            first, end = split_kv.split_range(covered[request].shape[1], int(split), int(splits[request]))
+            covered[request][tile, int(first) : int(end)] += 1
+        assert all((one == 1).all() for one in covered)
+        assert splits.max() > 1
+
+
+@scenario("tiles of keys behind the last query of a tile are not read")
+def causal_tiles_end():
+    queries = 4 * KEYS
+    cache = PagedCache.create(1 + queries // PAGE, PAGE, 2, D, dtype="float32")
+    table = jnp.arange(1, cache.num_pages, dtype=jnp.int32)[None]
+    batch = PagedBatch(jnp.array([0, queries]), jnp.array([queries]), table)
+    options = {"score_mod": None, "sinks": None, "scale": None, "layer": None, "config": None}
+    call = prepare(jnp.zeros((queries, 2, D)), cache, batch, mask_mod=causal(), **options)
+    for first, end in ((0, 1), (KEYS, 2), (queries - 8, 4)):
+        rows = jnp.arange(first, first + 8, dtype=jnp.int32)
+        heads = jnp.arange(2, dtype=jnp.int32)
+        walk = walk_of(call.spec, call.inputs(), jnp.int32(0), rows, heads, batch.kv_lengths[0], KEYS)
+        assert [int(x) for x in walk] == [0, end]
+
+
+@scenario("a step is planned and packed by the host alone, and the same each time")
+def packing_touches_no_device():
+    class Untouched:
+        def __getattr__(self, name):
+            raise AssertionError(f"`{name}` is used")
+
+    engine = engine_of(engine_cases.model())
+    for prompt in PROMPTS:
+        Client(engine, prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("jax", "jnp"):
+            patch.setattr(packing, name, Untouched())
+        engine._take_in()
+        chunks = engine._schedule()
+        tokens = sum(chunk.size for chunk in chunks)
+        program = Program(engine.options.shape_for(tokens, len(chunks), 8, engine.config))
+        packed = [engine._packed(chunks, program) for _ in range(2)]
+    assert type(packed[0]) is np.ndarray
+    np.testing.assert_array_equal(packed[0], packed[1])
+
+
+@scenario("a step that was packed for another shape is refused, and the engine goes on")
+def another_shape_is_refused():
+    engine = engine_of(engine_cases.model())
+    small, large = (Program(shape) for shape in engine.options.shapes(engine.config)[:2])
+    with pytest.raises((TypeError, ValueError)):
+        engine._executor.run(engine._packed([], small), large)
+    client = Client(engine, PROMPTS[0])
+    run(engine)
+    assert client.tokens == recomputed(PROMPTS[0])
+
+
+# --- trees
+
+
+def attend(query, cache, before: int, queries: int, **ancestors) -> np.ndarray:
+    """Of one request with so many keys before its queries, on pages in order."""
+    pages = -(-(before + queries) // PAGE)
+    table = jnp.arange(1, 1 + pages, dtype=jnp.int32)[None]
+    batch = PagedBatch(jnp.array([0, queries]), jnp.array([before + queries]), table, **ancestors)
+    return np.asarray(jflex.paged_attention(query, cache, batch, mask_mod=causal(), implementation="xla"))
+
+
+def drawn(rows: int):
+    keys, values = np.random.default_rng(0).normal(size=(2, 9 * PAGE, 2, D)).astype(np.float32)
+    query = np.random.default_rng(1).normal(size=(rows, 2, D)).astype(np.float32)
+    return query, keys, values
+
+
+def cache_of(keys, values) -> PagedCache:
+    return PagedCache(*(jnp.asarray(x).reshape(9, PAGE, 2, D) for x in (keys, values)))
+
+
+@scenario("a tree that is a chain is causal attention, bit by bit")
+def a_chain_is_causal():
+    query, keys, values = drawn(7)
+    words = jnp.asarray(tree_bits(range(-1, 6)))[None]
+    cache = cache_of(keys, values)
+    np.testing.assert_array_equal(attend(query, cache, 13, 7, ancestors=words), attend(query, cache, 13, 7))
+
+
+@scenario("each branch of a tree of seven nodes is that branch alone")
+def branches_are_alone():
+    parents, before = [-1, 0, 0, 1, 1, 2, 2], 13
+    query, keys, values = drawn(7)
+    found = attend(query, cache_of(keys, values), before, 7, ancestors=jnp.asarray(tree_bits(parents))[None])
+    for leaf in (3, 4, 5, 6):
+        branch = [0, parents[leaf], leaf]
+        alone = [np.array(x) for x in (keys, values)]
+        for x, whole in zip(alone, (keys, values), strict=True):
+            x[PAGE + before : PAGE + before + 3] = whole[[PAGE + before + node for node in branch]]
+        right = attend(query[branch], cache_of(*alone), before, 3)
+        np.testing.assert_allclose(found[branch], right, rtol=1e-5, atol=1e-6)
+
+
+# --- the engine
+
+
+@scenario("twenty random prompts get the tokens of full recomputation")
+def random_prompts():
+    rng = np.random.default_rng(5)
+    prompts = [tuple(rng.integers(0, 64, rng.integers(1, 30)).tolist()) for _ in range(20)]
+    engine = engine_of(engine_cases.model())
+    clients = [Client(engine, prompt) for prompt in prompts]
+    run(engine)
+    assert [client.tokens for client in clients] == [recomputed(prompt) for prompt in prompts]
+
+
+@scenario("a request that is cancelled has ended and returned its pages after the next step")
+def cancelled_within_a_step():
+    engine = engine_of(engine_cases.model(), prefix_cache=False)
+    leaving, staying = (Client(engine, prompt, max_tokens=20) for prompt in PROMPTS[:2])
+    for _ in range(4):
+        engine.step()
+    leaving.ticket.cancel()
+    engine.step()
+    assert leaving.reason == "cancelled"
+    assert len(leaving.tokens) == 3  # those of the step before are not read for it
+    assert engine.stats().used_pages == len(staying.ticket._sequence.pages)
+    run(engine)
+    assert staying.reason == "length"
+
+
+@scenario("a prompt longer than all pages is refused at once, with both numbers, and others run on")
+def too_long_for_the_pages():
+    engine = engine_of(engine_cases.model(), num_pages=6)
+    other = Client(engine, (1, 2, 3))
+    engine.step()
+    with pytest.raises(ValueError, match=r"shorter than 20 tokens.*Got 21"):
+        Client(engine, SYSTEM)
+    run(engine)
+    assert other.tokens == recomputed((1, 2, 3))
+
+
+@pytest.mark.parametrize("words", SCENARIOS)
+def test_scenario(words):
+    SCENARIOS[words]()
