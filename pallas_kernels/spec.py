@@ -128,6 +128,7 @@ class AttentionSpec:
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
       dropout: Of the weights, or None.
       normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
+      stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
       programs: The tile programs of the mods, once a plan has made them.
     """
 
@@ -156,6 +157,7 @@ class AttentionSpec:
     heads_in_rows: bool = False
     dropout: Dropout | None = None
     normalize: Literal["softmax", "none"] = "softmax"
+    stats: tuple[Literal["max", "entropy"], ...] = ()
     programs: Programs = dataclasses.field(default_factory=Programs)
 
     def __post_init__(self) -> None:
