@@ -29,9 +29,9 @@ class AttentionStats(NamedTuple):
         With sinks, the weight of the sink is one of the ``p``, so that they sum up to 1.
     """
 
-    lse: Float32[Array, "..."] | None = None
-    max: Float32[Array, "..."] | None = None
-    entropy: Float32[Array, "..."] | None = None
+    lse: Float32[Array, "*axes"] | None = None
+    max: Float32[Array, "*axes"] | None = None
+    entropy: Float32[Array, "*axes"] | None = None
 
 
 def check_stats(return_stats: object, return_lse: bool, normalize: str) -> tuple[Stat, ...]:

@@ -55,6 +55,6 @@ def sinks_gradient(spec: AttentionSpec, sinks: jax.Array, saved: Saved, d_saved:
     delta = jnp.sum(out * d_out, axis=-1) - (0 if d_saved.lse is None else d_saved.lse)
     lse = jnp.where(saved.lse == -jnp.inf, jnp.inf, saved.lse)  # no key and a sink of -inf: a weight of 0
     weight = jnp.exp(sinks[None, :, None] - lse)
-    if d_saved.entropy is not None:  # dP is ``-d_entropy * log P``, and delta its mean
+    if d_saved.entropy is not None and saved.entropy is not None:  # dP is ``-d_entropy * log P``, and delta its mean
         delta = delta + d_saved.entropy * (saved.entropy + log_weight(sinks[None, :, None], saved.lse))
     return -jnp.sum(jnp.where(weight == 0, 0, weight * delta), axis=(0, 2))

@@ -152,7 +152,7 @@ class PagedOp:
 
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
-            return tuple(PagedOp(self.backend, spec)(own))
+            return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(own)))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
 

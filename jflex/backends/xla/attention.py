@@ -111,12 +111,12 @@ class _Rows(NamedTuple):
     d_entropy: jax.Array | None
 
     @classmethod
-    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, *vectors: jax.Array | None) -> _Rows:
-        """Slices them; the arrays are [B, Hkv, group, T, ...], the vectors lse, delta and d_entropy."""
-        q, d_out = walk.queries(query, unit), walk.queries(d_out, unit)
+    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, vectors: softmax.RowVectors) -> _Rows:
+        """Slices them; the arrays are [B, Hkv, group, T, ...]."""
+        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, vectors.lse, vectors.delta))
+        d_entropy = None if vectors.d_entropy is None else walk.queries(vectors.d_entropy, unit)[:, :, None]
         columns = lambda x: jnp.einsum("bkgqd->bkdgq", x)
-        of_keys = (None if x is None else walk.queries(x, unit)[:, :, None] for x in vectors)
-        return cls(unit, q, columns(q), d_out, columns(d_out), *of_keys)
+        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None], d_entropy)
 
 
 _Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and accumulators: arrays, lists of arrays or None
@@ -134,19 +134,14 @@ class _Backward:
         exact = _exact(spec)
         out, d_out = (_split_heads(x, spec) for x in (saved.out, d_saved.out))
         delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
-        lse = saved.lse.reshape(delta.shape).astype(exact)
-        if d_saved.lse is not None:
-            delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
-        d_entropy = None
-        if d_saved.entropy is not None and saved.entropy is not None:
-            d_entropy, entropy = (x.reshape(delta.shape).astype(exact) for x in (d_saved.entropy, saved.entropy))
-            delta = delta + d_entropy * entropy
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a fully masked row: exp(s - inf) is 0
+        vectors = softmax.row_vectors(delta, saved, d_saved)
         rows = self.walk.rows * self.walk.size[0]
         pad = lambda x, fill=0.0: jnp.pad(
             x, [(0, 0)] * 3 + [(0, rows - spec.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
         )
-        self.d_out, self.vectors = pad(d_out), (pad(lse, jnp.inf), pad(delta), None if d_entropy is None else pad(d_entropy))
+        d_entropy = None if vectors.d_entropy is None else pad(vectors.d_entropy)
+        self.d_out, delta = pad(d_out), pad(vectors.delta)
+        self.vectors = softmax.RowVectors(pad(vectors.lse, jnp.inf), delta, d_entropy)
         self.loaded = split_loads(spec.score_mod) if spec.score_mod is not None else None
 
     def run(self) -> Gradients:
@@ -165,7 +160,7 @@ class _Backward:
 
         def row(grads, number):
             unit = walk.unit(number)
-            rows = _Rows.of(walk, unit, self.query, self.d_out, *self.vectors)
+            rows = _Rows.of(walk, unit, self.query, self.d_out, self.vectors)
             step = lambda carry, column, is_partial: self._block(rows, carry, column, is_partial)
             d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, exact), grads), step)
             return grads, jnp.einsum("bkdgq->bkgqd", d_q)

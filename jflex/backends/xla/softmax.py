@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jflex.backends.base import Saved
+from jflex.backends.base import Saved, SavedCotangents
 from pallas_kernels.spec import AttentionSpec
 
 
@@ -30,9 +30,8 @@ class SoftmaxState(NamedTuple):
 
 def start(spec: AttentionSpec, shape: tuple[int, ...], dtype: jnp.dtype) -> SoftmaxState:
     """The state of rows of this shape before the first block."""
-    zeros = jnp.zeros(shape, dtype)
-    row_logs = zeros if "entropy" in spec.stats else None
-    return SoftmaxState(jnp.full(shape, -jnp.inf, dtype), zeros, jnp.zeros((*shape, spec.Dv), dtype), row_logs)
+    start = SoftmaxState(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, spec.Dv), dtype))
+    return start._replace(row_logs=jnp.zeros(shape, dtype)) if "entropy" in spec.stats else start
 
 
 def update(state: SoftmaxState, s: jax.Array, pv_dot: Callable[[jax.Array], jax.Array]) -> SoftmaxState:
@@ -58,7 +57,28 @@ def finish(spec: AttentionSpec, state: SoftmaxState) -> Saved:
     """Output and row statistics; for fully masked rows 0, an lse and a max of -inf, and an entropy of 0."""
     empty = state.row_max == -jnp.inf
     safe = jnp.where(empty, 1.0, state.row_sum)
-    log_sum = jnp.log(safe)
-    out, lse = state.out / safe[..., None], jnp.where(empty, -jnp.inf, state.row_max + log_sum)
+    out, log_sum = state.out / safe[..., None], jnp.log(safe)
+    lse = jnp.where(empty, -jnp.inf, state.row_max + log_sum)
     entropy = None if state.row_logs is None else log_sum - state.row_logs / safe
     return Saved(out, lse, state.row_max if "max" in spec.stats else None, entropy)
+
+
+class RowVectors(NamedTuple):
+    """What the backward pass reads of each row, of one shape: lse, delta, and the cotangent of the entropy, or None."""
+
+    lse: jax.Array
+    delta: jax.Array
+    d_entropy: jax.Array | None
+
+
+def row_vectors(delta: jax.Array, saved: Saved, d_saved: SavedCotangents) -> RowVectors:
+    """The vectors, in shape and dtype of `delta`, which is rowsum(dO * O) so far."""
+    like = lambda x: x.reshape(delta.shape).astype(delta.dtype)
+    lse, d_entropy = like(saved.lse), None
+    if d_saved.lse is not None:
+        delta = delta - like(d_saved.lse)
+    if d_saved.entropy is not None:
+        assert saved.entropy is not None  # it has a cotangent
+        d_entropy = like(d_saved.entropy)
+        delta = delta + d_entropy * like(saved.entropy)
+    return RowVectors(jnp.where(lse == -jnp.inf, jnp.inf, lse), delta, d_entropy)  # exp(s - inf) is 0: an empty row
