@@ -172,9 +172,10 @@ def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
     """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
-    are then as large as the exponential of the bound, which float16 does not hold.
+    are then as large as the exponential of the bound, which float16 does not hold. A call that returns the row_max
+    needs it.
     """
-    size = patterns.bound(spec.programs.score)
+    size = None if "max" in spec.stats else patterns.bound(spec.programs.score)
     return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
@@ -200,6 +201,11 @@ def finish(
         out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
         return out, lse + mark(out) if spec.needs_marks else lse
     return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
+
+
+def stats(spec: AttentionSpec, state: State) -> tuple[jax.Array, ...]:
+    """``spec.stats`` of the rows after all keys: the max as a natural score, without the sink."""
+    return (state.row_max * LN_2,) if spec.stats else ()
 
 
 def normalised(
