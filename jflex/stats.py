@@ -45,7 +45,7 @@ def check_stats(return_stats: object, return_lse: bool, normalize: str) -> tuple
     rule = f"`return_stats` must be a tuple of different names of {known}"
     if not isinstance(return_stats, tuple):
         one = return_stats if isinstance(return_stats, str) and return_stats in STATS else "max"
-        raise TypeError(f"{rule}. Got {return_stats!r}. Pass `return_stats=({one!r},)` for one.")
+        raise TypeError(f"{rule}. Got {return_stats!r}. Pass `return_stats=({one!r},)`, say.")
     for name in return_stats:
         if not isinstance(name, str):
             raise TypeError(f"{rule}. Got one of type {type(name).__name__}. Pass names, as `({STATS[1]!r},)`.")

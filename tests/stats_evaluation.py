@@ -1,4 +1,4 @@
-"""Runs a case with `return_stats`: by a backend, by plain jnp attention, by the oracle; all with the same cotangents."""
+"""Runs a case with `return_stats`: by a backend, by plain jnp attention, by the oracle, with the same cotangents."""
 
 from __future__ import annotations
 
