@@ -30,6 +30,7 @@ class Problem:
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
+      stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       source: Where the problem comes from.
     """
 
@@ -48,6 +49,7 @@ class Problem:
     prefix: int = 0
     Dv: int = 0
     weights: str = ""
+    stats: str = ""
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -66,6 +68,7 @@ class Problem:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
         notes += f", {self.weights}" if self.weights else ""
+        notes += f", returning {self.stats}" if self.stats else ""
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
         return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
 
@@ -210,8 +213,9 @@ def _blocks() -> list[Problem]:
     return [square(*shape, "causal", form=form) for shape in shapes for form in forms]
 
 
-@_suite("sinks, dropout and sigmoid weights beside a plain softmax", "jflex jflex-mosaic jflex-triton")
+@_suite("sinks, dropout, sigmoid weights and row statistics beside a plain softmax", "jflex jflex-mosaic jflex-triton")
 def _weights() -> list[Problem]:
+    """Target of the statistics: "lse max" takes at most 1% longer than "lse"."""
     shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
     kinds = ("", "sinks", "dropout", "sigmoid")
     return [
@@ -219,7 +223,7 @@ def _weights() -> list[Problem]:
         for shape in shapes
         for variant in ("causal", "sliding_window")
         for x in kinds
-    ]
+    ] + [square(*shape, "causal", stats=x) for shape in shapes for x in ("lse", "lse max", "lse max entropy")]
 
 
 @_suite("captured arrays with and without their gradient", _CUDNN)
