@@ -27,6 +27,12 @@ class AttentionStats(NamedTuple):
         ``-inf`` for a row that attends to no key. No gradient flows through it, as if by `jax.lax.stop_gradient`.
       entropy: ``-sum(p * log(p))`` of the softmax weights, in nats: 0 for a row that attends to one key or to none.
         With sinks, the weight of the sink is one of the ``p``, so that they sum up to 1.
+
+    >>> import jflex
+    >>> x = jnp.ones((1, 8, 2, 16))
+    >>> out, stats = jflex.flex_attention(x, x, x, return_stats=("max", "entropy"))
+    >>> float(stats.max[0, 0, 0]), bool(jnp.allclose(jnp.exp(stats.entropy), 8.0)), stats.lse
+    (4.0, True, None)
     """
 
     lse: Float32[Array, "*axes"] | None = None
