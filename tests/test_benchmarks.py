@@ -161,7 +161,7 @@ def test_other_weights_than_of_a_plain_softmax(weights):
 
 
 def test_statistics_of_rows():
-    """They change nothing of the output; peers have none, nor has the Hopper kernel the entropy."""
+    """They change nothing of the output; peers have none."""
     plain, other = (square(1, 64, 2, 16, "causal", stats=x) for x in ("", "lse max entropy"))
     mods, captured = jax_peers.mods_of(plain)
     block_mask, _ = jax_peers.block_mask_of(plain, mods(captured))
@@ -170,6 +170,5 @@ def test_statistics_of_rows():
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in outs))
     names = [name for found in by_library(other, tuple(PEERS.values())).values() for name in found]
     assert all(name.startswith("jflex") for name in names)
-    assert "jflex-triton" in names
-    assert "jflex-mosaic" not in names
+    assert {"jflex", "jflex-mosaic", "jflex-triton"} <= set(names)
     assert "returning lse max entropy" in other.name

@@ -13,6 +13,7 @@ import jflex
 from tests import evaluation, gpu_compile, oracle, stats_evaluation
 from tests.cases import CASES, LENGTHS
 from tests.hopper_cases import HOPPER
+from tests.hopper_emulator import emulated
 from tests.test_transforms import shapes_made
 from tests.traces import Traced
 
@@ -49,15 +50,23 @@ def test_against_float64(case, backend):
 
 
 @pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
-def test_lse_and_max_of_the_hopper_kernel(case):
+def test_the_hopper_kernel(case):
     """Emulated; `softcap_far` and `sinks_bounded` have bounded scores, for which it keeps no running max otherwise."""
+    stats_evaluation.check(case, "mosaic_gpu-emulated")
+
+
+@pytest.mark.parametrize("name", ["two_groups_causal", "sinks_bounded"])
+def test_the_hopper_kernels_alone(name):
+    """Without a gradient of the entropy, which `triton` computes."""
+    case = next(case for case in HOPPER if case.name == name)
     stats_evaluation.check(case, "mosaic_gpu-emulated", ("lse", "max"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in HOPPER if case.name in ON_HOPPER], ids=str)
-def test_lse_and_max_on_hopper(case):
-    stats_evaluation.check(case, "mosaic_gpu", ("lse", "max"))
+@pytest.mark.parametrize("names", [("lse", "max"), ALL], ids=str)
+def test_on_hopper(case, names):
+    stats_evaluation.check(case, "mosaic_gpu", names)
 
 
 @pytest.mark.parametrize("name", ["sinks", "slopes"])
@@ -232,25 +241,32 @@ NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GP
 
 
 @NEEDS_011
-@pytest.mark.parametrize(
-    ("stats", "backend"), [(("lse", "max"), "mosaic_gpu"), (("entropy",), "triton"), (ALL, "triton")]
-)
-def test_dispatch_and_explain(stats, backend):
+@pytest.mark.parametrize(("stats", "gradients"), [(("lse", "max"), "mosaic_gpu"), (("entropy",), "triton")])
+def test_dispatch_and_explain(stats, gradients):
     with gpu_compile.absent_gpu():
         account = jflex.explain(X, X, X, return_stats=stats)
-    assert (account.backend, account.gradients) == (backend, backend)
-    if backend == "triton":
-        assert account.reasons["mosaic_gpu"].startswith(
-            "of the statistics of rows, its kernels compute 'lse' and 'max'"
+    assert (account.backend, account.gradients) == ("mosaic_gpu", gradients)
+    assert ("no derivative of the entropy" in account.gradients_reason) == (gradients == "triton")
+
+
+@pytest.mark.parametrize("differentiates_entropy", [False, True])
+def test_hopper_kernels_compute_gradients_unless_the_entropy_has_one(monkeypatch, differentiates_entropy):
+    from jflex.backends.gpu import triton
+
+    ran, backward = [], triton.Triton.backward
+    monkeypatch.setattr(triton.Triton, "backward", lambda *args: (ran.append("triton"), backward(*args))[1])
+    q = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    config = jflex.Config(interpret=True, contain_nan=False)
+
+    def loss(q):
+        out, stats = jflex.flex_attention(
+            q, q, q, return_stats=("entropy",), implementation="mosaic_gpu", config=config
         )
+        return out.astype(jnp.float32).sum() + (stats.entropy.sum() if differentiates_entropy else 0.0)
 
-
-def test_a_named_backend_refuses_what_it_cannot_compute(monkeypatch):
-    from jflex.backends.gpu import mosaic_gpu
-
-    monkeypatch.setattr(mosaic_gpu, "limit_of_machine", lambda spec: None)
-    with gpu_compile.absent_gpu(), pytest.raises(jflex.UnsupportedError, match=r"'lse' and 'max', and not 'entropy'"):
-        jax.eval_shape(lambda q: jflex.flex_attention(q, q, q, implementation="mosaic_gpu", return_stats=ALL), X)
+    with emulated():
+        assert jnp.isfinite(jax.grad(loss)(q).astype(jnp.float32)).all()
+    assert ran == ["triton"] * differentiates_entropy
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,6 @@ def _plain_softmax(problem: Problem) -> str | None:
     return f"has no {missing}" if missing else None
 
 
-def _entropy(problem: Problem) -> str | None:
-    return "computes no entropy" if "entropy" in problem.stats else None
-
-
 def _all(*refusals: Refuses) -> Refuses:
     return lambda problem: next((reason for refuses in refusals if (reason := refuses(problem)) is not None), None)
 
@@ -99,7 +95,7 @@ _FLASH = _only("noop", "causal", "softcap", "sliding_window")
 _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
 _ALL = (
     Peer("jflex", "jflex", "jax", _none),
-    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _all(_full_length, _entropy)),
+    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length),
     Peer("jflex-triton", "jflex triton", "jax", _full_length),
     Peer("jflex-xla", "jflex xla", "jax", _full_length),
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),

@@ -38,8 +38,6 @@ def limit_of_arrays(spec: AttentionSpec) -> str | None:
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
-    if "entropy" in spec.stats:
-        return "of the statistics of rows, its kernels compute 'lse' and 'max', and not 'entropy'"
     size = spec.block_size
     if size is not None and any(x % ROWS for x in size):
         return (

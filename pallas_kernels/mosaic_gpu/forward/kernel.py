@@ -290,7 +290,7 @@ def _consume_tile(
     result = forward_step.finish(spec, scratch.ring, state, sink, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
     staged = (queries if scratch.out is None else scratch.out.at[group], *(x.at[group] for x in scratch.rows))
-    _store(spec, staged, (*result, *forward_step.stats(spec, state)), static.outputs, (b, h, first))
+    _store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
     return _after(stage, state.stage)
 
 
