@@ -164,6 +164,40 @@ def test_vmap_and_jit(backend):
     jax.tree.map(assert_close, together(biases), jax.tree.map(lambda *xs: jnp.stack(xs), *alone))
 
 
+@every_backend
+def test_masked_nan_reaches_neither_statistics_nor_gradients(backend):
+    q, k, v = drawn(T=48, S=48)
+    mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx < 40)
+
+    def run(k, v):
+        def entropy(q, k, v):
+            _, stats = jflex.flex_attention(q, k, v, mask_mod=mask_mod, return_stats=ALL, **OPTIONS[backend])
+            return jnp.sum(jnp.sin(stats.entropy)), stats
+
+        return jax.jit(jax.grad(entropy, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    jax.tree.map(assert_close, run(*(x.at[:, 40:].set(jnp.nan) for x in (k, v))), run(k, v))
+
+
+@every_backend
+def test_remat(backend):
+    arrays, bias = drawn(), jnp.linspace(-0.2, 0.3, 4)
+    run = lambda wrap: jax.jit(jax.grad(wrap(lambda *xs: loss(OPTIONS[backend], *xs)[0]), range(4)))(*arrays, bias)
+    jax.tree.map(assert_close, run(jax.checkpoint), run(lambda f: f))
+
+
+def test_forward_mode_and_second_derivatives_of_the_reference():
+    arrays = (*drawn(T=12, S=12), jnp.linspace(-0.2, 0.3, 4))
+    of = lambda *xs: loss(OPTIONS["reference"], *xs)[0]
+    slopes = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in arrays)
+    along = lambda gradient: sum(jnp.sum(g * s) for g, s in zip(gradient, slopes, strict=True))
+    gradient = jax.grad(of, argnums=range(4))
+    assert_close(jax.jvp(of, arrays, slopes)[1], along(gradient(*arrays)), rtol=1e-4)
+    twice = jax.jvp(lambda *xs: along(gradient(*xs)), arrays, slopes)[1]
+    step = lambda size: along(gradient(*(x + size * s for x, s in zip(arrays, slopes, strict=True))))
+    np.testing.assert_allclose(twice, (step(1e-2) - step(-1e-2)) / 2e-2, rtol=2e-2)
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them")
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_sharded_batch_and_heads(backend):
