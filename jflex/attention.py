@@ -118,8 +118,8 @@ def flex_attention(
     and blocks that a `block_mask` does not list are never read. Query head ``h`` attends to key head
     ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
-    Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` or a
-    vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
+    Gradients flow from output, lse and entropy into query, key, value and every floating-point array that `score_mod`
+    or a vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
     recompile nothing.
 
     Args:

@@ -67,9 +67,8 @@ def update(
     row_logs = None
     if state.row_logs is not None:
         exponent = jnp.maximum(s * log2_scale - row_max_log2[:, None], LEAST_EXPONENT)
-        row_logs = _rescaled_logs(state, alpha, state.row_max * log2_scale - row_max_log2) + jnp.sum(
-            p * exponent, axis=1
-        )
+        row_logs = _rescaled_logs(state, alpha, state.row_max * log2_scale - row_max_log2)
+        row_logs = row_logs + jnp.sum(p * exponent, axis=1)
     return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out, row_logs)
 
 

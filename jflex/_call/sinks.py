@@ -13,6 +13,8 @@ from jflex.backends.base import Saved, SavedCotangents
 from jflex.state import AttentionState, with_sinks
 from pallas_kernels.spec import AttentionSpec
 
+LOG_OF_ZERO = -1000.0  # its exponential is 0 in float64, too
+
 
 def fold_sinks(spec: AttentionSpec, saved: Saved, sinks: jax.Array | None) -> Saved:
     """The results of a dense call with sinks, from those without; rounds `out` once more, to its dtype."""
@@ -41,13 +43,11 @@ def log_weight(score: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.where((score == -jnp.inf) | (lse == -jnp.inf), LOG_OF_ZERO, score - lse)
 
 
-LOG_OF_ZERO = -1000.0  # its exponential is 0 in float64, too
-
-
 def sinks_gradient(spec: AttentionSpec, sinks: jax.Array, saved: Saved, d_saved: SavedCotangents) -> jax.Array:
     """The gradient of the sinks, [Hq]: minus the sum over rows of the sink's weight times delta.
 
-    The value of a sink is zero, so its dP is, and its dS = P * (dP - delta) is ``-P * delta``; but for the entropy.
+    The value of a sink is zero, so its dP is that of the entropy alone, and without it dS = P * (dP - delta) is ``-P *
+    delta``.
     """
     # Not `pallas_kernels.gradients.row_statistics`: this is in the dtype of the sinks, float64 too.
     heads_first = (lambda x: x.swapaxes(1, 2)) if spec.layout == "BTNH" else (lambda x: x)

@@ -179,8 +179,7 @@ def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
     """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
-    are then as large as the exponential of the bound, which float16 does not hold. The statistics of rows
-    are those of the running row_max.
+    are then as large as the exponential of the bound, which float16 does not hold. Statistics of rows need the row_max.
     """
     size = None if spec.stats else patterns.bound(spec.programs.score)
     return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
