@@ -36,11 +36,12 @@ from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.state import checked_sinks
+from jflex.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 
 
-# Return types, by `return_lse`.
+# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def flex_attention(
@@ -50,8 +51,8 @@ def flex_attention(
     output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention(
@@ -61,8 +62,8 @@ def flex_attention(
     output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def flex_attention(
@@ -72,9 +73,20 @@ def flex_attention(
     output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax",
     sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
-    return_lse: bool, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    return_lse: bool, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def flex_attention(
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, kv_lengths: AnyArray | None = None,
+    normalize: Literal["softmax", "none"] = "softmax",
+    sinks: AnyArray | None = None, scale: float | None = None, layout: str = "BTNH",
+    return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, AttentionStats]: ...
 # fmt: on
 def flex_attention(
     query: Query,
@@ -94,19 +106,20 @@ def flex_attention(
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Out | tuple[Out, Lse]:
+) -> Out | tuple[Out, Lse] | tuple[Out, AttentionStats]:
     """Attention whose scores and sparsity are ordinary JAX functions, fused into one kernel.
 
     Each score is ``scale * <query, key>`` in float32, passed through `score_mod`; masked keys do not enter the softmax,
     and blocks that a `block_mask` does not list are never read. Query head ``h`` attends to key head
     ``h // (Hq // Hkv)``. A query that attends to no key gives zeros, an lse of ``-inf`` and zero gradients.
 
-    Gradients flow from output and lse into query, key, value and every floating-point array that `score_mod` or a
-    vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
+    Gradients flow from output, lse and entropy into query, key, value and every floating-point array that `score_mod`
+    or a vector mod captures. Mods are traced: they may close over arrays and tracers, and new values of captured arrays
     recompile nothing.
 
     Args:
@@ -139,6 +152,9 @@ def flex_attention(
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layout: ``"BTNH"``, or ``"BNTH"`` for [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv].
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      return_stats: Also return these statistics of each row, computed in the kernel: of ``"lse"``, ``"max"`` (the
+        largest score, without a gradient) and ``"entropy"`` (of the weights, in nats). See `AttentionStats`. Not
+        together with `return_lse`.
       dropout_rate: Probability that a weight is dropped after the softmax; the others are multiplied by ``1 / (1 -
         dropout_rate)``. A Python number, at least 0 and less than 1, part of the program. The lse is that without
         dropout.
@@ -153,7 +169,8 @@ def flex_attention(
         gradient of the query may differ in its last bits between runs of ``"mosaic_gpu"``.
 
     Returns:
-      The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts.
+      The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
+      or a pair of it and the `AttentionStats`.
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
@@ -184,19 +201,26 @@ def flex_attention(
     >>> gated = lambda out, lse, b, h, q_idx: out * jax.nn.sigmoid(gates[h])
     >>> jflex.flex_attention(q, k, v, query_mod=rope, key_mod=rope, output_mod=gated).shape
     (1, 256, 4, 32)
+
+    The largest score of each head, and the mean entropy of its rows:
+
+    >>> out, stats = jflex.flex_attention(q, k, v, block_mask=causal, return_stats=("max", "entropy"))
+    >>> stats.max.max(axis=(0, 2)).shape, stats.entropy.mean(axis=(0, 2)).shape, stats.lse
+    ((4,), (4,), None)
     """
     check_lse(return_lse, normalize)
+    stats = check_stats(return_stats, return_lse, normalize)
     call = prepare(
         query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
         value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, normalize=normalize,
         sinks=sinks, scale=scale, layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        config=config,
+        config=config, return_stats=stats,
     )  # fmt: skip
     saved = attend("flex_attention", with_modified_inputs(call), implementation)
     out, lse = saved.out, saved.lse
     if output_mod is not None:
         out = modified_output(output_mod, out, lse if normalize == "softmax" else None, layout)
-    return (out, lse) if return_lse else out
+    return (out, select_stats(saved, stats)) if stats else (out, lse) if return_lse else out
 
 
 class Call(NamedTuple):
@@ -234,6 +258,7 @@ def prepare(
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
     has_value: bool = True,
+    return_stats: tuple[Stat, ...] = (),
 ) -> Call:
     """Checks every argument of `flex_attention`; nothing is computed, and query, key and value may be shapes.
 
@@ -275,6 +300,7 @@ def prepare(
         kv_lengths=kv_lengths is not None,
         sinks=sinks is not None,
         normalize=normalize,
+        stats=tuple(name for name in return_stats if name != "lse"),
     )
     sinks = None if sinks is None else sinks.astype(spec.exact)
     call = Call(spec, Inputs(query, key, value, mask.lists, score_operands, mask.operands, kv_lengths, sinks=sinks))
@@ -351,8 +377,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
         out = jnp.zeros(spec.out_shape(), spec.out_dtype)
-        saved = Saved(out, jnp.full(spec.lse_shape(), -jnp.inf, jnp.float32))
-        return fold_sinks(spec, saved, inputs.sinks)
+        return fold_sinks(spec, stats_of_no_keys(spec, out), inputs.sinks)
     return _run(name, implementation, spec, inputs)
 
 

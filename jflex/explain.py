@@ -24,6 +24,7 @@ from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
+from jflex.stats import Stat, check_stats
 
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
@@ -36,7 +37,7 @@ def explain(
     mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None, key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
     kv_lengths: Any = None, normalize: Any = "softmax", sinks: Any = None,
-    scale: float | None = None, layout: str = "BTNH", return_lse: bool = False,
+    scale: float | None = None, layout: str = "BTNH", return_lse: bool = False, return_stats: tuple[Stat, ...] = (),
     dropout_rate: float = 0.0, dropout_key: Any = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Account: ...
@@ -65,7 +66,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 
     Args:
       *args: The arguments of the call, with the function before them if it is not `flex_attention`.
-      **kwargs: Its keyword arguments; `return_lse` changes nothing here.
+      **kwargs: Its keyword arguments; `return_lse` changes nothing here, `return_stats` may change the backend.
 
     Returns:
       A printable account with readable fields. For every call: the backend and why others do not run, kernels and tiles
@@ -112,7 +113,10 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
             f"{getattr(call, '__name__', type(call).__name__)}."
         )
     arguments = _arguments(call, args, kwargs)
-    check_lse(arguments.pop("return_lse"), arguments.get("normalize", "softmax"))
+    normalize, return_lse = arguments.get("normalize", "softmax"), arguments.pop("return_lse")
+    check_lse(return_lse, normalize)
+    if "return_stats" in arguments:
+        arguments["return_stats"] = check_stats(arguments["return_stats"], return_lse, normalize)
     implementation = arguments.pop("implementation")
     prepare, account = _CALLS[call]
     return _with_tracers(lambda given: account(prepare(**given), implementation), arguments)

@@ -21,6 +21,7 @@ from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.attention import Call, attend, with_dropout
 from jflex.attention import prepare as prepare_dense
+from jflex.backends.base import Saved
 from jflex.block_mask.varlen_mask import (
     DEFAULT_BLOCK,
     PackedTokens,
@@ -35,10 +36,11 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse`.
+# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def flex_attention_varlen(
@@ -49,8 +51,8 @@ def flex_attention_varlen(
     output_mod: OutputMod | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
-    return_lse: Literal[False] = False, dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def flex_attention_varlen(
@@ -61,9 +63,21 @@ def flex_attention_varlen(
     output_mod: OutputMod | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None,
-    return_lse: Literal[True], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
-    implementation: Implementation = None, config: Config | None = None,
+    return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
+@overload
+def flex_attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None, block_mask: VarlenBlockMask | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
+    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, AttentionStats]: ...
 # fmt: on
 def flex_attention_varlen(
     q: Float[AnyArray, "N Hq D"],
@@ -83,11 +97,12 @@ def flex_attention_varlen(
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over packed sequences of any lengths, forward and backward, as if each were computed alone.
 
     Sequence ``r`` has the queries ``cu_seqlens_q[r]`` to ``cu_seqlens_q[r + 1]``, and its keys likewise; either may be
@@ -119,13 +134,15 @@ def flex_attention_varlen(
       sinks: As in `flex_attention`. Padding tokens have none.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      return_stats: As in `flex_attention`; padding tokens have the statistics of a row that attends to no key.
       dropout_rate: As in `flex_attention`.
       dropout_key: Likewise; what is dropped depends on the sequence and on positions within it, not on the packing.
       implementation: As in `flex_attention`.
       config: Likewise.
 
     Returns:
-      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`.
+      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`; or a pair of it
+      and the `AttentionStats`, [N, Hq].
 
     Raises:
       TypeError: An argument has a wrong type.
@@ -148,22 +165,32 @@ def flex_attention_varlen(
     True
     """
     check_lse(return_lse, normalize)
+    stats = check_stats(return_stats, return_lse, normalize)
     call, q_ends, kv_ends = prepare(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, score_mod=score_mod, mask_mod=mask_mod,
         block_mask=block_mask, query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod,
         normalize=normalize, sinks=sinks, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key,
-        config=config,
+        config=config, return_stats=stats,
     )  # fmt: skip
     modified = _Modified.of(call.vectors, q_ends, kv_ends, (q.shape[0], k.shape[0]))
     q, k, v = modified.inputs(*map(jnp.asarray, (q, k, v)))
     # NaN in padding would survive a weight of 0, in the GEMMs of the block that the last boundary cuts.
     q, k, v = (_without_padding(x, ends)[None] for x, ends in ((q, q_ends), (k, kv_ends), (v, kv_ends)))
     call = call._replace(inputs=call.inputs._replace(query=q, key=k, value=v))
-    out, lse = attend("flex_attention_varlen", call, implementation)
-    lse = None if normalize == "none" else lse[0].T
-    out = modified.output(out[0], lse)
+    saved = attend("flex_attention_varlen", call, implementation)
+    lse = None if normalize == "none" else saved.lse[0].T
+    out = modified.output(saved.out[0], lse)
     out = _without_padding(out, q_ends)  # without a mod already 0 there, and lse -inf; their cotangents need not be
+    if stats:
+        return out, _packed_stats(saved, stats, q_ends)
     return (out, _without_padding(lse, q_ends, -jnp.inf)) if return_lse and lse is not None else out
+
+
+def _packed_stats(saved: Saved, names: tuple[Stat, ...], ends: jax.Array) -> AttentionStats:
+    """The statistics [N, Hq]; those of padding are those of no keys."""
+    found = select_stats(saved, names)._asdict()
+    of_tokens = lambda x, fill: None if x is None else _without_padding(x[0].T, ends, fill)
+    return AttentionStats(**{name: of_tokens(x, 0 if name == "entropy" else -jnp.inf) for name, x in found.items()})
 
 
 class PackedCall(NamedTuple):
@@ -200,6 +227,7 @@ def prepare(
     key_mod: VectorMod | None = None,
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
+    return_stats: tuple[Stat, ...] = (),
 ) -> PackedCall:
     """Checks every argument of `flex_attention_varlen`, and makes the mask if there is none.
 
@@ -227,7 +255,7 @@ def prepare(
     call = prepare_dense(
         _batch_of_one(q), _batch_of_one(k), _batch_of_one(v), score_mod, block_mask,
         mask_mod=None, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout="BTNH", dropout_rate=0.0,
-        dropout_key=None, config=config,
+        dropout_key=None, config=config, return_stats=return_stats,
     )  # fmt: skip
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
     if vectors.any:

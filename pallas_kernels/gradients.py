@@ -35,22 +35,43 @@ class Gradients(NamedTuple):
 
 
 class Rows(NamedTuple, Generic[A]):
-    """Per query: dO (in the layout of the spec), lse and delta, both [B, Hq, T]."""
+    """Per query: dO (in the layout of the spec), lse and delta, both [B, Hq, T], and dH like them, or None.
+
+    dH is the cotangent of the entropy, whose derivative with respect to P is ``-log P`` up to a number: so
+    ``dP = dO V^T - dH log P``, and delta = rowsum(P * dP) - dlse.
+    """
 
     d_out: A
     lse: A
     delta: A
+    d_entropy: A | None = None
+
+    def load_d_entropy(self, vector: Callable[..., jax.Array]) -> jax.Array | None:
+        """Loads dH of a tile of queries by ``vector(ref, other=)``; None without."""
+        return None if self.d_entropy is None else vector(self.d_entropy, other=0.0)
+
+
+class Entropy(NamedTuple):
+    """The entropy of each row and its cotangent dH, float32 [B, Hq, T]."""
+
+    value: jax.Array
+    cotangent: jax.Array
 
 
 def row_statistics(
-    spec: AttentionSpec, saved: tuple[jax.Array, jax.Array], d_saved: tuple[jax.Array, jax.Array | None]
+    spec: AttentionSpec,
+    saved: tuple[jax.Array, jax.Array],
+    d_saved: tuple[jax.Array, jax.Array | None],
+    entropy: Entropy | None = None,
 ) -> Rows[jax.Array]:
-    """dO, lse, and delta = rowsum(dO * O) - dlse."""
+    """dO, lse, delta = rowsum(dO * O) + dH * H - dlse, and dH."""
     (out, lse), (d_out, d_lse) = saved, d_saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) if spec.layout == "BTNH" else delta
     delta = delta if d_lse is None else delta - d_lse
-    return Rows(d_out, lse, delta)
+    if entropy is None:
+        return Rows(d_out, lse, delta)
+    return Rows(d_out, lse, delta + entropy.cotangent * entropy.value, entropy.cotangent)
 
 
 def log2_lse(lse: jax.Array) -> jax.Array:

@@ -21,16 +21,22 @@ class SoftmaxState(NamedTuple):
       row_max: float32 [rows]: the largest score so far.
       row_sum: float32 [rows]: sum of the weights.
       out: float32 [rows, width] each: sum of the weights times the values, in chunks of columns.
+      row_logs: float32 [rows]: sum of the weights times their logarithms of base 2, for the entropy; None without it.
     """
 
     row_max: jax.Array
     row_sum: jax.Array
     out: tuple[jax.Array, ...]
+    row_logs: jax.Array | None = None
 
 
-def start(rows: int, out: tuple[jax.Array, ...]) -> SoftmaxState:
+LEAST_EXPONENT = -200.0  # of base 2: its weight is 0, and 0 times it is 0, as 0 times -inf is not
+
+
+def start(rows: int, out: tuple[jax.Array, ...], *, entropy: bool = False) -> SoftmaxState:
     """The state before the first tile of keys; `out` is zeros."""
-    return SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), out)
+    state = SoftmaxState(jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32), out)
+    return state._replace(row_logs=jnp.zeros((rows,), jnp.float32)) if entropy else state
 
 
 def update(
@@ -58,7 +64,18 @@ def update(
         row_max_log2 = jnp.where(row_max_log2 == -jnp.inf, 0.0, row_max_log2)
     p, alpha = exp2(s, row_max_log2[:, None]), exp2(state.row_max, row_max_log2)
     out = tuple(x * alpha[:, None] + y for x, y in zip(state.out, pv_dot(p), strict=True))
-    return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out)
+    row_logs = None
+    if state.row_logs is not None:
+        exponent = jnp.maximum(s * log2_scale - row_max_log2[:, None], LEAST_EXPONENT)
+        row_logs = _rescaled_logs(state, alpha, state.row_max * log2_scale - row_max_log2)
+        row_logs = row_logs + jnp.sum(p * exponent, axis=1)
+    return SoftmaxState(row_max, state.row_sum * alpha + jnp.sum(p, axis=1), out, row_logs)
+
+
+def _rescaled_logs(state: SoftmaxState, alpha: jax.Array, log2_alpha: jax.Array) -> jax.Array:
+    """``row_logs`` after a new row_max: each weight is multiplied by alpha, and its logarithm grows by log2_alpha."""
+    assert state.row_logs is not None  # the caller has seen them
+    return (state.row_logs + state.row_sum * jnp.maximum(log2_alpha, LEAST_EXPONENT)) * alpha
 
 
 def add_weights(
@@ -74,7 +91,18 @@ def with_sink(state: SoftmaxState, sink: jax.Array, log2_scale: float) -> Softma
     safe_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     alpha = jnp.exp2((state.row_max - safe_max) * log2_scale)
     row_sum = state.row_sum * alpha + jnp.exp2(sink * LOG2_E - safe_max * log2_scale)
-    return SoftmaxState(row_max, row_sum, tuple(x * alpha[:, None] for x in state.out))
+    row_logs = None
+    if state.row_logs is not None:
+        exponent = jnp.maximum(sink * LOG2_E - safe_max * log2_scale, LEAST_EXPONENT)
+        row_logs = _rescaled_logs(state, alpha, (state.row_max - safe_max) * log2_scale) + jnp.exp2(exponent) * exponent
+    return SoftmaxState(row_max, row_sum, tuple(x * alpha[:, None] for x in state.out), row_logs)
+
+
+def entropy(state: SoftmaxState) -> jax.Array:
+    """Epilogue: the entropy of the weights in nats, with the sink if the state has it; 0 for fully masked rows."""
+    assert state.row_logs is not None  # the state was started with it
+    row_sum = jnp.where(state.row_sum == 0.0, 1.0, state.row_sum)
+    return jnp.log(row_sum) - LN_2 * state.row_logs / row_sum
 
 
 def finish(state: SoftmaxState, log2_scale: float, kept_scale: float = 1.0) -> tuple[tuple[jax.Array, ...], jax.Array]:

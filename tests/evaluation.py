@@ -131,6 +131,15 @@ def block_mask(case: Case) -> jflex.BlockMask | None:
 def call(case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks) -> tuple[Any, Any]:
     """Calls `flex_attention` with arrays BTNH; returns the output BTNH and the lse."""
     turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+    returned = {"return_lse": case.normalize == "softmax"}
+    result = call_for(case, backend, (query, key, value), score_captures, mask_captures, blocks, returned)
+    out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(_lse_shape(case), jnp.float32))
+    return turn(out), lse
+
+
+def call_for(case: Case, backend: str, arrays, score_captures, mask_captures, blocks, returned: dict[str, Any]) -> Any:
+    """What `flex_attention` returns of arrays BTNH, with the arguments `returned` that say what that is."""
+    turn = (lambda x: x) if case.layout == "BTNH" else lambda x: x.swapaxes(1, 2)
     score_mod = None if case.score is None else case.score.jax(score_captures)
     mask_mod = None if case.mask is None or blocks is not None else case.mask.jax(mask_captures)
     implementation, _, manner = backend.partition("-")
@@ -142,10 +151,8 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         "one_pass": one_pass(case),
         "emulated_one_pass": dataclasses.replace(one_pass(case), interpret=True, contain_nan=False),
     }
-    result: Any = jflex.flex_attention(
-        turn(query),
-        turn(key),
-        turn(value),
+    return jflex.flex_attention(
+        *map(turn, arrays),
         score_mod,
         blocks,
         mask_mod=mask_mod,
@@ -153,15 +160,13 @@ def call(case: Case, backend: str, query, key, value, score_captures, mask_captu
         sinks=score_captures.get("sinks"),
         scale=case.scale,
         layout=case.layout,
-        return_lse=case.normalize == "softmax",
         normalize=case.normalize,
         dropout_rate=case.dropout_rate,
         dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
         implementation=implementation,
         config=configs.get(manner),
+        **returned,
     )
-    out, lse = result if case.normalize == "softmax" else (result, jnp.zeros(_lse_shape(case), jnp.float32))
-    return turn(out), lse
 
 
 def _lse_shape(case: Case) -> tuple[int, int, int]:
@@ -331,7 +336,11 @@ def _values(case: Case) -> np.ndarray:
 
 def check_gradients(case: Case, backend: str, names: tuple[str, ...]) -> None:
     """Fails unless the named gradients (``query``, ``key``, ``value``, or names of captured arrays) are right."""
-    found, by_plain, by_oracle = everything(case, backend), plain(case), exact(case)
+    compare_gradients(case, everything(case, backend), plain(case), exact(case), names)
+
+
+def compare_gradients(case: Case, found: Results, by_plain: Results, by_oracle: Exact, names: tuple[str, ...]) -> None:
+    """Fails unless the named gradients are as near to those of the oracle as their kind allows."""
     pick = lambda results, name: results.captures[name] if name in results.captures else getattr(results, name)
     moved = 0.0
     if case.dtype == "float32":  # as in `check_forward`: a weight moves with its score, and so does each term of a sum

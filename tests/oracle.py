@@ -100,10 +100,39 @@ def forward(
     return Forward(np.einsum("bhts,bshd->bthd", weights * factors, v), lse, raw, weights, visible, factors)
 
 
+def row_max(found: Forward, score: Score | None, captures: Captures) -> np.ndarray:
+    """The largest visible score of each row [B, Hq, T], without sinks; -inf for a row without any."""
+    with np.errstate(all="ignore"):
+        s = found.raw if score is None else score.value(found.raw, *grids(found.raw.shape), captures)
+    return np.where(found.visible, s, -np.inf).max(axis=-1, initial=-np.inf)
+
+
+def entropy(found: Forward, sinks=None) -> np.ndarray:
+    """``-sum(p * log(p))`` of each row [B, Hq, T], over the keys and the sink, before dropout."""
+    return _entropy_terms(found.weights).sum(-1) + _entropy_terms(_of_sinks(found, sinks))
+
+
+def _entropy_terms(p: np.ndarray) -> np.ndarray:
+    return -p * np.log(np.where(p > 0, p, 1))
+
+
+def _of_sinks(found: Forward, sinks) -> np.ndarray:
+    """The weights of sinks [B, Hq, T]; 0 without."""
+    if sinks is None:
+        return np.zeros(found.lse.shape)
+    return np.exp(sinks[:, None] - np.where(found.lse == -np.inf, np.inf, found.lse))
+
+
+def _through_entropy(p: np.ndarray, of_row: np.ndarray, d_entropy: np.ndarray) -> np.ndarray:
+    """The cotangent of scores with the weights p, from that of the entropy: dH/ds is ``-p (log p + H)``."""
+    return d_entropy * (_entropy_terms(p) - p * of_row)
+
+
 def gradients(
-    query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse, sinks=None
-) -> Gradients:
-    """Pulls cotangents of out and lse back; the gradient of `sinks` is among those of captured arrays."""
+    query, key, value, scale, score: Score | None, found: Forward, captures: Captures, d_out, d_lse, sinks=None,
+    d_entropy=None,
+) -> Gradients:  # fmt: skip
+    """Pulls cotangents of out, lse and entropy back; the gradient of `sinks` is among those of captured arrays."""
     v, p = _per_query_head(value, query), found.weights
     d_p = found.factors * np.einsum("bthd,bshd->bhts", d_out, v)
     delta = (p * d_p).sum(-1, keepdims=True)
@@ -111,13 +140,19 @@ def gradients(
         (of(query), of(key), of(value), of(d_out)), of(scale), score, found, captures, of(d_s), of
     )
     d_s = p * (d_p - delta + d_lse[..., None]) if found.normalize == "softmax" else np.where(found.visible, d_p, 0)
+    of_row, size = entropy(found, sinks), np.abs(d_s)
+    if d_entropy is not None:
+        d_s = d_s + _through_entropy(p, of_row[..., None], d_entropy[..., None])
+        size = size + np.abs(d_entropy[..., None]) * (_entropy_terms(p) + p * of_row[..., None])
     sums, masses = pull(d_s, lambda x: x)
-    sizes, _ = pull(d_s, np.abs)
+    sizes, _ = pull(size, np.abs)
     output = np.abs(found.out * d_out).sum(-1).swapaxes(1, 2)[..., None] * (found.normalize == "softmax")
     by_output, output_masses = pull(p * output, np.abs)
     if sinks is not None:
         of_sink = np.exp(sinks[:, None] - found.lse)
         d_sink = of_sink * (d_lse - delta[..., 0])
+        if d_entropy is not None:
+            d_sink = d_sink + _through_entropy(of_sink, of_row, d_entropy)
         sums["sinks"] = d_sink.sum((0, 2))
         masses["sinks"] = sizes["sinks"] = np.abs(d_sink).sum((0, 2))
         output_masses["sinks"] = (of_sink * output[..., 0]).sum((0, 2))

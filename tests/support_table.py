@@ -156,6 +156,8 @@ def features() -> list[Feature]:
         Feature("`dropout_rate`", _captured(_dropout, ((), "uint32"))),
         Feature('`normalize="none"` (sigmoid attention)', {"normalize": "none", **_score(jflex.scores.sigmoid(-8.0))}),
         Feature("`jax.random` in a mod", _captured(lambda x: _score(_noise(x)), ((2,), "uint32"))),
+        Feature('`return_stats` of `"lse"` and `"max"`', {"stats": ("max",)}),
+        Feature('`return_stats` with `"entropy"`', {"stats": ("max", "entropy")}),
         Feature("a mod that sorts", _score(_sorting)),
         Feature("`Config(deterministic=True)`", {"config": jflex.Config(deterministic=True)}),
     ]

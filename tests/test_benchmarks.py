@@ -168,3 +168,17 @@ def test_other_weights_than_of_a_plain_softmax(weights):
     found = by_library(other, tuple(PEERS.values()))
     assert all(name.startswith("jflex") for names in found.values() for name in names)
     assert weights in other.name
+
+
+def test_statistics_of_rows():
+    """They change nothing of the output; peers have none."""
+    plain, other = (square(1, 64, 2, 16, "causal", stats=x) for x in ("", "lse max entropy"))
+    mods, captured = jax_peers.mods_of(plain)
+    block_mask, _ = jax_peers.block_mask_of(plain, mods(captured))
+    inputs = jax_peers.inputs_of(plain, captured, block_mask)
+    outs = [jax_peers.attention("jflex-xla", problem, mods)(*inputs) for problem in (plain, other)]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in outs))
+    names = [name for found in by_library(other, tuple(PEERS.values())).values() for name in found]
+    assert all(name.startswith("jflex") for name in names)
+    assert {"jflex", "jflex-mosaic", "jflex-triton"} <= set(names)
+    assert "returning lse max entropy" in other.name

@@ -88,6 +88,35 @@ def test_compiles(case):
         assert {kernel.tensor for kernel in kernels} == {"wgmma"}
 
 
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize(("D", "spill"), [(64, 0), (128, 176)])
+def test_statistics_of_rows(D, spill):
+    """The max takes no register more than the lse does; the entropy of head size 128 spills a little more."""
+    import jflex
+
+    x, d_rows = jax.ShapeDtypeStruct((2, 1024, 8, D), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 1024), jnp.float32)
+    mask = jflex.create_block_mask(jflex.masks.causal(), None, None, 1024, 1024)
+    config = jflex.Config(contain_nan=False)
+
+    def kernels(**returned):
+        call = functools.partial(
+            jflex.flex_attention, block_mask=mask, implementation="triton", config=config, **returned
+        )
+
+        def run(q, k, v, d_out, d_rows):
+            (out, rows), pull = jax.vjp(call, q, k, v)
+            return out, pull((d_out, jax.tree.map(lambda _: d_rows, rows)))
+
+        return gpu_compile.compile_kernels(run, x, x, x, x, d_rows)
+
+    use = lambda found: [(kernel.name, kernel.registers, kernel.spill) for kernel in found]
+    assert use(kernels(return_stats=("lse", "max"))) == use(kernels(return_lse=True))
+    found = kernels(return_stats=("max", "entropy"))
+    assert [kernel.name for kernel in found] == KERNELS
+    assert max(kernel.spill for kernel in found) <= spill
+    assert {kernel.tensor for kernel in found} == {"wgmma"}
+
+
 def test_reports_what_cannot_be_compiled():
     """So that a kernel which passes here is known to have been judged."""
     if gpu_compile.missing():

@@ -101,6 +101,19 @@ def test_shared_memory_is_known_from_what_is_declared(monkeypatch, D, count):
     assert len(known) == count
 
 
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_statistics_spill_nothing(D):
+    x = jax.ShapeDtypeStruct((2, 4096, 8, D), jnp.bfloat16)
+    mask = jflex.create_block_mask(jflex.masks.causal(), None, None, 4096, 4096)
+    call = functools.partial(jflex.flex_attention, block_mask=mask, implementation=BACKEND)
+    for names in (("max",), ("max", "entropy")):
+        found = gpu_compile.compile_kernels(functools.partial(call, return_stats=names), x, x, x)
+        [kernel] = [kernel for kernel in found if "sm90" in kernel.name]
+        assert (kernel.spill, kernel.tensor) == (0, "wgmma")
+
+
 def on_absent_gpu(call, *shapes):
     """Traces a call for the GPU that is not there."""
     with gpu_compile.absent_gpu():

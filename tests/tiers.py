@@ -84,6 +84,7 @@ SHORT = {
     "test_random_mods": r"seed|faults",
     "test_ready_masks": r"evaluate|orders|groups_pass|are_documents|rows\[Morton|(Morton, wide|shared prefix)\]",
     "test_ready_scores": r"evaluate|undo|relu-xla",
+    "test_return_stats": r"^(?!.*(against_float64|the_hopper_kernel))|float64.*-(sinks|slopes)\]|kernel\[softcap_far",
     "test_sampling": r"^(?!.*whatever_is_around)",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",

@@ -121,7 +121,8 @@ def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, 
     """The backend of jflex that runs a problem, for each peer that is jflex."""
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
     everywhere = mask if problem.form == "everywhere" else None
-    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **_weights_of(problem))
+    how = _weights_of(problem) | {"return_stats": tuple(problem.stats.split())}
+    account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **how)
     return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
 
 
@@ -141,10 +142,11 @@ def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None)
             assert score is None  # of the variants of the suite
             score = jflex.scores.sigmoid(-math.log(problem.S))
         everywhere = mask if problem.form == "everywhere" else None
-        return jflex.flex_attention(
-            query, key, value, score, block_mask, mask_mod=everywhere, implementation=implementation,
-            **_weights_of(problem),
-        )  # fmt: skip
+        attend = functools.partial(jflex.flex_attention, implementation=implementation, **_weights_of(problem))
+        result = attend(
+            query, key, value, score, block_mask, mask_mod=everywhere, return_stats=tuple(problem.stats.split())
+        )
+        return result[0] if problem.stats else result
 
     return attend
 

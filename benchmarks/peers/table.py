@@ -83,7 +83,8 @@ def _materialized(problem: Problem) -> str | None:
 
 
 def _plain_softmax(problem: Problem) -> str | None:
-    return f"has no {problem.weights}" if problem.weights else None
+    missing = problem.weights or problem.stats
+    return f"has no {missing}" if missing else None
 
 
 def _all(*refusals: Refuses) -> Refuses:

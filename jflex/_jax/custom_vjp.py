@@ -61,7 +61,13 @@ def _attend(static: Static, inputs: Inputs) -> Saved:
 
 def _forward(backend: str, spec: AttentionSpec, inputs: Inputs) -> Saved:
     saved = call_as_primitive(ForwardOp(backend, spec), inputs)
-    return Saved(checkpoint_name(saved.out, "jflex_out"), checkpoint_name(saved.lse, "jflex_lse"))
+    name = lambda x, of: None if x is None else checkpoint_name(x, f"jflex_{of}")
+    return Saved(
+        checkpoint_name(saved.out, "jflex_out"),
+        checkpoint_name(saved.lse, "jflex_lse"),
+        name(saved.max, "max"),
+        name(saved.entropy, "entropy"),
+    )
 
 
 @jax.tree_util.register_static
@@ -82,15 +88,15 @@ def _attend_fwd(static: Static, perturbed_inputs: Inputs) -> tuple[Saved, tuple[
     requested = GradientRequest(asked.query, asked.key, asked.value, captured, bool(asked.sinks))
     passes = select_passes(static.implementation, static.spec, requested)
     saved = _forward(passes.forward, static.spec, inputs)
-    return saved, (inputs, saved, _Backward(passes.backward, requested))
+    return saved, (inputs, saved._replace(max=None), _Backward(passes.backward, requested))
 
 
 def _attend_bwd(static: Static, residuals: tuple[Inputs, Saved, _Backward], cotangents: Saved) -> tuple[Inputs]:
     inputs, saved, backward = residuals
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
-    d_lse = None if zero(cotangents.lse) else cotangents.lse
-    arrays = match_manual_axes((inputs, saved, SavedCotangents(d_out, d_lse)))
+    d_lse, d_entropy = (None if zero(x) else x for x in (cotangents.lse, cotangents.entropy))
+    arrays = match_manual_axes((inputs, saved, SavedCotangents(d_out, d_lse, d_entropy)))
     gradients = call_as_primitive(BackwardOp(backward.backend, static.spec, backward.requested), arrays)
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     captured = tuple(map(like, gradients.score_operands, inputs.score_operands))

@@ -43,7 +43,7 @@ class ForwardOp:
 
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             shard = partitioning.shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split)
-            return tuple(ForwardOp(self.backend, shard.spec)(shard.inputs))
+            return tuple(jax.tree.leaves(ForwardOp(self.backend, shard.spec)(shard.inputs)))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, saved))
 
@@ -153,7 +153,7 @@ class PagedOp:
 
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
-            return tuple(PagedOp(self.backend, spec)(own))
+            return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(own)))
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
 

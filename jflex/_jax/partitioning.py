@@ -57,8 +57,8 @@ def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
 
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
-    """Axes of output and lse, or of their cotangents, flat."""
-    return [row_axes(spec), *([] if saved.lse is None else [Axes(0, 1)])]
+    """Axes of output and row statistics, or of their cotangents, flat."""
+    return [row_axes(spec), *(Axes(0, 1) for _ in jax.tree.leaves(saved[1:]))]
 
 
 def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:

@@ -87,17 +87,22 @@ class Saved(NamedTuple):
     Attributes:
       out: In `spec.layout`; [N, Hq, Dv] for a paged call.
       lse: float32 [B, Hq, T], natural log; [N, Hq] for a paged call.
+      max: float32 [B, Hq, T], the largest score of each row, -inf for an empty one; None if not in `spec.stats`.
+      entropy: float32 [B, Hq, T], that of the softmax weights and the sink's, in nats; None if not in `spec.stats`.
     """
 
     out: jax.Array
     lse: jax.Array
+    max: jax.Array | None = None
+    entropy: jax.Array | None = None
 
 
 class SavedCotangents(NamedTuple):
-    """Cotangents of `Saved`; that of lse is None where it is zero."""
+    """Cotangents of `Saved`; those of lse and entropy are None where they are zero. The max has no derivative."""
 
     out: jax.Array
     lse: jax.Array | None
+    entropy: jax.Array | None = None
 
 
 class Splits(NamedTuple):
@@ -156,7 +161,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
-        """Computes out and lse."""
+        """Computes out, lse and `spec.stats`."""
 
     @abc.abstractmethod
     def backward(
@@ -167,7 +172,7 @@ class Backend(abc.ABC):
         d_saved: SavedCotangents,
         requested: GradientRequest,
     ) -> Gradients:
-        """Pulls the cotangents of out and lse of a dense call back to the inputs."""
+        """Pulls the cotangents of out, lse and entropy of a dense call back to the inputs."""
 
     @abc.abstractmethod
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jflex._call.sinks import log_weight
 from jflex.backends.xla.containment import cleared
 from pallas_kernels.spec import Mod
 
@@ -72,6 +73,26 @@ def modified(
     for _ in range(4):
         call = jax.vmap(call)
     return call(score, *map(instead, positions))
+
+
+def stats_of(
+    score: jax.Array, visible: jax.Array, weights: jax.Array, lse: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The largest score of each row, without a derivative, and the entropy of its weights; see `AttentionStats`.
+
+    Args:
+      score: Scores [B, H, T, S].
+      visible: Which of them are visible, or broadcast to it.
+      weights: Their softmax, before dropout.
+      lse: Its logsumexp [B, H, T].
+      sinks: [H], or None.
+    """
+    score = jnp.where(visible, score, -jnp.inf)
+    entropy = -jnp.sum(weights * log_weight(score, lse[..., None]), axis=-1)
+    if sinks is not None:
+        of_sink = log_weight(sinks.astype(lse.dtype)[None, :, None], lse)
+        entropy = entropy - jnp.exp(of_sink) * of_sink
+    return jnp.max(jax.lax.stop_gradient(score), axis=-1), entropy
 
 
 def softmax(score: jax.Array, visible: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

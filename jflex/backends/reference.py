@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax
+from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax, stats_of
 from jflex.backends.xla.containment import all_finite
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
 from pallas_kernels.plan import GradientRequest
@@ -62,19 +62,22 @@ class Reference(Backend):
                 weights, lse = jnp.where(visible, score, 0), jnp.zeros(spec.lse_shape(), exact)
             else:
                 weights, lse = softmax(score, visible, sinks)
+            stats = stats_of(score, visible, weights, lse, sinks) if spec.stats else ()
             weights = weights if kept is None else jnp.where(kept, weights * spec.kept_scale, 0)
-            return outputs(weights, value), lse
+            return outputs(weights, value), lse, *stats
 
         dense = functools.partial(attend, scores, lambda weights, value: einsum("bnts,bnsh->bnth", weights, value))
         if spec.mask_mod is None and spec.blocks is None:
-            out, lse = dense(query, key, value, inputs.score_operands, inputs.sinks)
+            out, *rows = dense(query, key, value, inputs.score_operands, inputs.sinks)
         else:  # masked elements may be NaN
             contained = jax.checkpoint(functools.partial(attend, contained_scores, _contained_outputs(visible)))
             finite = functools.reduce(jnp.logical_and, map(all_finite, jax.lax.stop_gradient([query, key, value])))
             arrays = (query, key, value, inputs.score_operands, inputs.sinks)
-            out, lse = jax.lax.cond(finite, dense, contained, *arrays)
+            out, *rows = jax.lax.cond(finite, dense, contained, *arrays)
         out = out if spec.layout == "BNTH" else out.swapaxes(1, 2)
-        return Saved(out.astype(spec.dtype), lse.astype(jnp.float32))
+        lse, *stats = (x.astype(jnp.float32) for x in rows)
+        found = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in spec.stats}
+        return Saved(out.astype(spec.dtype), lse, **found)
 
     def backward(
         self,
@@ -89,7 +92,8 @@ class Reference(Backend):
         names = ("query", "key", "value", "score_operands", "sinks")
         _, pull = jax.vjp(lambda *xs: self.forward(spec, inputs._replace(**dict(zip(names, xs, strict=True)))), *floats)
         lse = jnp.zeros_like(saved.lse) if d_saved.lse is None else d_saved.lse
-        return Gradients(*pull(Saved(d_saved.out, lse)))
+        rows = jax.tree.map(jnp.zeros_like, saved)._replace(out=d_saved.out, lse=lse)
+        return Gradients(*pull(rows if d_saved.entropy is None else rows._replace(entropy=d_saved.entropy)))
 
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """It is never selected automatically."""

@@ -114,8 +114,10 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
     if reason is not None:
         guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
         inputs = jax.tree.map(guard, inputs)
-        return AttentionState(*call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs)), spec.normalize)
-    return AttentionState(*backends.get(name).forward(spec, match_manual_axes(inputs)), spec.normalize)
+        saved = call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs))
+    else:
+        saved = backends.get(name).forward(spec, match_manual_axes(inputs))
+    return AttentionState(saved.out, saved.lse, spec.normalize)
 
 
 def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:

@@ -109,13 +109,19 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     return Plan(spec, choice, bool(declared.has_bias_tiles))
 
 
+_NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
+
+
 def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
     """Divides the requested gradients: these kernels compute what they can, and leave the rest.
 
     They leave gradients of arrays that are read by query and key but along some axes alike (a bias that the batch
-    shares, a table of distances), which a kernel of its own sums, and everything where they have no tiles.
+    shares, a table of distances), which a kernel of its own sums, and everything where they have no tiles or where the
+    entropy of rows is differentiated.
     """
     spec = forward.spec
+    if "entropy" in spec.stats:
+        return dataclasses.replace(forward, left=requested, left_reason=_NO_ENTROPY)
     derivative = derivative_of(spec, requested.score_operands)
     if isinstance(derivative, Refusal):
         return derivative

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from pallas_kernels.marks import mark
 from pallas_kernels.score_tile import ScoreTile
+from pallas_kernels.spec import LN_2
 from pallas_kernels.triton.containment import Attended, cleared
 from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
 from pallas_kernels.triton.scores import Scores, linear_weights
@@ -58,12 +59,17 @@ class Attention(NamedTuple):
 
         Zeros and -inf for fully masked rows.
         """
+        return self.attend_with_stats()[:2]
+
+    def attend_with_stats(self) -> tuple[Columns, jax.Array, tuple[jax.Array, ...]]:
+        """The same, and ``spec.stats``, [rows] each."""
 
         def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
             return self._fold(state, *self.tile_at(*key))
 
-        out, lse = self._finish(self.walk(self._start, step))
-        return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse
+        state = self.walk(self._start, step)
+        out, lse = self._finish(state)
+        return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse, self._stats(state)
 
     def repair(self) -> tuple[Columns, jax.Array, Attended]:
         """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""
@@ -78,15 +84,25 @@ class Attention(NamedTuple):
     @property
     def _start(self) -> softmax.SoftmaxState:
         spec = self.prepared.spec
-        return softmax.start(self.rows, zero_rows(self.rows, spec.Dv, spec.vector_programs.value))
+        zeros = zero_rows(self.rows, spec.Dv, spec.vector_programs.value)
+        return softmax.start(self.rows, zeros, entropy="entropy" in spec.stats)
 
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:
         spec = self.prepared.spec
         if spec.normalize == "none":
             return tuple(x * spec.kept_scale for x in state.out), jnp.zeros((self.rows,), jnp.float32)
-        log2_scale = self.prepared.log2_scale
-        state = state if self.sink is None else softmax.with_sink(state, self.sink, log2_scale)
-        return softmax.finish(state, log2_scale, self.prepared.spec.kept_scale)
+        return softmax.finish(self._with_sink(state), self.prepared.log2_scale, self.prepared.spec.kept_scale)
+
+    def _with_sink(self, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+        return state if self.sink is None else softmax.with_sink(state, self.sink, self.prepared.log2_scale)
+
+    def _stats(self, state: softmax.SoftmaxState) -> tuple[jax.Array, ...]:
+        """Those of the state after all keys; the max is the natural score, and without the sink."""
+        values = {
+            "max": lambda: state.row_max * (self.prepared.log2_scale * LN_2),
+            "entropy": lambda: softmax.entropy(self._with_sink(state)),
+        }
+        return tuple(values[name]() for name in self.prepared.spec.stats)
 
     def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale

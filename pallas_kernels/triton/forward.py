@@ -33,8 +33,8 @@ from pallas_kernels.triton.launch import launch
 from pallas_kernels.types import Index, Ref
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
+    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and ``spec.stats``, like the lse.
 
     Args:
       spec: The spec.
@@ -45,9 +45,9 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
         jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
-        jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
+        *(jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32) for _ in ("lse", *spec.stats)),
     ]
-    result = launch(
+    out, lse, *stats = launch(
         functools.partial(_kernel, spec, tiles),
         (arrays, order),
         outputs,
@@ -56,8 +56,9 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    out, lse = repair(spec, tiles, arrays, result) if spec.needs_marks else result
-    return out, lse
+    if spec.needs_marks:  # which a masked NaN reached by its value: the stats are those of scores, and stay
+        out, lse = repair(spec, tiles, arrays, (out, lse))
+    return out, lse, *stats
 
 
 def repair(
@@ -87,13 +88,15 @@ def _kernel(
     order: Ref | None,  # [list batch, list heads, tiles of queries], or None
     out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
     lse: Ref,  # [B, Hq, T]
+    *stats: Ref,  # [B, Hq, T] for each of `spec.stats`
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    rows, row_lse = _attention(spec, tiles, arrays, b, h, tile).attend()
+    rows, row_lse, row_stats = _attention(spec, tiles, arrays, b, h, tile).attend_with_stats()
     first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
     store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
-    store_vector(lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
+    for ref, x in zip((lse, *stats), (row_lse, *row_stats), strict=True):
+        store_vector(ref, (b, h), first, x, spec.T, may_end=rows_end)
 
 
 def _repair_kernel(

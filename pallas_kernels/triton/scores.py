@@ -14,7 +14,8 @@ from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, Product
 from pallas_kernels.program.ir import Node
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LOG2_E, AttentionSpec, Operands
+from pallas_kernels.softmax import LEAST_EXPONENT
+from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec, Operands
 from pallas_kernels.triton.head_chunks import Columns, qk_dot
 from pallas_kernels.triton.tile import evaluation, k_indices, q_indices, weights
 from pallas_kernels.types import Index, Ref
@@ -155,6 +156,25 @@ def probabilities(scores: Scores, tile: ScoreTile, lse_log2: jax.Array) -> jax.A
 def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, delta: jax.Array) -> jax.Array:
     """The cotangents of the modified scores, from weights and cotangents of weights; `delta` as `lse_log2` above."""
     return tile.clear(d_p) if scores.spec.normalize == "none" else p * (d_p - delta)
+
+
+def entropy_vjp(
+    scores: Scores, tile: ScoreTile, d_p: jax.Array, lse_log2: jax.Array, d_entropy: jax.Array | None
+) -> jax.Array:
+    """The cotangents of the weights, with those that come from the entropy.
+
+    Args:
+      scores: How the tile was computed.
+      tile: Its scores.
+      d_p: The cotangents from the output.
+      lse_log2: As in `probabilities`.
+      d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.
+    """
+    if d_entropy is None:
+        return d_p
+    d_entropy = d_entropy[None, :] if scores.transposed else d_entropy[:, None]
+    exponent = jnp.maximum(tile.s * scores.log2_scale - lse_log2, LEAST_EXPONENT)
+    return d_p - (d_entropy * LN_2) * exponent
 
 
 def walked_index(scores: Scores, program: Program, first: Index) -> dict[Node, jax.Array]:

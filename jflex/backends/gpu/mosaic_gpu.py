@@ -43,8 +43,10 @@ class MosaicGpu(Backend):
         assert isinstance(inputs, Inputs)  # a paged call is refused
         plan = _own(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
-        result = forward(plan.spec, plan.forward.tiles, operands)
-        return Saved(*(triton.repair_forward(plan.spec, operands, result) if plan.spec.needs_marks else result))
+        out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
+        if plan.spec.needs_marks:
+            out, lse = triton.repair_forward(plan.spec, operands, (out, lse))
+        return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
 
     @isolated_trace
     def backward(
@@ -56,6 +58,8 @@ class MosaicGpu(Backend):
         requested: GradientRequest,
     ) -> Gradients:
         """Runs the backward kernels, and those of `triton` for the gradients that these do not compute."""
+        if d_saved.entropy is None:  # nothing of the statistics is differentiated
+            spec = dataclasses.replace(spec, stats=())
         own = _own(spec, requested)
         rest = None
         if own.left is not None:

@@ -19,6 +19,7 @@ from pallas_kernels.spec import AttentionSpec, Operands, as_int8
 from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
 
 if TYPE_CHECKING:
+    from pallas_kernels.gradients import Entropy
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton import plan as triton_plan
@@ -49,7 +50,8 @@ class Triton(Backend):
             saved = Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
             return fold_sinks(spec, saved, inputs.sinks)
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
-        return Saved(*forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
+        out, lse, *stats = forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks))
+        return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
 
     @isolated_trace
     def backward(
@@ -74,6 +76,7 @@ class Triton(Backend):
             RequestedGradients(requested.query, requested.key or requested.value, plan.derivative),
             (saved.out, saved.lse),
             (d_saved.out, d_saved.lse),
+            _entropy(saved, d_saved),
         )
         result = requested_gradients(found, requested)
         return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
@@ -82,6 +85,15 @@ class Triton(Backend):
         """Nothing later in the order is faster."""
         del spec, requested
         return None
+
+
+def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
+    """The entropy and its cotangent, for the kernels; None without a cotangent."""
+    from pallas_kernels.gradients import Entropy
+
+    if saved.entropy is None or d_saved.entropy is None:
+        return None
+    return Entropy(saved.entropy, d_saved.entropy)
 
 
 def repair_forward(

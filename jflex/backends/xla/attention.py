@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
-from jflex.backends.xla import paged
+from jflex.backends.xla import paged, softmax
 from jflex.backends.xla.blockwise import (
     INDEX_OF_AXIS,
     KEYS_FIRST,
@@ -60,7 +60,7 @@ class Xla(Backend):
         walk = Walk.of(spec, inputs, QUERIES_FIRST)
         spec, query = walk.spec, _padded_query(walk, inputs.query)
 
-        def row(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def row(number: jax.Array) -> Saved:
             unit = walk.unit(number)
             q = walk.queries(query, unit)
 
@@ -74,15 +74,17 @@ class Xla(Backend):
                 return _accumulate(state, s, keys(inputs.value), visible, kept, spec)
 
             shape, exact = q.shape[:-1], _exact(spec)
-            start = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, spec.Dv), exact))
-            top, total, out = walk.over_columns(unit, start, step)
-            out = scaled_up(out, spec)
-            return (out, jnp.zeros(shape, exact)) if spec.normalize == "none" else _finish(top, total, out)
+            state = walk.over_columns(unit, softmax.start(spec, shape, exact), step)
+            state = state._replace(out=scaled_up(state.out, spec))
+            if spec.normalize == "none":
+                return Saved(state.out, jnp.zeros(shape, exact))
+            return softmax.finish(spec, state)
 
-        out, lse = map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
-        lse = lse.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
-        out, lse = fold_sinks(spec, Saved(_join_heads(out, spec), lse), inputs.sinks)
-        return Saved(out.astype(spec.dtype), lse)
+        saved = jax.tree.map(walk.assemble, lax.map(row, jnp.arange(walk.units, dtype=jnp.int32)))
+        of_rows = lambda x: x.reshape(spec.B, spec.Hq, spec.T).astype(jnp.float32)
+        saved = jax.tree.map(of_rows, saved._replace(out=None))._replace(out=_join_heads(saved.out, spec))
+        saved = fold_sinks(spec, saved, inputs.sinks)
+        return saved._replace(out=saved.out.astype(spec.dtype))
 
     def backward(
         self,
@@ -106,13 +108,15 @@ class _Rows(NamedTuple):
     d_out_columns: jax.Array
     lse: jax.Array
     delta: jax.Array
+    d_entropy: jax.Array | None
 
     @classmethod
-    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> _Rows:
+    def of(cls, walk: Walk, unit: Unit, query: jax.Array, d_out: jax.Array, vectors: softmax.RowVectors) -> _Rows:
         """Slices them; the arrays are [B, Hkv, group, T, ...]."""
-        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, lse, delta))
+        q, d_out, lse, delta = (walk.queries(x, unit) for x in (query, d_out, vectors.lse, vectors.delta))
+        d_entropy = None if vectors.d_entropy is None else walk.queries(vectors.d_entropy, unit)[:, :, None]
         columns = lambda x: jnp.einsum("bkgqd->bkdgq", x)
-        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None])
+        return cls(unit, q, columns(q), d_out, columns(d_out), lse[:, :, None], delta[:, :, None], d_entropy)
 
 
 _Carry: TypeAlias = tuple[jax.Array, dict[str, Any]]  # dQ, and accumulators: arrays, lists of arrays or None
@@ -130,15 +134,14 @@ class _Backward:
         exact = _exact(spec)
         out, d_out = (_split_heads(x, spec) for x in (saved.out, d_saved.out))
         delta = jnp.sum(out.astype(exact) * d_out.astype(exact), axis=-1)
-        lse = saved.lse.reshape(delta.shape).astype(exact)
-        if d_saved.lse is not None:
-            delta = delta - d_saved.lse.reshape(delta.shape).astype(exact)
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a fully masked row: exp(s - inf) is 0
+        vectors = softmax.row_vectors(delta, saved, d_saved)
         rows = self.walk.rows * self.walk.size[0]
         pad = lambda x, fill=0.0: jnp.pad(
             x, [(0, 0)] * 3 + [(0, rows - spec.T)] + [(0, 0)] * (x.ndim - 4), constant_values=fill
         )
-        self.d_out, self.delta, self.lse = pad(d_out), pad(delta), pad(lse, jnp.inf)
+        d_entropy = None if vectors.d_entropy is None else pad(vectors.d_entropy)
+        self.d_out, delta = pad(d_out), pad(vectors.delta)
+        self.vectors = softmax.RowVectors(pad(vectors.lse, jnp.inf), delta, d_entropy)
         self.loaded = split_loads(spec.score_mod) if spec.score_mod is not None else None
 
     def run(self) -> Gradients:
@@ -157,7 +160,7 @@ class _Backward:
 
         def row(grads, number):
             unit = walk.unit(number)
-            rows = _Rows.of(walk, unit, self.query, self.d_out, self.lse, self.delta)
+            rows = _Rows.of(walk, unit, self.query, self.d_out, self.vectors)
             step = lambda carry, column, is_partial: self._block(rows, carry, column, is_partial)
             d_q, grads = walk.over_columns(unit, (jnp.zeros(rows.q_columns.shape, exact), grads), step)
             return grads, jnp.einsum("bkdgq->bkgqd", d_q)
@@ -184,6 +187,8 @@ class _Backward:
         p = clear(jnp.exp(s - rows.lse)) if is_softmax else s
         kept = kept_weights(walk, self.inputs, unit, column)
         d_p = scaled_up(dropped(_einsum("bksd,bkdgq->bksgq", v, rows.d_out_columns, spec), kept), spec)
+        if rows.d_entropy is not None:  # dH/dP is ``-log P``, up to a number that delta takes away
+            d_p = d_p - rows.d_entropy * jnp.where(p == 0, 0.0, s - rows.lse)
         d_s = clear(p * (d_p - rows.delta) if is_softmax else d_p)
         d_s, operands = self._through_mod(unit, column, raw, d_s, visible, grads["operands"])
         d_s = clear(d_s)
@@ -343,28 +348,16 @@ def _modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: ja
 
 
 def _accumulate(
-    state: tuple[jax.Array, ...], s: jax.Array, v: jax.Array, visible: jax.Array | None, kept: jax.Array | None,
+    state: softmax.SoftmaxState, s: jax.Array, v: jax.Array, visible: jax.Array | None, kept: jax.Array | None,
     spec: AttentionSpec,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> softmax.SoftmaxState:  # fmt: skip
     """One step of the online softmax; dropout concerns the output alone."""
-    row_max, row_sum, out = state
     gemm = lambda p, v: _einsum("bkgqs,bksd->bkgqd", p, v, spec)
+    pv_dot = lambda p: masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
     if spec.normalize == "none":
         p = s if visible is None else jnp.where(visible, s, 0.0)
-        return row_max, row_sum, out + masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
-    new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
-    shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-    p = jnp.exp(s - shift[..., None])
-    alpha = jnp.exp(row_max - shift)
-    out = out * alpha[..., None] + masked_product(gemm, dropped(p, kept).astype(spec.dtype), v, visible)
-    return new_max, row_sum * alpha + jnp.sum(p, axis=-1), out
-
-
-def _finish(row_max: jax.Array, row_sum: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and lse; 0 and -inf for fully masked rows."""
-    empty = row_max == -jnp.inf
-    safe = jnp.where(empty, 1.0, row_sum)
-    return out / safe[..., None], jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
+        return state._replace(out=state.out + pv_dot(p))
+    return softmax.update(state, s, pv_dot)
 
 
 def _padded_query(walk: Walk, query: jax.Array) -> jax.Array:

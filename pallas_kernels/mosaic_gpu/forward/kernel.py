@@ -46,7 +46,7 @@ class Scratch(NamedTuple):
       ring: A stage holds the keys [block_kv, D] of a tile and the values [block_kv, Dv] of the tile before it, whose
         GEMMs belong to the same mainloop iteration, and bias tiles [block_q, block_kv].
       out: [groups, rows, Dv], staged for the TMA store; None if it overwrites the queries.
-      lse: [groups, rows], float32.
+      rows: [groups, rows], float32, each: of the lse and of `spec.stats`.
       tile_ids: Of the current tile and the next; None if the kernel is not persistent.
     """
 
@@ -55,7 +55,7 @@ class Scratch(NamedTuple):
     queries_empty: Ref | None
     ring: Ring
     out: Ref | None
-    lse: Ref
+    rows: tuple[Ref, ...]
     tile_ids: Ref | None
 
     @property
@@ -93,7 +93,7 @@ def _declare(
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
         Ring.of((*stages, *bias), groups),
         None if Dv == D else smem.tiled((groups, rows, Dv), dtype),
-        smem.declared(plg.SMEM((groups, rows), jnp.float32)),
+        tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         scheduler.tile_ids() if is_persistent else None,
     )
 
@@ -102,8 +102,8 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
     return Grid(spec.B, spec.Hq, pl.cdiv(spec.T, tiles.block_q))
 
 
-def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
+    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and `spec.stats`, like the lse.
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
 
@@ -122,19 +122,17 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     bias_refs = (
         [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
-    out, lse = launch(
+    of_rows = jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
+    out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
-        [
-            padding.like_rows(arrays.query, spec.Dv),
-            jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32),
-        ],
+        [padding.like_rows(arrays.query, spec.Dv), *(of_rows for _ in ("lse", *spec.stats))],
         scratch,
         name="jflex_forward_sm90",
         num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
         warp_groups=tiles.num_warps // 4 + 1,
     )
-    return padding.cut_rows(spec, out, T, Dv), lse[..., :T]
+    return padding.cut_rows(spec, out, T, Dv), *(x[..., :T] for x in rows)
 
 
 def _kernel(
@@ -145,7 +143,7 @@ def _kernel(
     inputs: tuple[
         Operands[Ref], Ref | None, Ref | None, list[Ref]
     ],  # operands, tile order [list batch, list heads, tiles], tile counter [1], sources of bias tiles
-    outputs: tuple[Ref, Ref],  # out like the query, [..., Dv]; lse [B, Hq, rounded up T]
+    outputs: tuple[Ref, ...],  # out like the query, [..., Dv]; lse and `spec.stats` [B, Hq, rounded up T]
     scratch: Scratch,
 ) -> None:
     arrays, order, counter, bias_refs = inputs
@@ -168,7 +166,8 @@ class Static(NamedTuple):
       captured: Shapes of the captured arrays.
       arrays: The inputs, in global memory: query [B, T, Hq, D] or [B, Hq, T, D], key and value likewise.
       bias: The bias tiles that TMA loads beside keys and values.
-      outputs: Out, in the layout of the query, [..., Dv]; and lse, float32 [B, Hq, T rounded up to whole tiles].
+      outputs: Out, in the layout of the query, [..., Dv]; lse and `spec.stats`, float32 [B, Hq, T rounded up to whole
+        tiles].
       scratch: Shared memory and barriers.
       row_at: Maps (batch, head, number in the tile order) to (batch, head, tile of queries).
     """
@@ -178,7 +177,7 @@ class Static(NamedTuple):
     captured: scores.Captured
     arrays: Operands[Ref]
     bias: bias_tiles.BiasTiles
-    outputs: tuple[Ref, Ref]
+    outputs: tuple[Ref, ...]
     scratch: Scratch
     row_at: Callable[[jax.Array, jax.Array, jax.Array], Location]
 
@@ -290,8 +289,8 @@ def _consume_tile(
     sink = None if static.arrays.sinks is None else static.arrays.sinks[h]
     result = forward_step.finish(spec, scratch.ring, state, sink, visits)
     pl.when(visits)(lambda: scratch.ring.release(state.stage))
-    staged = (queries if scratch.out is None else scratch.out.at[group], scratch.lse.at[group])
-    _store(spec, staged, result, static.outputs, (b, h, first))
+    staged = (queries if scratch.out is None else scratch.out.at[group], *(x.at[group] for x in scratch.rows))
+    _store(spec, staged, (*result, *forward_step.stats(spec, state, sink)), static.outputs, (b, h, first))
     return _after(stage, state.stage)
 
 
@@ -304,15 +303,16 @@ def _free_last(scratch: Scratch, i: Index, group: jax.Array) -> None:
 
 def _store(
     spec: AttentionSpec,
-    staged: tuple[Ref, Ref],
-    result: tuple[jax.Array, jax.Array],
-    outputs: tuple[Ref, Ref],
+    staged: tuple[Ref, ...],
+    result: tuple[jax.Array, ...],
+    outputs: tuple[Ref, ...],
     index: Location,
 ) -> None:
     """Starts the TMA stores of a group's rows; TMA drops what is past the end."""
-    (out_ref, lse_ref), (out, lse), (b, h, first) = outputs, result, index
-    for ref, x in zip(staged, (out, lse), strict=True):
+    (b, h, first), rows = index, result[0].shape[0]
+    for ref, x in zip(staged, result, strict=True):
         ref[...] = x.astype(ref.dtype)
     plg.commit_smem()
-    plg.copy_smem_to_gmem(staged[0], out_ref.at[smem.rows_at(spec, b, h, first, lse.shape[0])])
-    plg.copy_smem_to_gmem(staged[1], lse_ref.at[b, h, pl.ds(first, lse.shape[0])])
+    plg.copy_smem_to_gmem(staged[0], outputs[0].at[smem.rows_at(spec, b, h, first, rows)])
+    for ref, output in zip(staged[1:], outputs[1:], strict=True):
+        plg.copy_smem_to_gmem(ref, output.at[b, h, pl.ds(first, rows)])

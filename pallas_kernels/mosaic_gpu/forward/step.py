@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu.cost import fits_beside_gemm, has_spare_registers
 from pallas_kernels.mosaic_gpu.pipeline import PingPong, Ring
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.program import patterns
+from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import LN_2, LOG2_E, AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
@@ -32,6 +33,7 @@ class State(NamedTuple):
       row_sum: [rows, 8]: partial sums of the weights, each over every eighth column.
       p: [rows, keys]: weights of the last tile, in the dtype of the values: the A operand of the next PV wgmma.
       stage: Of the ring: holds the next keys and the values of the last tile.
+      row_logs: [rows, 8]: like `row_sum`, of the weights times their exponents, for the entropy; None without it.
     """
 
     out: jax.Array
@@ -39,6 +41,7 @@ class State(NamedTuple):
     row_sum: jax.Array
     p: jax.Array
     stage: jax.Array
+    row_logs: jax.Array | None = None
 
 
 class Step(NamedTuple):
@@ -80,16 +83,20 @@ class Step(NamedTuple):
         drop = functools.partial(self._drop, first)
         if prepared.spec.normalize == "none":  # these are the weights
             return state._replace(out=out, p=drop(s).astype(state.p.dtype), stage=state.stage + 1)
-        exponent, row_sum = s * prepared.log2_scale, state.row_sum
+        exponent, row_sum, row_logs = s * prepared.log2_scale, state.row_sum, state.row_logs
         if not self.bounded:
             exponent = exponent - _over_columns(safe_max, s.shape)
             alpha = inline_ptx.exp2(ROW, state.row_max - safe_max)
+            if row_logs is not None:
+                row_logs = _rescaled_logs(row_logs, row_sum, alpha, state.row_max - safe_max)
             row_sum, out = row_sum * _over_columns(alpha, row_sum.shape), out * _over_columns(alpha, out.shape)
         p = inline_ptx.exp2(TILE, exponent)
         row_sum = row_sum + inline_ptx.sum_columns(TILE, p)
+        if row_logs is not None:
+            row_logs = row_logs + inline_ptx.sum_columns(TILE, p * jnp.maximum(exponent, LEAST_EXPONENT))
         if self.at_exponentials:
             row_sum = self.ping_pong.release_after(TILE, row_sum)
-        return State(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1)
+        return State(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1, row_logs)
 
     def _drop(self, first: Index, p: jax.Array) -> jax.Array:
         """The weights of a tile, with zeros where dropout drops them; the row_sum is that of all."""
@@ -172,9 +179,9 @@ def is_bounded(spec: AttentionSpec, dtype: DTypeLike) -> bool:
     """Whether the score mod bounds scores so tightly, whatever QK^T, that no running row_max is needed (a soft cap).
 
     It saves a fifth of the instructions of a tile: 595 became 624 TFLOP/s at head size 128 (as `bottleneck`). Weights
-    are then as large as the exponential of the bound, which float16 does not hold.
+    are then as large as the exponential of the bound, which float16 does not hold. Statistics of rows need the row_max.
     """
-    size = patterns.bound(spec.programs.score)
+    size = None if spec.stats else patterns.bound(spec.programs.score)
     return size is not None and size * LOG2_E <= MAX_EXPONENT and jnp.dtype(dtype) == jnp.bfloat16
 
 
@@ -183,7 +190,8 @@ def start(spec: AttentionSpec, rows: int, keys: int, dtype: DTypeLike, stage: ja
     least = 0.0 if is_bounded(spec, dtype) else -jnp.inf
     row_max = plg.layout_cast(jnp.full((rows,), least, jnp.float32), ROW)
     row_sum, p = _zeros((rows, inline_ptx.TILE_COLUMNS), TILE), plg.layout_cast(jnp.zeros((rows, keys), dtype), TILE)
-    return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage)
+    row_logs = _zeros(row_sum.shape, TILE) if "entropy" in spec.stats else None
+    return State(_zeros((rows, spec.Dv), TILE), row_max, row_sum, p, stage, row_logs)
 
 
 def finish(
@@ -200,6 +208,31 @@ def finish(
         out, lse = jnp.where(visits, out * spec.kept_scale, 0.0), _zeros(row_sum.shape, ROW)
         return out, lse + mark(out) if spec.needs_marks else lse
     return normalised(out, state.row_max, row_sum, sink, spec.kept_scale, marks=spec.needs_marks)
+
+
+def stats(spec: AttentionSpec, state: State, sink: jax.Array | None) -> tuple[jax.Array, ...]:
+    """``spec.stats`` of the rows after all keys: the max as a natural score, without the sink; the entropy with it."""
+    values = {"max": lambda: state.row_max * LN_2, "entropy": lambda: _entropy(state, sink)}
+    return tuple(values[name]() for name in spec.stats)
+
+
+def _entropy(state: State, sink: jax.Array | None) -> jax.Array:
+    assert state.row_logs is not None  # the state was started with it
+    row_sum, row_logs = jnp.sum(state.row_sum, axis=1), jnp.sum(state.row_logs, axis=1)
+    if sink is not None:
+        row_max, alpha, total = _with_sink(state.row_max, row_sum, sink)
+        safe_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+        exponent = jnp.maximum(sink * LOG2_E - safe_max, LEAST_EXPONENT)
+        row_logs = _rescaled_logs(row_logs, row_sum, alpha, state.row_max - safe_max)
+        row_sum, row_logs = total, row_logs + inline_ptx.exp2(ROW, exponent) * exponent
+    row_sum = jnp.where(row_sum == 0.0, 1.0, row_sum)
+    return jnp.log(row_sum) - LN_2 * row_logs / row_sum
+
+
+def _rescaled_logs(row_logs: jax.Array, row_sum: jax.Array, alpha: jax.Array, log2_alpha: jax.Array) -> jax.Array:
+    """``row_logs`` after a new row_max: each weight is multiplied by alpha, and its exponent grows by log2_alpha."""
+    spread = lambda x: x if row_sum.ndim == 1 else _over_columns(x, row_sum.shape)
+    return (row_logs + row_sum * spread(jnp.maximum(log2_alpha, LEAST_EXPONENT))) * spread(alpha)
 
 
 def normalised(

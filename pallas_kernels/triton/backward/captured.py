@@ -136,7 +136,7 @@ def _kernel(
     derivative: Derivative,
     arrays: Operands[Ref],
     states: Ref | None,  # [list batch, list heads, rows of blocks, columns of blocks], or None
-    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     zeros: list[Ref],  # initial gradients, aliased with those outputs that are not written as a whole
     *gradients: Ref,  # like the array of each load; with a leading axis of splits where stored
 ) -> None:
@@ -207,8 +207,10 @@ class _Program(NamedTuple):
         q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
         prepared = self._scores(at, self.derivative.nodes)
         outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
-        p = scores.probabilities(prepared, outs, log2_lse(vector(rows.lse, other=-jnp.inf))[:, None])
+        lse_log2 = log2_lse(vector(rows.lse, other=-jnp.inf))[:, None]
+        p = scores.probabilities(prepared, outs, lse_log2)
         d_p = weights_vjp(spec, outs, qk_dot(spec, d_out, of_keys(arrays.value)))
+        d_p = scores.entropy_vjp(prepared, outs, d_p, lse_log2, rows.load_d_entropy(vector))
         d_s = scores.scores_vjp(prepared, outs, p, d_p, vector(rows.delta, other=0.0)[:, None])
         _, of_load = score_mod_vjp(self.derivative, outs, d_s)
         cotangents = [of_load(load) for load in self.work.loads]

@@ -62,7 +62,7 @@ def dkv(
       spec: The spec.
       tiles: Of the kernel.
       arrays: The operands of the forward pass.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
     """
@@ -122,7 +122,7 @@ def _kernel(
     groups: LoadGroups,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, key heads or 1, tiles of keys], or None
-    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     d_key: Ref,  # [B, S, Hkv, D] or [B, Hkv, S, D]
     d_value: Ref,  # [B, S, Hkv, Dv] or [B, Hkv, S, Dv]
     *columns: Ref,  # [B, Hq, S] for each of `groups.columns`, then marks [B, Hkv, S]
@@ -260,9 +260,11 @@ class _Head(NamedTuple):
             d_k, d_v, sums = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
-            p = scores.probabilities(prepared, tile, log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :])
+            lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
+            p = scores.probabilities(prepared, tile, lse_log2)
             d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), d_out))
             d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :])
             d_s, of_load = score_mod_vjp(self.derivative, tile, d_s)
             sums = tuple(total + jnp.sum(of_load(n), axis=1) for total, n in zip(sums, groups.columns, strict=True))
@@ -278,10 +280,11 @@ class _Head(NamedTuple):
             d_k, d_v, attended = state
             q, d_out, vector = self._load(query, is_partial)
             tile = scores.compute(prepared, q, self.keys.k, query, is_partial)
-            lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))
-            p = tile.clear(scores.probabilities(prepared, tile, lse_log2[None, :]))
+            lse_log2 = log2_lse(vector(self.rows.lse, other=-jnp.inf))[None, :]
+            p = tile.clear(scores.probabilities(prepared, tile, lse_log2))
             d_v = add_rows(d_v, pv_dot(spec, tile.drop(p), cleared(d_out)))
             d_p = weights_vjp(spec, tile, qk_dot(spec, self.keys.v, d_out))
+            d_p = scores.entropy_vjp(prepared, tile, d_p, lse_log2, self.rows.load_d_entropy(vector))
             d_s = tile.clear(scores.scores_vjp(prepared, tile, p, d_p, vector(self.rows.delta, other=0.0)[None, :]))
             d_s, _ = score_mod_vjp(self.derivative, tile, d_s)
             return add_rows(d_k, pv_dot(spec, d_s, cleared(q))), d_v, attended.to(d_out, tile.visible)

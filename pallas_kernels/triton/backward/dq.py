@@ -66,7 +66,7 @@ def dq(
       spec: The spec.
       tiles: Of the kernel.
       arrays: The operands of the forward pass.
-      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse and delta [B, Hq, T].
+      rows: dO [B, T, Hq, Dv] or [B, Hq, T, Dv]; lse, delta and dH [B, Hq, T].
       derivative: Of the score mod; None without one.
       groups: Loads of captured arrays with requested gradients.
     """
@@ -132,7 +132,7 @@ def _kernel(
     groups: LoadGroups,
     arrays: Operands[Ref],
     order: Ref | None,  # [list batch, list heads, tiles of queries], or None
-    rows: Rows[Ref],  # dO like the output; lse and delta [B, Hq, T]
+    rows: Rows[Ref],  # dO like the output; lse, delta and dH [B, Hq, T]
     zeros: list[Ref],  # initial gradients of `groups.stores` and `groups.atomics`, aliased with outputs
     d_query: Ref,  # [B, T, Hq, D] or [B, Hq, T, D]
     *captured: Ref,  # [B, Hq, T] for each of `groups.rows`, then gradients of arrays, then marks [B, Hq, T]
@@ -194,6 +194,7 @@ class _Queries(NamedTuple):
       d_out: [Bq, Dv], in chunks of columns.
       lse_log2: [Bq]: the lse in base 2.
       delta: [Bq].
+      d_entropy: [Bq], or None.
     """
 
     spec: AttentionSpec
@@ -205,6 +206,7 @@ class _Queries(NamedTuple):
     d_out: Columns
     lse_log2: jax.Array
     delta: jax.Array
+    d_entropy: jax.Array | None
 
     @classmethod
     def of(
@@ -227,7 +229,7 @@ class _Queries(NamedTuple):
         lse_log2, delta = log2_lse(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
         programs = None if derivative is None else {"score": derivative.nodes}
         prepared = scores.prepare(spec, arrays, tiles.shape, b, h, q_first=first, programs=programs)
-        return cls(spec, tiles, arrays, at, prepared, q, d_out, lse_log2, delta)
+        return cls(spec, tiles, arrays, at, prepared, q, d_out, lse_log2, delta, rows.load_d_entropy(vector))
 
     @property
     def first(self) -> Index:
@@ -250,8 +252,10 @@ class _Queries(NamedTuple):
         load = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tiles.block_kv, may_end=may_end)
         k = load(self.arrays.key)
         tile = scores.compute(self.prepared, self.q, k, key, is_partial)
-        p = scores.probabilities(self.prepared, tile, self.lse_log2[:, None])
+        lse_log2 = self.lse_log2[:, None]
+        p = scores.probabilities(self.prepared, tile, lse_log2)
         d_p = weights_vjp(spec, tile, qk_dot(spec, self.d_out, load(self.arrays.value)))
+        d_p = scores.entropy_vjp(self.prepared, tile, d_p, lse_log2, self.d_entropy)
         return k, tile, scores.scores_vjp(self.prepared, tile, p, d_p, self.delta[:, None])
 
     def store(self, d_query: Ref, d_q: Columns) -> None:

@@ -5,8 +5,9 @@ With P the probabilities and dO the cotangent of the output (Dao 2023, arXiv:230
     dV = P^T dO,   dS = P * (dO V^T - delta),   delta = rowsum(dO * O) - dlse,   dQ = dS' K,   dK = dS'^T Q
 
 where dS' is dS pulled back through the score mod. With dropout, of which Z holds 0 or the scale, ``dV = (Z * P)^T dO``
-and ``dS = P * (Z * (dO V^T) - delta)``. One kernel walks the keys of a tile of queries for dQ, one the queries of a
-tile of keys for dK and dV; each recomputes P from the lse.
+and ``dS = P * (Z * (dO V^T) - delta)``. A cotangent dH of the entropy H adds ``-dH log P`` to dP and ``dH * H`` to
+delta. One kernel walks the keys of a tile of queries for dQ, one the queries of a tile of keys for dK and dV; each
+recomputes P from the lse.
 
 So there are seven GEMMs where five would do, if the dK/dV kernel added dQ to global memory. On an H200 that took 33 ms
 at head size 128 (causal, S 16384, B 2, H 16) and 42 at 64 (B 4), instead of 15 for both kernels: Pallas adds by
@@ -21,7 +22,15 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
+from pallas_kernels.gradients import (
+    Entropy,
+    Gradients,
+    RequestedGradients,
+    collect,
+    row_statistics,
+    sum_batch,
+    sum_gradients,
+)
 from pallas_kernels.program.cotangents import group_loads
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton.backward import captured as backward_captured
@@ -43,6 +52,7 @@ def backward(
     requested: RequestedGradients,
     saved: tuple[jax.Array, jax.Array],
     d_saved: tuple[jax.Array, jax.Array | None],
+    entropy: Entropy | None = None,
 ) -> Gradients:
     """Computes the requested gradients.
 
@@ -53,8 +63,9 @@ def backward(
       requested: Which gradients.
       saved: Output and lse of the forward pass.
       d_saved: Their cotangents; that of lse may be None.
+      entropy: That of the rows and its cotangent; None where it has none.
     """
-    rows = row_statistics(spec, saved, d_saved)
+    rows = row_statistics(spec, saved, d_saved, entropy)
     groups = group_loads(spec, requested.derivative)
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
