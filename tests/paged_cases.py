@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import zlib
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class PagedCase:
       layers: Of a stacked cache, or None.
       scale: Of the scores; None for the default.
       factor: Of the queries: how large scores are.
+      normalize: As in the call; without a softmax, the lse is 0 here.
       dtype: Of all arrays.
     """
 
@@ -66,6 +67,7 @@ class PagedCase:
     layers: int | None = None
     scale: float | None = None
     factor: float = 1.0
+    normalize: Literal["softmax", "none"] = "softmax"
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -183,7 +185,8 @@ def options_of(backend: str) -> dict[str, Any]:
 
 def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None) -> tuple[jax.Array, jax.Array]:
     """Calls `paged_attention`; `captured` is what the mods capture."""
-    return jflex.paged_attention(
+    has_lse = case.normalize == "softmax"
+    result = jflex.paged_attention(
         query,
         cache,
         batch,
@@ -193,9 +196,11 @@ def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=Non
         value_mod=None if case.value is None else case.value.jax(captured[3]),
         scale=case.scale,
         layer=layer,
-        return_lse=True,
+        normalize=case.normalize,
+        return_lse=has_lse,
         **options_of(backend),
     )
+    return result if has_lse else (result, jnp.zeros(result.shape[:2], jnp.float32))
 
 
 def run(case: PagedCase, backend: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -216,7 +221,8 @@ def program(case: PagedCase, backend: str) -> Any:
 def exact(case: PagedCase) -> Right:
     """The definition, in float64."""
     x, size = draw(case), case.Dv or case.D
-    out, lse = np.zeros((case.N, case.Hq, size)), np.full((case.N, case.Hq), -np.inf)
+    lse = np.full((case.N, case.Hq), -np.inf if case.normalize == "softmax" else 0.0)
+    out = np.zeros((case.N, case.Hq, size))
     out_rounding, lse_rounding = np.zeros_like(out), np.zeros_like(lse)
     for r, length in enumerate(case.lengths):
         rows = slice(case.indptr[r], case.indptr[r + 1])
@@ -224,13 +230,14 @@ def exact(case: PagedCase) -> Right:
         arrays = [a[None] for a in (x.query[rows].astype(np.float64), key, value)]
         score, mask = _of_request(case, r)
         scale = case.D**-0.5 if case.scale is None else case.scale
-        found = oracle.forward(*arrays, scale, score, mask, {})
+        found = oracle.forward(*arrays, scale, score, mask, {}, normalize=case.normalize)
         out[rows], lse[rows] = found.out[0], found.lse[0].T
         if length:
             sizes = SimpleNamespace(sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, name=case.name)
             moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
-            around = np.einsum("bhts,bshd->bthd", found.weights, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))
-            lse_rounding[rows] = moved[0].T
+            moves = found.weights if case.normalize == "softmax" else found.visible  # no weight moves by more
+            around = np.einsum("bhts,bshd->bthd", moves, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))
+            lse_rounding[rows] = moved[0].T * (case.normalize == "softmax")
             out_rounding[rows] = 2 * moved[0].T[..., None] * around[0]
     return Right(out, lse, out_rounding, lse_rounding)
 
@@ -288,6 +295,10 @@ def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Arra
     visible = places[3] < length[:, None, None]
     if case.mask is not None:
         visible &= over(case.mask.jax(captured[1]))(*places)
+    if case.normalize == "none":
+        weights = jnp.where(visible, s, 0.0).astype(query.dtype)
+        out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
+        return out.astype(query.dtype), jnp.zeros(s.shape[:2], jnp.float32)
     s = jnp.where(visible, s, -jnp.inf)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - jnp.where(top == -jnp.inf, 0.0, top))
@@ -372,6 +383,18 @@ CASES = [
     PagedCase("divided", (1, 1, 2), (1500, 40, 700), page_size=64, mask=mask_pairs.causal),
     PagedCase("divided_with_empty_parts", (1, 1, 2), (1500, 40, 700), page_size=64, mask=window),
     PagedCase("divided_with_parts_that_see_nothing", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents),
+    PagedCase("sigmoid", **MIXED, score=score_pairs.sigmoid, mask=mask_pairs.causal, normalize="none"),
+    PagedCase(
+        "divided_sigmoid",
+        (1, 1, 2, 0),
+        (1500, 0, 700, 3),
+        2,
+        score_pairs.sigmoid,
+        documents,
+        page_size=64,
+        normalize="none",
+    ),
+    PagedCase("scores_as_weights", (1, 4), (60, 40), scale=-0.1, mask=window, normalize="none"),
     PagedCase("rotated_pages_of_1", (1, 2), (21, 9), page_size=1, key=vector_pairs.rope_of_halves, D=32),
     PagedCase("rotated_pages_of_16", **MIXED, mask=mask_pairs.causal, key=vector_pairs.rope_of_halves, D=32),
     PagedCase(

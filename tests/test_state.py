@@ -329,6 +329,17 @@ def test_logarithms_of_other_libraries():
         assert convert(lse).dtype == F32
 
 
+@pytest.mark.parametrize("count", [2, 20])
+def test_states_without_a_softmax_add_up(count):
+    outs = np.random.default_rng(0).normal(size=(count, 4, 2, 8)).astype(np.float32)
+    states = [AttentionState(jnp.asarray(out), jnp.zeros((4, 2)), "none") for out in outs]
+    nothing = AttentionState.empty((4, 2, 8), normalize="none")
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+    for merged in (merge_all([*states, nothing]), jax.jit(merge_all)(stacked), merge(merge_all(states), nothing)):
+        np.testing.assert_allclose(merged.out, outs.sum(0), rtol=1e-5, atol=1e-5)
+        assert (merged.normalize, merged.lse.tolist()) == ("none", nothing.lse.tolist())
+
+
 # --- wrong calls
 
 GOOD = AttentionState.empty((4, 2, 8))
@@ -365,6 +376,18 @@ WRONG = [
         lambda: merge_all([GOOD, AttentionState.empty((4, 2, 8), jnp.bfloat16)]),
         TypeError,
         r"`states\[0\]` and `states\[1\]` must have equal dtypes.*bfloat16\[4,2,8\].*Cast `out`",
+    ),
+    (
+        "kinds",
+        lambda: merge_all([GOOD, AttentionState.empty((4, 2, 8), normalize="none")]),
+        ValueError,
+        r"`states\[0\]` and `states\[1\]` must be of one kind.*normalize='softmax' and normalize='none'",
+    ),
+    (
+        "sinks without a softmax",
+        lambda: jflex.with_sinks(AttentionState.empty((4, 2, 8), normalize="none"), jnp.zeros(2)),
+        ValueError,
+        r"`sinks` enter the denominator of a softmax",
     ),
     ("nothing to merge", lambda: merge_all([]), ValueError, r"`states` must hold at least one.*AttentionState.empty"),
     ("no sequence", lambda: merge_all(3), TypeError, r"`states` must be a sequence.*Got int"),
