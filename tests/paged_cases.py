@@ -233,7 +233,9 @@ def exact(case: PagedCase) -> Right:
         found = oracle.forward(*arrays, scale, score, mask, {}, normalize=case.normalize)
         out[rows], lse[rows] = found.out[0], found.lse[0].T
         if length:
-            sizes = SimpleNamespace(sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, name=case.name)
+            sizes = SimpleNamespace(
+                sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, score=case.score
+            )
             moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
             moves = found.weights if case.normalize == "softmax" else found.visible  # no weight moves by more
             around = np.einsum("bhts,bshd->bthd", moves, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))

@@ -67,8 +67,7 @@ def score_rounding(drawn, found, case) -> np.ndarray:
 
     A sum in float32 of D products, one by one, is off by about sqrt(D) / 2 units in the last place. A tensor core adds
     16 products of 16-bit numbers at a time, and truncates: each of the D / 16 additions may lose one unit in the last
-    place of the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11, by the cases
-    whose names begin with "softcap".
+    place of the largest sum. There the hardware's tanh may be used too, with a relative error of 2 ** -11.
 
     Args:
       drawn: The arrays of the case.
@@ -87,7 +86,7 @@ def score_rounding(drawn, found, case) -> np.ndarray:
         size**-0.5 if case.scale is None else case.scale
     )
     moved = eps * (1 + -(-size // 16)) * masses.max(axis=-1, initial=0)
-    return moved + (2.0**-11 * largest if case.name.startswith("softcap") else 0)
+    return moved + (2.0**-11 * largest if case.score is not None and case.score.by_tanh else 0)
 
 
 def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
