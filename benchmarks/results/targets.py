@@ -240,6 +240,8 @@ def _fields(fields: Mapping[str, Any]) -> str:
             words.append(value if isinstance(value, str) else " and ".join(value))
         elif isinstance(value, bool):
             words.append(name if value else f"not {name}")
+        elif value == "":
+            words.append(f"plain {name}")
         elif value and name != "S":
             words.append(f"{name} {value}")
     return ", ".join(words)
