@@ -1,7 +1,8 @@
 """Which tests the README's command runs: each feature on each implementation at least once, in a few minutes.
 
 All others are marked by purpose: ``full``, ``compile`` (for a GPU that is not there) or ``bench`` (the benchmarks and
-the demo). `.ci/run` runs all of them. Seconds of a test decide: `pytest --durations=50` tells them.
+the demo). `.ci/run` runs all of them, but those marked ``long``, which repeat others in more cases. Seconds of a test
+decide: `pytest --durations=50` tells them.
 """
 
 import re
@@ -108,6 +109,16 @@ SHORT = {
     "test_types": r"layouts.*BNTH-2|packed|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 
+# What no run takes unless it asks for `-m long`, and the short run does not.
+LONG = {
+    "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25",
+    "test_hopper_emulated": r"gradients\[two_groups_(sinks|documents|own_lists|sigmoid)|one_pass\[two_groups",
+    "test_return_stats": r"hopper_kernels?(_alone)?\[",
+    "test_streaming_llm_engine": r"twenty_thousand",
+    "test_tuning": r"programs_compute\[(alibi|softcap)",
+    "test_types": r"examples_of_docstrings|the_table_of_cases",
+}
+
 
 def purpose(module: str, name: str, case: str | None) -> str | None:
     """The marker of a test, None for the short run.
@@ -117,8 +128,11 @@ def purpose(module: str, name: str, case: str | None) -> str | None:
     """
     if module in COMPILE:
         return "compile"
+    is_short = re.search(SHORT.get(module, ""), name) and module not in BENCH
+    if module in LONG and not is_short and re.search(LONG[module], name):
+        return "long"
     if module in BENCH:
         return "bench"
     if case is not None and module in TABLES and case not in CASES:
         return "full"
-    return None if re.search(SHORT.get(module, ""), name) else "full"
+    return None if is_short else "full"
