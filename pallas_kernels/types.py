@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
+from jax.extend import core
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -61,3 +63,8 @@ class Ref(_JaxRef):
 
 class _RefIndexer(Protocol):
     def __getitem__(self, index: Axis | tuple[Axis, ...], /) -> Ref: ...
+
+
+def aval_of(v: core.Var | core.Literal) -> ShapedArray:
+    """Shape and dtype of a variable of a jaxpr."""
+    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype

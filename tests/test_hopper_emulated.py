@@ -16,10 +16,9 @@ USUAL = {
     "bias_as_weights", "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
     "log_as_weights", "negative_scale", "plane_gradient", "rows_that_see_nothing", "sigmoid", "sigmoid_dropout",
     "sinks_bounded", "sinks_see_nothing", "slopes", "softcap_far", "two_groups_as_weights", "two_groups_causal",
-    "two_groups_documents", "two_groups_dropout", "two_groups_own_lists", "two_groups_sigmoid", "two_groups_sinks",
-    "two_groups_table",
+    "two_groups_dropout", "two_groups_table",
 }  # fmt: skip
-USUAL_IN_ONE_PASS = {"negative_scale", "two_groups_as_weights", "two_groups_dropout_wide", "two_groups_own_lists"}
+USUAL_IN_ONE_PASS = {"negative_scale"}
 
 
 def marked(cases, usual):

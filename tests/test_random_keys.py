@@ -1,4 +1,4 @@
-"""Mods that capture a random key: the numbers are those that the key gives outside, on every implementation."""
+"""Mods that draw from a random key get the numbers that it gives outside of a mod, on every implementation."""
 
 import functools
 
@@ -144,7 +144,10 @@ SEVERAL = jax.random.split(jax.random.key(3), HEADS)
 @pytest.mark.parametrize(
     ("factor", "reason"),
     [
-        (lambda h, q: jax.random.uniform(jax.random.fold_in(RBG, q)), r"of key<rbg>: only keys of threefry2x32"),
+        (
+            lambda h, q: jax.random.uniform(jax.random.fold_in(RBG, q)),
+            r"of key<rbg>: only keys of threefry2x32 are arithmetic",
+        ),
         (lambda h, q: jax.random.uniform(SEVERAL[jnp.stack([h, q % 2])][0]), r"primitive `gather` of random keys"),
     ],
 )

@@ -112,7 +112,6 @@ SHORT = {
 # What no run takes unless it asks for `-m long`, and the short run does not.
 LONG = {
     "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25",
-    "test_hopper_emulated": r"gradients\[two_groups_(sinks|documents|own_lists|sigmoid)|one_pass\[two_groups",
     "test_return_stats": r"hopper_kernels?(_alone)?\[",
     "test_streaming_llm_engine": r"twenty_thousand",
     "test_tuning": r"programs_compute\[(alibi|softcap)",

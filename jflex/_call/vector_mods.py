@@ -179,7 +179,7 @@ def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
 
 
 def modified_keys(
-    mod: Callable[..., jax.Array] | None,
+    mod: Callable[..., jax.Array],
     rows: Float[Array, "*axes H D"],
     b: Int32[Array, "*axes"],
     idx: Int32[Array, "*axes"],
@@ -187,7 +187,7 @@ def modified_keys(
     """Keys or values that were loaded from pages, as a traced mod makes them.
 
     Args:
-      mod: Its captured arrays bound, or None.
+      mod: Its captured arrays bound.
       rows: The vectors; what must not reach a result may be anything, and NaN.
       b: The request of each.
       idx: Its position there.
@@ -195,8 +195,6 @@ def modified_keys(
     Returns:
       The vectors, in the dtype of `rows`.
     """
-    if mod is None:
-        return rows
     call = _mapped(mod, rows.dtype, ("bi",) * b.ndim + ("h",))
     return call(rows, b, jnp.arange(rows.shape[-2], dtype=jnp.int32), idx)
 

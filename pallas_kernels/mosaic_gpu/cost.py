@@ -12,7 +12,7 @@ MAX_LIGHT_VALUES = 24  # tile values of a mod: with more it needs the registers 
 # Tile values while a wgmma still runs: a mod with 20 spills 948 bytes beside one, and 468 without it.
 MAX_VALUES_BESIDE_GEMM = 16
 MAX_DERIVATIVE_VALUES = 32  # tile values of a derivative: with more a tile of 64 x 64 does not fit beside it either
-MAX_MASK_VALUES = 96  # of a mask, in the backward kernels: random numbers have 200, and spill 11 kB at head size 64
+MAX_MASK_VALUES = 96  # of a mask, in the backward kernels: a fold and a draw of a key have 246, and spill 11 kB at D 64
 VALUES_PER_CALL = 16  # values that a function of CUDA's device library holds
 # What the SFU (MUFU instructions) computes; mods that call a library are too large for it to matter.
 _SPECIAL = frozenset({"div", "exp", "exp2", "log", "log2", "logistic", "rsqrt", "sqrt", "tanh"})

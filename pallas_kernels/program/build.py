@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.core import ShapedArray
 from jax.extend import core
 from jax.typing import DTypeLike
 
@@ -25,7 +23,7 @@ from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
-from pallas_kernels.types import Params
+from pallas_kernels.types import Params, aval_of
 
 MAX_STEPS = 64  # of an unrolled loop
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
@@ -167,11 +165,6 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
 def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
     """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
     return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))  # pyright: ignore[reportReturnType]  (by version)
-
-
-def aval_of(v: core.Var | core.Literal) -> ShapedArray:
-    """Shape and dtype of a variable."""
-    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
 
 
 def _box(node: Node) -> Scalars:

@@ -147,15 +147,14 @@ class Graph:
     ) -> Node:
         """A shift that may be by all bits of a number, or more: as in JAX, zeros or signs are left."""
         (x, amount), bits = inputs, 8 * dtype.itemsize
-        zero, last = self.literal(0, amount.dtype), self.literal(bits - 1, amount.dtype)
-        low = self.same_dtype("max", lax.max, amount, zero)
-        inside = self.compare("eq", self.same_dtype("min", lax.min, low, last), amount)
-        is_signed = op == "shift_right_arithmetic"
-        safe = self.select(inside, amount, last)
+        limits = (("ge", 0), ("lt", bits))
+        within = (self.compare(than, amount, self.literal(limit, amount.dtype)) for than, limit in limits)
+        inside = self.same_dtype("and", lax.bitwise_and, *within)
+        safe = self.select(inside, amount, self.literal(bits - 1, amount.dtype))
         shifted = self._make(
             (op, str(dtype), "()", x.number, safe.number), op, join_axes((x, safe)), dtype, (x, safe), function
         )
-        return shifted if is_signed else self.select(inside, shifted, self.literal(0, dtype))
+        return shifted if op == "shift_right_arithmetic" else self.select(inside, shifted, self.literal(0, dtype))
 
     def same_dtype(self, op: str, function: Callable[..., jax.Array], *inputs: Node) -> Node:
         """A primitive whose result has the dtype of its first input."""

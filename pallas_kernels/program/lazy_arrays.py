@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.program.ir import Graph, Node
+from pallas_kernels.program.primitive_rules import choose
 from pallas_kernels.program.views import NotOnTile
 
 Position = int | Node
@@ -178,9 +179,4 @@ def unravel(graph: Graph, flat: Position, shape: Sequence[int]) -> list[Position
 
 def chosen(graph: Graph, i: Position, values: Sequence[Node]) -> Node:
     """The value at an index among a few."""
-    if isinstance(i, int):
-        return values[i]
-    found = values[-1]
-    for number in reversed(range(len(values) - 1)):
-        found = graph.select(is_below(graph, i, number + 1), values[number], found)
-    return found
+    return values[i] if isinstance(i, int) else choose(graph, i, values)

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend import core
 from jax.extend.random import threefry_prng_impl
 from jax.typing import ArrayLike
 
 from pallas_kernels.program.ir import Node
 from pallas_kernels.program.views import NotOnTile, Scalars, scalars
+from pallas_kernels.types import aval_of
 
 Inline = Callable[[core.ClosedJaxpr, Sequence[Scalars]], Sequence[Scalars]]
 """Interprets a jaxpr on values."""
@@ -66,8 +66,8 @@ def apply(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequenc
     """
     name = eqn.primitive.name
     for v in (*eqn.invars, *eqn.outvars):
-        if _is_key(v) and _aval(v).dtype != _KEY_DTYPE:
-            raise NotOnTile(f"primitive `{name}` of {_aval(v).dtype}: only keys of threefry2x32 are integer arithmetic")
+        if _is_key(v) and aval_of(v).dtype != _KEY_DTYPE:
+            raise NotOnTile(f"primitive `{name}` of {aval_of(v).dtype}: only keys of threefry2x32 are arithmetic")
     if name in _RULES:
         return _RULES[name](eqn, ins, inline)
     if name in _MOVES:
@@ -75,12 +75,8 @@ def apply(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequenc
     raise NotOnTile(f"primitive `{name}` of random keys has no meaning on a tile")
 
 
-def _aval(v: core.Var | core.Literal) -> ShapedArray:
-    return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
-
-
 def _is_key(v: core.Var | core.Literal) -> bool:
-    return jnp.issubdtype(_aval(v).dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key)
 
 
 def _word(keys: Scalars, i: tuple[int, ...], word: int) -> Node:
@@ -125,7 +121,7 @@ def _of_each(function: Callable[..., jax.Array], *dtypes: np.dtype) -> Callable[
 
 def _fold_in(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars]:
     keys, data = ins
-    keys = np.broadcast_to(keys, _aval(eqn.outvars[0]).shape)
+    keys = np.broadcast_to(keys, aval_of(eqn.outvars[0]).shape)
     return _wrap(eqn, [_of_each(threefry_prng_impl.fold_in, np.dtype(np.uint32))(inline, keys, data)], inline)
 
 
@@ -140,7 +136,7 @@ def _split(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequen
 
 
 def _threefry(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars]:
-    shape = _aval(eqn.outvars[0]).shape
+    shape = aval_of(eqn.outvars[0]).shape
     jaxpr = jax.make_jaxpr(threefry2x32)(*[jax.ShapeDtypeStruct((), np.uint32)] * 4)
     words = [np.broadcast_to(x, shape) for x in ins]
     found = {i: inline(jaxpr, [scalars((), lambda _, x=x, i=i: x[i]) for x in words]) for i in np.ndindex(*shape)}

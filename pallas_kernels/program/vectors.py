@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.extend import core
 
 from pallas_kernels.program import vector_rules
-from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, aval_of, body_of, open_jaxpr
+from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, body_of, open_jaxpr
 from pallas_kernels.program.elementwise import ELEMENTWISE
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.lazy_arrays import (
@@ -34,6 +34,7 @@ from pallas_kernels.program.lazy_arrays import (
 )
 from pallas_kernels.program.primitive_rules import choose
 from pallas_kernels.program.views import NotOnTile
+from pallas_kernels.types import aval_of
 
 MIN_WIDTH = 16  # of a tile: what an MMA takes
 MAX_CHUNKS = 8
@@ -95,7 +96,7 @@ class LaneProgram:
 
     @functools.cached_property
     def vector_loads(self) -> list[Node]:
-        """The loads of the vector, each after those that its lanes depend on."""
+        """The loads of the vector, in topological order."""
         return [node for node in self.nodes if node.op == "load" and node.value == VECTOR]
 
     def argument(self, name: str) -> Node:
@@ -154,16 +155,16 @@ def trace_vector_program(
 
 
 def chunkings(size: int, plain: Chunks) -> tuple[Chunks, ...]:
-    """Ways to hold vectors of which a mod moves lanes, so that the pairs of a rotation are in tiles of their own.
+    """Chunkings of a vector, for a mod that moves lanes.
 
-    Then each element is loaded once, and each angle is computed once.
+    If the two lanes of each rotated pair are in different chunks, each element is loaded and each angle computed once.
 
     Args:
       size: Of a head.
-      plain: The way without a mod.
+      plain: The chunks without a mod.
 
     Returns:
-      Halves or smaller pieces of a width that is a power of two, even and odd lanes, and the plain way. The first of
+      Halves or smaller pieces of a width that is a power of two, even and odd lanes, and the plain chunks. The first of
       equal cost is best: Triton holds a tile that a mod has made in shared memory once more, as operand of an MMA.
 
     >>> [len(chunks) for chunks in chunkings(128, (Chunk(0, 128),))]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -98,19 +99,13 @@ def stages_that_fit(
     >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, 32, "NVIDIA H200")
     2
     """
-    stages, memory = tiles.num_stages, _memory_of(device_kind)
     taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, by_element)
-    while stages > 1 and taken(stages) > memory:
-        stages -= 1
-    return stages
+    return _most_stages(tiles.num_stages, taken, device_kind)
 
 
 def paged_stages(spec: AttentionSpec, tiles: Tiles) -> int:
     """The stages of a paged kernel with key or value mods, or fewer if the shared memory does not hold their loads."""
-    stages = tiles.num_stages
-    while stages > 1 and paged_shared_memory(spec, tiles, stages) > _memory_of(spec.device_kind):
-        stages -= 1
-    return stages
+    return _most_stages(tiles.num_stages, functools.partial(paged_shared_memory, spec, tiles), spec.device_kind)
 
 
 def paged_shared_memory(spec: AttentionSpec, tiles: Tiles, stages: int) -> int:
@@ -134,6 +129,11 @@ def paged_shared_memory(spec: AttentionSpec, tiles: Tiles, stages: int) -> int:
     buffers = max(1, (stages - 1) // 2 if spec.max_pages > 1 else stages - 1)
     queries = tiles.block_q * sum(width for _, width in chunks(spec.D))
     return (buffers * per_key + made * itemsize) * tiles.block_kv + queries * itemsize
+
+
+def _most_stages(stages: int, taken: Callable[[int], float], device_kind: str) -> int:
+    """So many stages, or fewer if the shared memory that they take is more than the device has."""
+    return next((n for n in range(stages, 1, -1) if taken(n) <= _memory_of(device_kind)), 1)
 
 
 def _memory_of(device_kind: str) -> int:

@@ -161,12 +161,12 @@ def scores_vjp(scores: Scores, tile: ScoreTile, p: jax.Array, d_p: jax.Array, de
 def entropy_vjp(
     scores: Scores, tile: ScoreTile, d_p: jax.Array, lse_log2: jax.Array, d_entropy: jax.Array | None
 ) -> jax.Array:
-    """The cotangents of the weights, with those that come from the entropy.
+    """Adds the cotangent of the entropy to dP.
 
     Args:
       scores: How the tile was computed.
       tile: Its scores.
-      d_p: The cotangents from the output.
+      d_p: dP of the output.
       lse_log2: As in `probabilities`.
       d_entropy: The cotangents of the entropy of its queries, [Bq]; None where there are none.
     """

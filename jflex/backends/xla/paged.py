@@ -7,7 +7,7 @@ at either end that interval arithmetic proves fully masked are skipped.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import lax
 
 from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
+from jflex.backends.xla import softmax
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.narrow import read
@@ -88,9 +89,6 @@ def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -
     return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, rows.astype(x.dtype), before), first, axis=0)
 
 
-_State: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # of the online softmax: row_max, row_sum, output
-
-
 def _tile(
     p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +100,7 @@ def _tile(
     q = lax.dynamic_slice_in_dim(inputs.query, first, count)
     q = q.reshape(count, p.Hkv, p.group, p.D).astype(exact).transpose(1, 2, 0, 3)  # [Hkv, group, count, D]
 
-    def step(number: jax.Array, state: _State) -> _State:
+    def step(number: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
         k = _rows(p, inputs, (inputs.key, p.key_mod, inputs.key_operands), request, j, exists)
@@ -115,20 +113,15 @@ def _tile(
         visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
         if p.mask_mod is not None:
             visible = visible & over_block(functools.partial(p.mask_mod, inputs.mask_operands), (), at, _AXES)
-        masked = 0 if p.normalize == "none" else -jnp.inf
-        return _accumulate(state, jnp.where(visible, s, masked), v, visible, p)
+        return _accumulate(state, s, v, visible, p)
 
-    shape = (p.Hkv, p.group, count)
-    state = (jnp.full(shape, -jnp.inf, exact), jnp.zeros(shape, exact), jnp.zeros((*shape, p.Dv), exact))
     begin, end = walk_of(p, inputs, request, n, h, length, KEYS)
-    row_max, row_sum, out = lax.fori_loop(begin, end, step, state)
+    state = lax.fori_loop(begin, end, step, softmax.start(p, (p.Hkv, p.group, count), exact))
     by_row = lambda x: x.transpose(2, 0, 1, *range(3, x.ndim)).reshape(count, p.Hq, *x.shape[3:])
     if p.normalize == "none":
-        return by_row(out), jnp.zeros((count, p.Hq), exact)
-    empty = row_max == -jnp.inf
-    safe = jnp.where(empty, 1, row_sum)
-    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
-    return by_row(out / safe[..., None]), by_row(lse)
+        return by_row(state.out), jnp.zeros((count, p.Hq), exact)
+    saved = softmax.finish(p, state)
+    return by_row(saved.out), by_row(saved.lse)
 
 
 def _rows(
@@ -158,17 +151,13 @@ def _rows(
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)
 
 
-def _accumulate(state: _State, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec) -> _State:
+def _accumulate(
+    state: softmax.SoftmaxState, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec
+) -> softmax.SoftmaxState:
     """One step of the online softmax; without one, scores are the weights."""
-    row_max, row_sum, out = state
-    if p.normalize == "none":
-        new_max, weights, alpha = row_max, s, jnp.ones_like(row_sum)
-    else:
-        new_max = jnp.maximum(row_max, jnp.max(s, axis=-1))
-        shift = jnp.where(new_max == -jnp.inf, 0, new_max)
-        weights, alpha = jnp.exp(s - shift[..., None]), jnp.exp(row_max - shift)
     gemm = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
-    added = masked_product(
-        gemm, weights.astype(p.dtype).astype(v.dtype), v, visible if p.mask_mod is not None else None
-    )
-    return new_max, row_sum * alpha + jnp.sum(weights, axis=-1), out * alpha[..., None] + added
+    seen = visible if p.mask_mod is not None else None
+    pv_dot = lambda weights: masked_product(gemm, weights.astype(p.dtype).astype(v.dtype), v, seen)
+    if p.normalize == "none":
+        return state._replace(out=state.out + pv_dot(jnp.where(visible, s, 0)))
+    return softmax.update(state, jnp.where(visible, s, -jnp.inf), pv_dot)
