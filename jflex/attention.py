@@ -209,7 +209,7 @@ def flex_attention(
     ((4,), (4,), None)
     """
     check_lse(return_lse, normalize)
-    stats = check_stats(return_stats, return_lse, normalize)
+    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
     call = prepare(
         query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
         value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, normalize=normalize,

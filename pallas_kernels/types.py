@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
@@ -68,3 +69,8 @@ class _RefIndexer(Protocol):
 def aval_of(v: core.Var | core.Literal) -> ShapedArray:
     """Shape and dtype of a variable of a jaxpr."""
     return cast(ShapedArray, v.aval)  # JAX declares an aval without shape and dtype
+
+
+def is_random_key(v: core.Var | core.Literal) -> bool:
+    """Whether a variable of a jaxpr holds random keys."""
+    return bool(jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key))

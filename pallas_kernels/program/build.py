@@ -23,7 +23,7 @@ from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
 from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
-from pallas_kernels.types import Params, aval_of
+from pallas_kernels.types import Params, aval_of, is_random_key
 
 MAX_STEPS = 64  # of an unrolled loop
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
@@ -219,7 +219,7 @@ class Run:
             return self._differentiated_as(eqn, ins, self.jaxpr(*body_of(eqn), ins))
         if name == "scan":
             return self._scan(eqn, ins)
-        if random_bits.gives_numbers_or_keys(eqn):
+        if name in random_bits.RULES or any(map(is_random_key, eqn.outvars)):
             loaded = [load(self.graph, x) for x in ins]
             inline = lambda closed, args: [load(self.graph, x) for x in self.jaxpr(*open_jaxpr(closed), args)]
             if (found := random_bits.apply(eqn, loaded, inline)) is not None:

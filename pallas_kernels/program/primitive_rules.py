@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.program import random_bits
 from pallas_kernels.program.ir import Graph, Node
+from pallas_kernels.program.random_bits import Key, select_key
 from pallas_kernels.program.views import NotOnTile, Scalars, View, gather, scalars
 from pallas_kernels.types import Params
 
@@ -272,9 +273,11 @@ def choose(graph: Graph, which: Node, cases: Sequence[Node]) -> Node:
     return chosen
 
 
-def _select(graph: Graph, predicate: Node, if_true: Node, if_false: Node) -> Node:
+def _select(graph: Graph, predicate: Node, if_true: Node | Key, if_false: Node | Key) -> Node:
     """One of two values, or of two random keys."""
-    return random_bits.word_by_word(functools.partial(graph.select, predicate), if_true, if_false)
+    if isinstance(if_true, Key):
+        return cast(Node, select_key(graph, predicate, if_true, cast(Key, if_false)))
+    return graph.select(predicate, if_true, cast(Node, if_false))
 
 
 def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise: Scalars) -> Scalars:

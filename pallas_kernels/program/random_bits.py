@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jax.extend import core
 from jax.extend.random import threefry_prng_impl
 from jax.typing import ArrayLike
 
-from pallas_kernels.program.ir import Node
+from pallas_kernels.program.ir import Graph, Node
 from pallas_kernels.program.views import NotOnTile, Scalars, scalars
-from pallas_kernels.types import aval_of
+from pallas_kernels.types import aval_of, is_random_key
 
 Inline = Callable[[core.ClosedJaxpr, Sequence[Scalars]], Sequence[Scalars]]
 """Interprets a jaxpr on values."""
@@ -36,9 +36,6 @@ _MOVES = frozenset({
 })  # fmt: skip
 
 
-T = TypeVar("T")
-
-
 @dataclasses.dataclass(frozen=True)
 class Key:
     """A random key: its data. An element of `Scalars` in place of a node."""
@@ -46,37 +43,26 @@ class Key:
     words: tuple[Node, ...]
 
 
-def word_by_word(function: Callable[[Node, Node], Node], a: T, b: T) -> T:
-    """A function of two nodes; of two keys, for each word of their data."""
-    if isinstance(a, Key):
-        return cast(T, Key(tuple(function(x, y) for x, y in zip(a.words, cast(Key, b).words, strict=True))))
-    return cast(T, function(cast(Node, a), cast(Node, b)))
-
-
-def gives_numbers_or_keys(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation draws random numbers, or an output of it is a random key."""
-    return eqn.primitive.name in _RULES or any(map(_is_key, eqn.outvars))
+def select_key(graph: Graph, predicate: Node, if_true: Key, if_false: Key) -> Key:
+    """One of two keys: each word of their data is chosen."""
+    return Key(tuple(graph.select(predicate, a, b) for a, b in zip(if_true.words, if_false.words, strict=True)))
 
 
 def apply(eqn: core.JaxprEqn, ins: Sequence[Scalars], inline: Inline) -> Sequence[Scalars] | None:
-    """The results of an equation that `gives_numbers_or_keys`; None if it moves keys like any other values.
+    """The results of an equation of `RULES` or with random keys; None if it moves keys like any other values.
 
     Raises:
       NotOnTile: The keys are not of Threefry, or the primitive has no meaning for keys.
     """
     name = eqn.primitive.name
     for v in (*eqn.invars, *eqn.outvars):
-        if _is_key(v) and aval_of(v).dtype != _KEY_DTYPE:
+        if is_random_key(v) and aval_of(v).dtype != _KEY_DTYPE:
             raise NotOnTile(f"primitive `{name}` of {aval_of(v).dtype}: only keys of threefry2x32 are arithmetic")
-    if name in _RULES:
-        return _RULES[name](eqn, ins, inline)
+    if name in RULES:
+        return RULES[name](eqn, ins, inline)
     if name in _MOVES:
         return None
     raise NotOnTile(f"primitive `{name}` of random keys has no meaning on a tile")
-
-
-def _is_key(v: core.Var | core.Literal) -> bool:
-    return jnp.issubdtype(aval_of(v).dtype, jax.dtypes.prng_key)
 
 
 def _word(keys: Scalars, i: tuple[int, ...], word: int) -> Node:
@@ -176,7 +162,7 @@ def threefry2x32(key0: ArrayLike, key1: ArrayLike, x0: ArrayLike, x1: ArrayLike)
     return a, b
 
 
-_RULES: dict[str, Callable[[core.JaxprEqn, Sequence[Scalars], Inline], Sequence[Scalars]]] = {
+RULES: dict[str, Callable[[core.JaxprEqn, Sequence[Scalars], Inline], Sequence[Scalars]]] = {
     "random_wrap": _wrap,
     "random_unwrap": _unwrap,
     "random_clone": _clone,
