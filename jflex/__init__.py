@@ -27,6 +27,7 @@ from jflex.config import Tiles as Tiles
 from jflex.errors import UnsupportedError as UnsupportedError
 from jflex.explain import explain as explain
 from jflex.jax_nn import dot_product_attention as dot_product_attention
+from jflex.mla import mla_attention as mla_attention
 from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods.compose import and_masks as and_masks
 from jflex.mods.compose import noop_mask as noop_mask

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jflex import attention, cascade, varlen
+from jflex import attention, cascade, mla, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
@@ -23,7 +23,7 @@ from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
-from jflex.paged.cache import PagedCache
+from jflex.paged.store import PageStore
 from jflex.stats import Stat, check_stats
 
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -43,7 +43,7 @@ def explain(
 ) -> Account: ...
 @overload
 def explain(
-    call: Callable[Concatenate[Any, PagedCache, PagedBatch, ...], Any], /, *args: Any, **kwargs: Any
+    call: Callable[Concatenate[Any, PageStore, PagedBatch, ...], Any], /, *args: Any, **kwargs: Any
 ) -> PagedAccount: ...
 @overload
 def explain(
@@ -56,8 +56,8 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     """Reports how a call of attention would run, without running it.
 
     ``explain(query, key, value, ...)`` takes the arguments of `flex_attention`. For the other calls, the function comes
-    first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `cascade_attention`
-    and `flex_attention` itself.
+    first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `mla_attention`,
+    `cascade_attention` and `flex_attention` itself.
 
     Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
     `CascadeLevel` (``jax.eval_shape`` makes them). Fields that follow from unknown values are None. For
@@ -137,6 +137,7 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
     attention.flex_attention: _Explained(attention.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
+    mla.mla_attention: _Explained(mla.prepare, PagedAccount.of),
     cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
 }
 

@@ -142,6 +142,7 @@ class AttentionSpec:
       heads_in_rows: Whether the rows of a tile belong to several query heads (decoding packs a GQA group into a tile).
       dropout: Of the weights, or None.
       normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
+      values_in_keys: Whether the values are the first Dv columns of the keys, of one key head (MLA); paged calls only.
       stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
       programs: The tile programs of the mods, once a plan has made them.
       vector_programs: Those of the key and value mods.
@@ -174,6 +175,7 @@ class AttentionSpec:
     heads_in_rows: bool = False
     dropout: Dropout | None = None
     normalize: Literal["softmax", "none"] = "softmax"
+    values_in_keys: bool = False
     stats: tuple[Literal["max", "entropy"], ...] = ()
     programs: Programs = dataclasses.field(default_factory=Programs)
     vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)

@@ -47,6 +47,7 @@ class PagedCase:
       layers: Of a stacked cache, or None.
       scale: Of the scores; None for the default.
       factor: Of the queries: how large scores are.
+      rope: Columns of the rotated key of a latent cache, whose values are its other columns; None for a cache of both.
       normalize: As in the call; without a softmax, the lse is 0 here.
       dtype: Of all arrays.
     """
@@ -67,6 +68,7 @@ class PagedCase:
     layers: int | None = None
     scale: float | None = None
     factor: float = 1.0
+    rope: int | None = None
     normalize: Literal["softmax", "none"] = "softmax"
     dtype: str = "float32"
 
@@ -96,6 +98,11 @@ class PagedCase:
     def pages_of(self, length: int) -> int:
         """Pages of a request."""
         return -(-length // self.page_size)
+
+
+def in_dtype(case: PagedCase, dtype: str) -> PagedCase:
+    """The same case in another dtype."""
+    return dataclasses.replace(case, dtype=dtype)
 
 
 class Drawn(NamedTuple):
@@ -130,7 +137,8 @@ def draw(case: PagedCase) -> Drawn:
     rng, dtype = np.random.default_rng(zlib.crc32(case.name.encode())), jnp.dtype(case.dtype)
     query = (case.factor * rng.normal(size=(case.N, case.Hq, case.D))).astype(dtype)
     of_requests = lambda size: [rng.normal(size=(n, case.Hkv, size)).astype(dtype) for n in case.lengths]
-    keys, values = of_requests(case.D), of_requests(case.Dv or case.D)
+    keys = of_requests(case.D)
+    values = of_requests(case.Dv or case.D) if case.rope is None else [x[..., : case.Dv] for x in keys]
     captured = [
         {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, case).items()}
         for pair in (case.score, case.mask)
@@ -151,7 +159,7 @@ def modified(pair: VectorPair | None, rows: np.ndarray, r: int, captured: dict[s
     return pair.exact(rows, *at, {name: x.astype(np.float64) for name, x in captured.items()})
 
 
-def placed(case: PagedCase, seed: int = 0) -> tuple[jflex.paged.PagedCache, np.ndarray]:
+def placed(case: PagedCase, seed: int = 0) -> tuple[Any, np.ndarray]:
     """Puts keys and values on pages, which ones is drawn; returns the cache and the table."""
     x, rng = draw(case), np.random.default_rng(seed)
     needed = [case.pages_of(n) for n in case.lengths]
@@ -169,6 +177,8 @@ def placed(case: PagedCase, seed: int = 0) -> tuple[jflex.paged.PagedCache, np.n
     if case.layers is not None:
         stack = lambda a: np.stack([a if i == LAYER else np.full_like(a, np.nan) for i in range(case.layers)])
         pages = [stack(a) for a in pages]
+    if case.rope is not None:
+        return jflex.paged.LatentCache(jnp.asarray(pages[0]), case.rope), table
     return jflex.paged.PagedCache(*map(jnp.asarray, pages)), table
 
 
@@ -184,14 +194,20 @@ def options_of(backend: str) -> dict[str, Any]:
 
 
 def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None) -> tuple[jax.Array, jax.Array]:
-    """Calls `paged_attention`; `captured` is what the mods capture."""
+    """Calls `paged_attention`, or `mla_attention`; `captured` is what the mods capture."""
     has_lse = case.normalize == "softmax"
+    mods = {
+        "score_mod": None if case.score is None else case.score.jax(captured[0]),
+        "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
+    }
+    if case.rope is not None:
+        of_latents = functools.partial(jflex.mla_attention, **mods, scale=case.scale, layer=layer, return_lse=True)
+        return of_latents(query, cache, batch, **options_of(backend))
     result = jflex.paged_attention(
         query,
         cache,
         batch,
-        score_mod=None if case.score is None else case.score.jax(captured[0]),
-        mask_mod=None if case.mask is None else case.mask.jax(captured[1]),
+        **mods,
         key_mod=None if case.key is None else case.key.jax(captured[2]),
         value_mod=None if case.value is None else case.value.jax(captured[3]),
         scale=case.scale,

@@ -124,6 +124,7 @@ def features() -> list[Feature]:
     bias, shared = ((B, HEADS, LENGTH, LENGTH), "bfloat16"), ((HEADS, LENGTH, LENGTH), "bfloat16")
     distances, table = ((HEADS, 2 * LENGTH), "float32"), ((64, 64), "float32")
     pages = {"paging": Paging(page_size=64, num_pages=1024), "T": 33, "B": 32}
+    latent = {"Hkv": 1, "D": 576, "Dv": 512, "values_in_keys": True}
     return [
         Feature("bfloat16, float16", {"dtype": "float16"}),
         Feature("float32", {"dtype": "float32"}),
@@ -141,6 +142,7 @@ def features() -> list[Feature]:
         Feature("`kv_lengths`, many queries", {"kv_lengths": True}),
         Feature("decoding: 1 to 16 queries", {"kv_lengths": True, "T": 1, "Hkv": 4}, gradients=False),
         Feature("`paged_attention`, `cascade_attention`", pages, gradients=False),
+        Feature("`mla_attention`", {**pages, **latent}, gradients=False),
         Feature("gradient of `slopes[h]`", _captured(lambda x: _score(_slopes(x)), slopes)),
         Feature("gradient of `bias[b, h, q_idx, kv_idx]`", _captured(lambda x: _score(_bias(x)), bias)),
         Feature("gradient of `bias[h, q_idx, kv_idx]`", _captured(lambda x: _score(_shared_bias(x)), shared)),

@@ -34,8 +34,7 @@ def settings():
         yield
 
 
-def in_bfloat16(case):
-    return dataclasses.replace(case, dtype="bfloat16")
+in_bfloat16 = functools.partial(paged_cases.in_dtype, dtype="bfloat16")
 
 
 def both(case, found, right):

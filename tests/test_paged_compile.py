@@ -12,7 +12,8 @@ from tests import gpu_compile
 
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
-KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384}
+KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384,
+                "latent_128_heads": 124, "latent_16_heads": 24, "latent_mixed": 132}  # fmt: skip
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 SHOWN = jnp.arange(4096) % 3 == 0
 GAINS = jnp.linspace(0.5, 1.5, 8 * 128).reshape(8, 128)
@@ -36,15 +37,23 @@ def part_of_streaming(number, score_mod):
     return {"score_mod": part.score_mod, "mask_mod": part.mask_mod}
 
 
-def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=None, **options):
-    """`paged_attention` of up to 4096 keys, and the shapes of its arguments; with trees if there are nodes."""
+def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=None, rope=None, **options):
+    """`paged_attention` of up to 4096 keys, and the shapes of its arguments; with trees if there are nodes.
+
+    With a size of rotated keys, `mla_attention` over latent vectors of 512 columns.
+    """
     max_pages = 4096 // page_size
     shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
     integers = functools.partial(shape, dtype=jnp.int32)
     cache = jflex.paged.PagedCache(*[shape(1 + R * max_pages, page_size, 8, D)] * 2)
+    if rope is not None:
+        D = 512 + rope
+        cache = jflex.paged.LatentCache(shape(1 + R * max_pages, page_size, 1, D), rope)
+        options["qk_head_dim"] = 192
     words = None if nodes is None else integers(R, nodes)
     batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages), words)
-    attend = functools.partial(jflex.paged_attention, implementation="triton", return_lse=True, **options)
+    call = jflex.paged_attention if rope is None else jflex.mla_attention
+    attend = functools.partial(call, implementation="triton", return_lse=True, **options)
     return attend, shape(N, Hq, D), cache, batch
 
 
@@ -74,6 +83,9 @@ CASES = {
     "decode_norm_and_rope": {"key_mod": lambda x, b, h, i: jflex.rope()(norm(x), b, h, i)},
     "decode_gains_and_values": {"key_mod": lambda x, b, h, i: x * GAINS[h], "value_mod": lambda x, b, h, i: norm(x)},
     "mixed_rope": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, "key_mod": jflex.rope()},
+    "latent_128_heads": {"Hq": 128, "rope": 64, "mask_mod": CAUSAL},
+    "latent_16_heads": {"Hq": 16, "rope": 64},
+    "latent_mixed": {"N": 2048 + 63, "R": 64, "Hq": 16, "rope": 64, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
     "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},
     "mixed_float32": {"N": 2048 + 63, "R": 64, "dtype": jnp.float32, "mask_mod": CAUSAL},

@@ -37,7 +37,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
 
     key = keys(inputs.key, p.key_mod, inputs.key_operands)
-    value = keys(inputs.value, p.value_mod, inputs.value_operands)
+    value = keys(inputs.value, p.value_mod, inputs.value_operands)[..., : p.Dv]  # of a latent cache, the keys
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)

@@ -20,6 +20,8 @@ from jflex.paged.errors import ForeignPage as ForeignPage
 from jflex.paged.errors import OutOfPages as OutOfPages
 from jflex.paged.errors import PrefixLocked as PrefixLocked
 from jflex.paged.errors import StaleHit as StaleHit
+from jflex.paged.latent import LatentCache as LatentCache
+from jflex.paged.latent import write_latent as write_latent
 from jflex.paged.pool import PagePool as PagePool
 from jflex.paged.prefix_cache import PrefixCache as PrefixCache
 from jflex.paged.prefix_hit import PrefixHit as PrefixHit

@@ -198,7 +198,8 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
     pairs = spec.Hq * int((np.diff(indptr) * keys).sum())
     width, out_width = (jnp.dtype(dtype).itemsize for dtype in (spec.dtype, spec.out_dtype))
     of_queries = spec.T * spec.Hq * (width * spec.D + out_width * spec.Dv)
-    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * width * (spec.D + spec.Dv)
+    row = spec.D if spec.values_in_keys else spec.D + spec.Dv
+    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * width * row
     return _Work(2 * pairs * (spec.D + spec.Dv), of_queries + of_keys)
 
 

@@ -21,6 +21,7 @@ from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_re
 from jflex.paged.cache import PagedCache, checked_layer
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
+from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees
 from jflex.state import Normalize, checked_sinks, with_sinks
 from jflex.types import AnyArray
@@ -170,7 +171,7 @@ def prepare(
     _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
-    mods = (_of_packed(score_mod, batch, "score"), _of_packed(mask_mod, batch, "mask"))
+    mods = (of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask"))
     exact_out = sinks is not None or output_mod is not None  # rounded once
     keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
     return prepare_pages("paged_attention", q, pages, How(*mods, scale, config, exact_out, *keys, normalize=normalize))
@@ -182,26 +183,31 @@ def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], In
 
 
 def _check_sizes(mods: tuple[Any, ...], vectors: VectorMods, heads: tuple[int, int], batch: PagedBatch) -> None:
-    """Compares the sizes that mods were made for; positions only if lengths are known, since a table may hold more."""
-    lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
-    longest = None
-    if lengths is not None and indptr is not None:  # of the requests that have queries in this call
-        longest = int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
+    """Compares the sizes that mods were made for."""
+    longest = longest_request(batch)
     for mod in mods:
         check_mod_sizes(mod, batch=batch.requests, heads=heads[0], queries=longest, keys=longest)
     vectors.check_sizes(batch=batch.requests, heads=heads, queries=longest, keys=longest)
 
 
-def pages_of(cache: PagedCache, batch: PagedBatch, layer: jax.Array | None) -> Pages:
+def longest_request(batch: PagedBatch) -> int | None:
+    """Keys of the longest request with queries; None if lengths are not known, since a table may hold more."""
+    lengths, indptr = known_lengths(batch.kv_lengths), known_lengths(batch.qo_indptr)
+    if lengths is None or indptr is None:
+        return None
+    return int(np.where(np.diff(indptr) > 0, lengths, 0).max(initial=0))
+
+
+def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pages:
     """The pages of a layer, without a copy."""
     first = jnp.zeros((1,), jnp.int32)
     if layer is not None:
         assert cache.layers is not None  # checked by `checked_layer`
         first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
-    return Pages(cache.k, cache.v, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
+    return Pages(cache.keys, cache.values, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
 
 
-def _of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
+def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
     """A mod on indices of packed queries: the last query of a request is in the row of its last key."""
     if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
         trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)

@@ -15,8 +15,9 @@ from jaxtyping import Array, Int32
 from jflex._call.checks import describe_array
 from jflex.block_mask.lengths import checked_size
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
-from jflex.paged.cache import PagedCache, check_cache, check_int32, is_known
+from jflex.paged.cache import check_cache, check_int32, is_known
 from jflex.paged.sizes import checked_page_size
+from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees, check_ancestors, tree_rules
 from jflex.types import AnyArray
 
@@ -180,7 +181,7 @@ def slots_of(
     return _slots(page_table, request, positions, page_size)
 
 
-def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
+def check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     """Raises unless a batch is valid for a cache and for the number of packed queries.
 
     Dtypes and shapes are always checked. Values are checked if known: those of numpy arrays and of JAX arrays outside
@@ -201,6 +202,7 @@ def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
       ValueError: Shapes do not match; `qo_indptr` does not begin with 0, descends, or ends beyond N; a length is
         negative, or beyond the table or the cache; a used page is the reserved one, or outside of the cache.
 
+    >>> from jflex.paged import PagedCache
     >>> cache = PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
     >>> check_batch(PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[3, 1, 7]])), cache, 1)
     >>> check_batch(PagedBatch(jnp.array([0, 1]), jnp.array([40]), jnp.array([[3, 1, 8]])), cache, 1)
@@ -214,7 +216,7 @@ def check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
     check_rules(_rules(fields, batch.max_pages, cache, num_tokens))
 
 
-def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> None:
+def debug_check_batch(batch: PagedBatch, cache: PageStore, num_tokens: int) -> None:
     """Checks the traced values of a batch inside of ``jit``, with the rules of `check_batch`: for debugging.
 
     It stages `jax.experimental.checkify.check`, so the function that calls it must be transformed by ``checkify``,
@@ -230,6 +232,7 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
       TypeError: As `check_batch`, at once.
       ValueError: Shapes do not fit.
 
+    >>> from jflex.paged import PagedCache
     >>> cache = PagedCache.create(8, 16, 2, 64, dtype=jnp.float32)
     >>> @jax.jit
     ... def step(batch):
@@ -249,7 +252,7 @@ def debug_check_batch(batch: PagedBatch, cache: PagedCache, num_tokens: int) -> 
             checkify.check(~jnp.any(rule.fault), rule.message, **values)
 
 
-def _rules(fields: Sequence[AnyArray | None], max_pages: int, cache: PagedCache, num_tokens: int) -> Iterator[Rule]:
+def _rules(fields: Sequence[AnyArray | None], max_pages: int, cache: PageStore, num_tokens: int) -> Iterator[Rule]:
     """The rules on values, in numpy or in JAX; those on a field that is None are left out."""
     qo_indptr, kv_lengths, page_table, ancestors = fields
     if qo_indptr is not None:

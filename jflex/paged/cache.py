@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,15 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import DTYPES, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
 from jflex.paged.sizes import checked_pages, checked_positive
+from jflex.paged.store import PageStore
 from jflex.types import AnyArray
+
+Cache = TypeVar("Cache", bound=PageStore)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PagedCache:
+class PagedCache(PageStore):
     """Keys and values in pages: a pytree that passes through ``jit``, ``scan`` and ``device_put``.
 
     `write` and `copy_pages` return a new cache, which takes the memory of the old one if that is donated to ``jit``. In
@@ -89,24 +93,38 @@ class PagedCache:
         return cls(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype))
 
     @property
-    def num_pages(self) -> int:
-        """P: total pages, page 0 included."""
-        return self.k.shape[-4]
+    def keys(self) -> Float[Array, "*L P page_size Hkv D"]:
+        """`k`."""
+        return self.k
 
     @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return self.k.shape[-3]
+    def values(self) -> Float[Array, "*L P page_size Hkv Dv"]:
+        """`v`."""
+        return self.v
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Hkv."""
-        return self.k.shape[-2]
+    def check(self) -> None:
+        """Raises unless keys and values match.
 
-    @property
-    def layers(self) -> int | None:
-        """L, or None for a cache without an axis of layers."""
-        return self.k.shape[0] if self.k.ndim == 5 else None
+        Raises:
+          TypeError: Their dtypes differ or are not floating-point.
+          ValueError: The shapes do not match.
+
+        >>> PagedCache.create(4, 2, 1, 1, dtype="float32").check()
+        """
+        for name, pages in (("cache.k", self.k), ("cache.v", self.v)):
+            if not (hasattr(pages, "shape") and hasattr(pages, "dtype")):
+                raise TypeError(f"`{name}` must be an array. Got {type(pages).__name__}.")
+        got = f"Got k: {describe_array(self.k)}, v: {describe_array(self.v)}."
+        if str(self.k.dtype) not in DTYPES or self.k.dtype != self.v.dtype:
+            raise TypeError(
+                f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}"
+            )
+        if self.k.ndim not in (4, 5) or self.k.shape[:-1] != self.v.shape[:-1]:
+            raise ValueError(
+                "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both with a leading "
+                f"axis of layers or neither. {got} Make one with `PagedCache.create`."
+            )
+        checked_pages(self.num_pages, self.page_size)
 
 
 def write(
@@ -145,24 +163,19 @@ def write(
     >>> step(cache, tokens, tokens, jnp.array([6, -1, 3], jnp.int32)).k.ravel().tolist()
     [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1.0, 0.0]
     """
-    check_cache(cache)
+    check_cache(cache, PagedCache)
     _check_tokens(cache, k, v, slots)
-    _check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
-    slots = jnp.asarray(slots)
-    index: tuple[jax.Array, ...] = (slots // cache.page_size, slots % cache.page_size)
-    checked = checked_layer(cache, layer)
-    if checked is not None:
-        index = (checked, *index)
+    index = slot_index(cache, slots, layer)
     return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
 
 
-def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> PagedCache:
+def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
     """Copies whole pages, in all layers: required after a `PagePool.fork` that returned another page.
 
     All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
 
     Args:
-      cache: The cache.
+      cache: The cache, a `PagedCache` or a `LatentCache`.
       src: Pages to read.
       dst: Pages to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped,
         so that lists can be padded to a fixed length.
@@ -171,7 +184,7 @@ def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
       The new cache.
 
     Raises:
-      TypeError: `cache` is not a PagedCache, or the page ids are not int32.
+      TypeError: `cache` is not a paged cache, or the page ids are not int32.
       ValueError: Shapes do not match; or, if values are known, a page in `src` is outside of the cache, or one in `dst`
         repeats.
 
@@ -185,13 +198,13 @@ def copy_pages(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
     return jax.tree.map(lambda pages: _copied(pages, (src,), (dst,)), cache)
 
 
-def copy_slots(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> PagedCache:
+def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
     """Copies keys and values of single tokens, in all layers: such as those of an accepted branch of a drafted tree.
 
     All are read before any is written. Under ``jit`` with the cache donated, no second cache is made.
 
     Args:
-      cache: The cache.
+      cache: The cache, a `PagedCache` or a `LatentCache`.
       src: Slots to read; one outside of the cache reads another.
       dst: Slots to write, without duplicates. A pair with a `dst` of -1, or any other outside of the cache, is dropped.
 
@@ -199,7 +212,7 @@ def copy_slots(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
       The new cache.
 
     Raises:
-      TypeError: `cache` is not a PagedCache, or the slots are not int32.
+      TypeError: `cache` is not a paged cache, or the slots are not int32.
       ValueError: Shapes do not match; or, if values are known, a slot in `dst` repeats.
 
     >>> cache = PagedCache(*jnp.arange(8.0).reshape(2, 2, 2, 1, 1))
@@ -212,7 +225,24 @@ def copy_slots(cache: PagedCache, src: Int32[AnyArray, " M"], dst: Int32[AnyArra
     return jax.tree.map(lambda x: _copied(x, split(src), split(dst)), cache)
 
 
-def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
+def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
+    """The index of slots in the arrays of a cache, checked: layer if there is one, page, offset.
+
+    Raises:
+      TypeError: `layer` is not an integer.
+      ValueError: It is missing, superfluous or, if known, outside of the cache; known `slots` repeat.
+
+    >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3]), None)]
+    [[3, 1], [0, 1]]
+    """
+    _check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
+    slots = jnp.asarray(slots)
+    index = (slots // cache.page_size, slots % cache.page_size)
+    checked = checked_layer(cache, layer)
+    return index if checked is None else (checked, *index)
+
+
+def checked_layer(cache: PageStore, layer: int | AnyArray | None) -> Int32[Array, ""] | None:
     """The index of a layer as a scalar int32; None for a cache without layers.
 
     Raises:
@@ -243,8 +273,8 @@ def checked_layer(cache: PagedCache, layer: int | AnyArray | None) -> Int32[Arra
     return jnp.int32(number)
 
 
-def check_cache(cache: object) -> None:
-    """Raises unless `cache` is a PagedCache whose keys and values match.
+def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
+    """Raises unless `cache` is a paged cache, or one of some kind, whose arrays match.
 
     Raises:
       TypeError: It has another type, or its dtypes differ or are not floating-point.
@@ -252,23 +282,12 @@ def check_cache(cache: object) -> None:
 
     >>> check_cache(PagedCache.create(4, 2, 1, 1, dtype="float32"))
     """
-    if not isinstance(cache, PagedCache):
+    if not isinstance(cache, kind):
         raise TypeError(
             f"`cache` must be a `PagedCache`. Got {type(cache).__name__}. Make one with `PagedCache.create`, or of "
             "arrays [P, page_size, Hkv, D] with `PagedCache(k, v)`."
         )
-    for name, pages in (("cache.k", cache.k), ("cache.v", cache.v)):
-        if not (hasattr(pages, "shape") and hasattr(pages, "dtype")):
-            raise TypeError(f"`{name}` must be an array. Got {type(pages).__name__}.")
-    got = f"Got k: {describe_array(cache.k)}, v: {describe_array(cache.v)}."
-    if str(cache.k.dtype) not in DTYPES or cache.k.dtype != cache.v.dtype:
-        raise TypeError(f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}")
-    if cache.k.ndim not in (4, 5) or cache.k.shape[:-1] != cache.v.shape[:-1]:
-        raise ValueError(
-            "`cache` must have `k` [P, page_size, Hkv, D] and `v` [P, page_size, Hkv, Dv], both with a leading "
-            f"axis of layers or neither. {got} Make one with `PagedCache.create`."
-        )
-    checked_pages(cache.num_pages, cache.page_size)
+    cache.check()
 
 
 def check_int32(name: str, x: object, of: str) -> None:
@@ -295,7 +314,7 @@ def is_known(x: AnyArray) -> bool:
     return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
 
 
-def _check_pairs(cache: PagedCache, src: AnyArray, dst: AnyArray, of: str) -> None:
+def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> None:
     check_cache(cache)
     for name, x in (("src", src), ("dst", dst)):
         check_int32(name, x, of)

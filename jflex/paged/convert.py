@@ -31,7 +31,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.cache import PagedCache, check_cache
+from jflex.paged.cache import Cache, check_cache
 from jflex.paged.inverse import SlotMap, slot_map
 from jflex.paged.sizes import checked_pages
 from jflex.types import AnyArray
@@ -198,8 +198,8 @@ def convert_score_mod(
 
 
 def clear_unused(
-    cache: PagedCache, page_table: Int32[AnyArray, "B max_pages"], kv_lengths: Int32[AnyArray, " B"] | None = None
-) -> PagedCache:
+    cache: Cache, page_table: Int32[AnyArray, "B max_pages"], kv_lengths: Int32[AnyArray, " B"] | None = None
+) -> Cache:
     """The cache with zeros in every slot that holds no token of these requests, so that NaN there cannot spread.
 
     It reads and writes the whole cache. The result is for these requests alone: others lose their tokens.
@@ -213,10 +213,11 @@ def clear_unused(
       A new cache.
 
     Raises:
-      TypeError: `cache` is not a PagedCache; `page_table` or `kv_lengths` are not int32 arrays.
+      TypeError: `cache` is not a paged cache; `page_table` or `kv_lengths` are not int32 arrays.
       ValueError: The shapes do not match; or, if values are known, a page is outside of the cache or listed twice in a
         row, or a length is negative or beyond the table.
 
+    >>> from jflex.paged import PagedCache
     >>> cache = PagedCache(*jnp.full((2, 4, 2, 1, 1), jnp.nan).at[:, 3].set(1))
     >>> clear_unused(cache, jnp.array([[3, 0]]), jnp.array([1])).k.ravel().tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]

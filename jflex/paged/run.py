@@ -37,6 +37,7 @@ class Pages(NamedTuple):
       indptr: int32 [R + 1], where the queries of each group begin.
       lengths: int32 [R], keys of each.
       table: int32 [R, max_pages].
+      latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
     """
 
     key: Any
@@ -46,6 +47,7 @@ class Pages(NamedTuple):
     indptr: Any
     lengths: Any
     table: Any
+    latent_size: int | None = None
 
 
 class How(NamedTuple):
@@ -122,12 +124,13 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
 
 def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     """Traces the mods and makes the remaining checks; nothing is computed, and query and pages may be shapes."""
+    Dv = pages.value.shape[-1] if pages.latent_size is None else pages.latent_size
     score, score_operands = (None, ()) if how.score_mod is None else trace_score_mod(how.score_mod)
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
     page_size, Hkv, D = pages.key.shape[-3:]
     key_mod, key_operands = _traced_vector_mod(how.key_mod, "key", D, query.dtype)
-    value_mod, value_operands = _traced_vector_mod(how.value_mod, "value", pages.value.shape[-1], query.dtype)
+    value_mod, value_operands = _traced_vector_mod(how.value_mod, "value", Dv, query.dtype)
     platform, device_kind = current_device(query, pages.key, pages.value)
     spec = AttentionSpec(
         B=R,
@@ -136,7 +139,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         Hq=query.shape[1],
         Hkv=Hkv,
         D=D,
-        Dv=pages.value.shape[-1],
+        Dv=Dv,
         paging=Paging(page_size, pages.num_pages),
         Bkv=R,
         dtype=str(query.dtype),
@@ -147,6 +150,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         key_mod=key_mod,
         value_mod=value_mod,
         normalize=how.normalize,
+        values_in_keys=pages.latent_size is not None,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),

@@ -34,6 +34,14 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(0, whole // 2), (whole // 2, rest)] if whole // 2 + rest < whole else [(0, whole)]
 
 
+def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
+    """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
+    if not spec.values_in_keys:
+        return mod_chunks(spec.D, spec.vector_programs.key)
+    rest = ((spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
+    return tuple(Chunk(*chunk) for chunk in (*chunks(spec.Dv), *rest))
+
+
 def mod_chunks(size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
     """The chunks that hold keys or values as a mod makes them, and the queries or outputs that go with them."""
     return tuple(Chunk(*chunk) for chunk in chunks(size)) if mod is None else mod.chunks

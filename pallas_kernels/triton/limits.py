@@ -7,6 +7,7 @@ from pallas_kernels.spec import AttentionSpec
 MAX_DECODED = 16  # queries of a sequence that are decoded
 MAX_DECODED_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
 MAX_HEAD_SIZE = 256
+MAX_LATENT_SIZE, MAX_ROPE_SIZE = 512, 64  # of multi-head latent attention
 MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
@@ -19,8 +20,25 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         )
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
+    if spec.values_in_keys:
+        return _limit_of_latent(spec.Dv, spec.D - spec.Dv)
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
+    return None
+
+
+def _limit_of_latent(latent: int, rope: int) -> str | None:
+    """What of the sizes of a latent cache is refused: the values must be whole chunks of columns of the keys."""
+    if latent > MAX_LATENT_SIZE or rope > MAX_ROPE_SIZE:
+        return (
+            f"its kernels take latent sizes up to {MAX_LATENT_SIZE} and rotated keys up to {MAX_ROPE_SIZE}, not "
+            f"{latent} and {rope}"
+        )
+    if latent % MIN_TILE or latent.bit_count() > 2:
+        return (
+            "its kernels take a latent size that is a power of two of at least 16, or the sum of two of them, not "
+            f"{latent}"
+        )
     return None
 
 

@@ -206,6 +206,9 @@ def need_of(spec: AttentionSpec) -> triton_rules.Need:
 
 
 def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
+    if spec.values_in_keys:  # to the kernel, heads that share a tile are a group with a key head of its own
+        heads = _heads_of_tile(spec.Hq, triton_rules.latent_rows(need_of(spec)))
+        spec = dataclasses.replace(spec, Hkv=spec.Hq // heads)
     if spec.group > MAX_GROUP:
         return Refusal(f"its kernels take up to {MAX_GROUP} query heads for each key head, not {spec.group}")
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
@@ -221,6 +224,14 @@ def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     return Plan(made, None, paged=works)
 
 
+def _heads_of_tile(heads: int, most: int) -> int:
+    """Query heads of a tile where all of them share one key head (MLA): an equal share, so that the kernel sees groups.
+
+    Tiles of a query lie side by side in the grid, and read the same keys from the L2 cache.
+    """
+    return max(n for n in range(1, most + 1) if heads % n == 0)
+
+
 def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
     """Launches for requests from so many queries to so many.
 
@@ -230,7 +241,8 @@ def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
-    rows = min(spec.group * queries, max(MAX_DECODED_ROWS, spec.group))
+    most = triton_rules.latent_rows(need_of(spec)) if spec.values_in_keys else MAX_DECODED_ROWS
+    rows = min(spec.group * queries, max(most, spec.group))
     if spec.B == 1 and spec.T > MAX_DECODED:  # most likely one request with all of them, or with most
         return (work(_prefill_tiles(spec), 0, _UNLIMITED),)
     if max(spec.B, MAX_DECODED) >= spec.T:
@@ -242,12 +254,20 @@ def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
 
 
 def _paged_decode_tiles(spec: AttentionSpec, rows: int) -> TileChoice:
-    made = triton_rules.paged_decode_tiles(need_of(spec), rows, spec.max_pages, spec.S)
-    return _fit_paged(spec, made, spec.config.decode, block_q=triton_rules.decode_rows(rows))
+    need, block_q = need_of(spec), triton_rules.decode_rows(rows)
+    if spec.values_in_keys:
+        made = triton_rules.latent_tiles(need, block_q)
+    else:
+        made = triton_rules.paged_decode_tiles(need, rows, spec.max_pages, spec.S)
+    return _fit_paged(spec, made, spec.config.decode, block_q=block_q)
 
 
 def _prefill_tiles(spec: AttentionSpec) -> TileChoice:
-    made, given = triton_rules.paged_prefill_tiles(need_of(spec)), spec.config.forward
+    need, given = need_of(spec), spec.config.forward
+    if spec.values_in_keys:
+        made = triton_rules.latent_tiles(need, triton_rules.latent_rows(need))
+    else:
+        made = triton_rules.paged_prefill_tiles(need)
     block_q = max((made if given is None else given).block_q, triton_rules.decode_rows(spec.group))
     return _fit_paged(spec, made, given, block_q=block_q)
 

@@ -104,7 +104,8 @@ def _tile(
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
         k = _rows(p, inputs, (inputs.key, p.key_mod, inputs.key_operands), request, j, exists)
-        v = _rows(p, inputs, (inputs.value, p.value_mod, inputs.value_operands), request, j, exists)
+        of_value = (inputs.value, p.value_mod, inputs.value_operands)
+        v = k[..., : p.Dv] if p.values_in_keys else _rows(p, inputs, of_value, request, j, exists)
         s = jnp.einsum("kgqd,skd->kgqs", q, k, precision=p.precision, preferred_element_type=exact) * p.scale
         at = (request, h.reshape(p.Hkv, p.group), n, j)
         if p.score_mod is not None:

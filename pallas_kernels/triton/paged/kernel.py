@@ -26,7 +26,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, mod_chunks
+from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
@@ -131,10 +131,14 @@ class _Program(NamedTuple):
         value_vectors = of_mod(spec.vector_programs.value, arrays.value_operands)
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
-            rows = KeyRows.of(spec, arrays, work_item, kv_h, key, tiles.block_kv, may_end=is_partial)
-            result = scores.compute(prepared, q, rows.load(arrays.key, key_vectors), key, is_partial)
+            rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
+            keys = rows.load(arrays.key, key_vectors)
+            result = scores.compute(prepared, q, keys, key, is_partial)
+            if spec.values_in_keys:
+                return Tile(result, keys[: len(chunks(spec.Dv))])
             return Tile(result, rows.load(arrays.value, value_vectors))
 
+        key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
         return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
 
@@ -205,15 +209,14 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
     """The queries of the rows, in the chunks of lanes of the keys."""
-    size = spec.D
 
     def load(first: int, width: int, step: int) -> jax.Array:
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return plgpu.load(ref.at[at], mask=column < size, other=0.0)
+        return plgpu.load(ref.at[at], mask=column < spec.D, other=0.0)
 
-    return tuple(load(*chunk) for chunk in mod_chunks(size, spec.vector_programs.key))
+    return tuple(load(*chunk) for chunk in key_chunks(spec))
 
 
 class _Walk(NamedTuple):

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.head_chunks import Columns, chunks
+from pallas_kernels.triton.head_chunks import Columns, key_chunks, mod_chunks
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
@@ -69,7 +69,8 @@ class KeyRows(NamedTuple):
     def load(self, ref: Ref, mod: PreparedVectors | None = None) -> Columns:
         """Rows [count, D or Dv] of key or value, as a mod makes them; zeros past the request's length."""
         if mod is None:
-            return tuple(self._load_chunk(ref, *chunk) for chunk in chunks(ref.shape[3]))
+            of = key_chunks(self.spec) if self.spec.values_in_keys else mod_chunks(ref.shape[3], None)
+            return tuple(self._load_chunk(ref, first, width) for first, width, _ in of)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
             position = jnp.minimum(position, self.spec.S - 1)

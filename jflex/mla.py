@@ -1,0 +1,177 @@
+"""`mla_attention`: multi-head latent attention over a paged cache of latent vectors, in the absorbed form."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jflex._call.checks import check_lse, check_scale, describe_array
+from jflex._call.dispatch import Implementation
+from jflex.config import Config
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.types import MaskMod, ScoreMod
+from jflex.paged.attention import longest_request, of_packed, pages_of
+from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.cache import checked_layer
+from jflex.paged.latent import LatentCache, check_latent_cache
+from jflex.paged.run import How, PagedCall, attend
+from jflex.paged.run import prepare as prepare_pages
+from jflex.paged.sizes import checked_positive
+from jflex.state import checked_sinks, with_sinks
+from jflex.types import AnyArray
+
+
+# Return types, by `return_lse`.
+# fmt: off
+@overload
+def mla_attention(
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def mla_attention(
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, *, qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def mla_attention(
+    q: Float[AnyArray, "N Hq W"],
+    cache: LatentCache,
+    batch: PagedBatch,
+    *,
+    qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    sinks: Float[AnyArray, " Hq"] | None = None,
+    scale: float | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
+    """Multi-head latent attention (MLA) of packed, ragged queries over a paged cache of latent vectors.
+
+    It is `paged_attention` with one key head, whose values are the first columns of its keys: a tile of the cache is
+    read once for both, by all query heads. Positions, masks, lengths, tables and padding mean what they mean there.
+
+    Queries are *absorbed*: the up-projection of keys is multiplied into the query, and that of values is left to the
+    caller. With ``w_uk`` [Hq, nope, latent] and ``w_uv`` [Hq, latent, v]::
+
+        q = concatenate([einsum("nhd,hdc->nhc", q_nope, w_uk), q_rope], axis=-1)
+        out = einsum("nhc,hcv->nhv", mla_attention(q, cache, batch, ...), w_uv)
+
+    This equals attention over up-projected keys and values (`flex_attention` with head sizes ``nope + rope`` and ``v``)
+    but for rounding. It reads fewer bytes and takes more operations: 2 * (576 + 512) for each score of DeepSeek-V3,
+    where the other form takes 2 * (192 + 128). So it is the form of decoding, and the other that of prefill and
+    training.
+
+    Args:
+      q: Absorbed, packed queries, in the dtype of the cache: latent columns, then the rotated ones.
+      cache: The latent vectors, those of these queries included: `jflex.paged.write_latent` them first.
+      batch: The queries and keys of each request.
+      qk_head_dim: Head size of queries before they are absorbed, ``nope + rope`` (192 in DeepSeek-V2 and V3): scores
+        are scaled by ``qk_head_dim ** -0.5``. The size of a row of the cache has nothing to do with it.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in `paged_attention`.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise. No mask is implied.
+      sinks: As in `flex_attention`.
+      scale: Multiplies the raw scores; in place of `qk_head_dim`, where a model has a factor of its own (YaRN).
+      layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
+      return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      implementation: As in `flex_attention`.
+      config: As in `paged_attention`.
+
+    Returns:
+      The output in latent space, in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`. A
+      request without keys gives zeros and an lse of ``-inf``, and so do padding rows.
+
+    Raises:
+      TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
+      ValueError: Neither or both of `qk_head_dim` and `scale` are given, shapes disagree, a ready mod was made for
+        other sizes, or a known value is out of range.
+      UnsupportedError: No requested backend supports this call, or a derivative is requested.
+
+    References:
+      DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    >>> import jflex
+    >>> cache = jflex.paged.LatentCache.create(8, 16, 64, 16, dtype=jnp.float32)
+    >>> batch = jflex.paged.PagedBatch(jnp.array([0, 1, 2]), jnp.array([20, 33]), jnp.array([[5, 2, 0], [1, 7, 3]]))
+    >>> mla_attention(jnp.ones((2, 8, 80)), cache, batch, qk_head_dim=48).shape
+    (2, 8, 64)
+    """
+    check_lse(return_lse, "softmax")
+    call = prepare(
+        q, cache, batch, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale,
+        layer=layer, config=config,
+    )  # fmt: skip
+    state = attend(call, implementation)
+    state = state if sinks is None else with_sinks(state, sinks)
+    out = state.out.astype(call.query.dtype)
+    return (out, state.lse) if return_lse else out
+
+
+def prepare(
+    q: Any,
+    cache: LatentCache,
+    batch: PagedBatch,
+    *,
+    qk_head_dim: int | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    sinks: Any,
+    scale: float | None,
+    layer: int | AnyArray | None,
+    config: Config | None,
+) -> PagedCall:
+    """Checks every argument of `mla_attention`; q and the rows of the cache may be shapes."""
+    q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    check_latent_cache(cache)
+    _check_queries(q, cache)
+    scale = _scale_of(qk_head_dim, scale)
+    check_batch(batch, cache, q.shape[0])
+    longest = longest_request(batch)
+    for mod in (score_mod, mask_mod):
+        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
+    if sinks is not None:
+        checked_sinks(sinks, q.shape[1])
+    pages = pages_of(cache, batch, checked_layer(cache, layer))._replace(latent_size=cache.latent_size)
+    mods = of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask")
+    return prepare_pages("mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
+
+
+def _scale_of(qk_head_dim: Any, scale: float | None) -> float:
+    if (qk_head_dim is None) == (scale is None):
+        raise ValueError(
+            "`mla_attention` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
+            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
+            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
+        )
+    if qk_head_dim is None:
+        return check_scale(scale, 1)
+    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
+
+
+def _check_queries(q: AnyArray, cache: LatentCache) -> None:
+    """Raises unless absorbed queries fit a cache."""
+    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
+        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
+    if len(q.shape) != 3 or q.shape[1] == 0:
+        raise ValueError(
+            f"`q` must have three axes, [N, Hq, {cache.rows.shape[-1]}]: the queries of all requests, packed. {got} "
+            "Reshape [B, T, Hq, W] to [B * T, Hq, W], with `qo_indptr` in steps of T."
+        )
+    if q.dtype != cache.rows.dtype:
+        raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
+    if q.shape[2] != cache.rows.shape[-1]:
+        raise ValueError(
+            f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
+            f"rotated ones. {got} Multiply the up-projection of the keys into the query first."
+        )

@@ -1,0 +1,196 @@
+"""The paged cache of multi-head latent attention: one vector of a token for all heads, which is key and value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
+
+from jflex._call.checks import DTYPES, describe_array
+from jflex.backends.xla.narrow import set_rows
+from jflex.paged.cache import check_cache, check_int32, slot_index
+from jflex.paged.sizes import checked_pages, checked_positive
+from jflex.paged.store import PageStore
+from jflex.types import AnyArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LatentCache(PageStore):
+    """Latent vectors in pages: what `jflex.mla_attention` reads, a pytree as `PagedCache`.
+
+    A row is the latent vector of a token, then its rotated key, which all heads share: 512 and 64 columns in
+    DeepSeek-V2 and V3. The whole row is the key; its latent columns are the value too. So a token takes 576 elements,
+    where 8 key heads of size 128 take 2048.
+
+    `jflex.paged.write_latent` writes it; `PagePool`, `PagedBatch`, `copy_pages` and `copy_slots` serve it as they serve
+    a `PagedCache`.
+
+    Attributes:
+      rows: [P, page_size, 1, W], or [L, P, page_size, 1, W] for L layers that share one page table.
+      rope_size: Columns of the rotated key, the last ones; the first ``W - rope_size`` are the latent vector.
+
+    References:
+      DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
+
+    >>> cache = LatentCache.create(64, 64, 512, 64, dtype=jnp.bfloat16, layers=4)
+    >>> cache.rows.shape, cache.latent_size, cache.num_pages, cache.page_size, cache.layers
+    ((4, 64, 64, 1, 576), 512, 64, 64, 4)
+    """
+
+    rows: Float[Array, "*L P page_size 1 W"]
+    rope_size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        num_pages: int,
+        page_size: int,
+        latent_size: int,
+        rope_size: int,
+        *,
+        dtype: DTypeLike,
+        layers: int | None = None,
+    ) -> LatentCache:
+        """A cache of zeros.
+
+        Args:
+          num_pages: Total pages, page 0 included, which holds no tokens.
+          page_size: Tokens in a page, 1 to 256.
+          latent_size: Columns of the latent vector.
+          rope_size: Columns of the rotated key, at least 1.
+          dtype: Floating-point.
+          layers: How many layers are stacked in one cache; None for no layer axis.
+
+        Returns:
+          The cache.
+
+        Raises:
+          TypeError: A size is not an integer, or `dtype` is not floating-point.
+          ValueError: A size is not positive, a page is too large, or ``num_pages * page_size`` reaches ``2**31``.
+
+        >>> LatentCache.create(10, 1, 8, 4, dtype="float32").rows.shape
+        (10, 1, 1, 12)
+        """
+        num_pages, page_size = checked_pages(num_pages, page_size)
+        latent, rope = checked_positive(latent_size, "latent_size"), checked_positive(rope_size, "rope_size")
+        if str(jnp.dtype(dtype)) not in DTYPES:
+            raise TypeError(f"`dtype` must be floating-point ({', '.join(DTYPES)}). Got {jnp.dtype(dtype)}.")
+        shape = (num_pages, page_size, 1, latent + rope)
+        if layers is not None:
+            shape = (checked_positive(layers, "layers"), *shape)
+        return cls(jnp.zeros(shape, dtype), rope)
+
+    @property
+    def keys(self) -> Float[Array, "*L P page_size 1 W"]:
+        """`rows`."""
+        return self.rows
+
+    @property
+    def values(self) -> Float[Array, "*L P page_size 1 W"]:
+        """`rows`, of which the latent columns are the values."""
+        return self.rows
+
+    @property
+    def latent_size(self) -> int:
+        """Columns of the latent vector."""
+        return self.rows.shape[-1] - self.rope_size
+
+    def check(self) -> None:
+        """Raises unless the rows are those of a latent cache.
+
+        Raises:
+          TypeError: They are no array, or not floating-point.
+          ValueError: Their shape does not fit.
+
+        >>> LatentCache.create(4, 2, 8, 4, dtype="float32").check()
+        """
+        if not (hasattr(self.rows, "shape") and hasattr(self.rows, "dtype")):
+            raise TypeError(f"`cache.rows` must be an array. Got {type(self.rows).__name__}.")
+        got = f"Got rows: {describe_array(self.rows)}, rope_size: {self.rope_size}."
+        if str(self.rows.dtype) not in DTYPES:
+            raise TypeError(f"`cache` must hold rows of a floating-point dtype ({', '.join(DTYPES)}). {got}")
+        if self.rows.ndim not in (4, 5) or self.rows.shape[-2] != 1 or not 0 < self.rope_size < self.rows.shape[-1]:
+            raise ValueError(
+                "`cache` must have `rows` [P, page_size, 1, W], or these with a leading axis of layers, and a "
+                f"`rope_size` of 1 to W - 1. {got} Make one with `LatentCache.create`."
+            )
+        checked_pages(self.num_pages, self.page_size)
+
+
+def write_latent(
+    cache: LatentCache,
+    latent: Float[AnyArray, "N latent"],
+    rope_key: Float[AnyArray, "N rope"],
+    slots: Int32[AnyArray, " N"],
+    *,
+    layer: int | Int[AnyArray, ""] | None = None,
+) -> LatentCache:
+    """Writes the rows of tokens to their slots; all other slots are unchanged.
+
+    Under ``jit`` with the cache donated, no second cache is made.
+
+    Args:
+      cache: The cache.
+      latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache.
+      rope_key: Their rotated keys.
+      slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache drops its token.
+      layer: Which layer of a stacked cache, a Python int or traced.
+
+    Returns:
+      The new cache.
+
+    Raises:
+      TypeError: `cache` is not a LatentCache, dtypes differ, `slots` are not int32, or `layer` is not an integer.
+      ValueError: Shapes do not match; `layer` is missing, superfluous or, if known, outside of the cache; known `slots`
+        repeat.
+
+    >>> cache = LatentCache.create(4, 2, 2, 1, dtype=jnp.float32)
+    >>> cache = write_latent(cache, jnp.ones((1, 2)), jnp.full((1, 1), 5.0), jnp.array([6]))
+    >>> cache.rows[3, 0, 0].tolist()
+    [1.0, 1.0, 5.0]
+    """
+    check_latent_cache(cache)
+    for name, x, size in (("latent", latent, cache.latent_size), ("rope_key", rope_key, cache.rope_size)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        if x.dtype != cache.rows.dtype:
+            raise TypeError(
+                f"`{name}` must have the dtype of the cache, {cache.rows.dtype}. Got {describe_array(x)}. Cast it with "
+                "`.astype`."
+            )
+        if x.ndim != 2 or x.shape[1] != size:
+            raise ValueError(
+                f"`{name}` must be [N, {size}], as the rows of the cache are divided. Got {describe_array(x)}. Reshape "
+                "batch and tokens to one axis."
+            )
+    check_int32("slots", slots, "slots")
+    if not latent.shape[:1] == rope_key.shape[:1] == slots.shape:
+        raise ValueError(
+            "`latent`, `rope_key` and `slots` must be of the same tokens: [N, ...], [N, ...] and [N]. Got latent: "
+            f"{describe_array(latent)}, rope_key: {describe_array(rope_key)}, slots: {describe_array(slots)}. Give "
+            "padding the slot -1."
+        )
+    index = slot_index(cache, slots, layer)
+    rows = jnp.concatenate([latent, rope_key], axis=1)[:, None]
+    return LatentCache(set_rows(cache.rows, index, rows), cache.rope_size)
+
+
+def check_latent_cache(cache: object) -> None:
+    """Raises unless `cache` is a LatentCache whose rows fit.
+
+    Raises:
+      TypeError: It has another type, or its rows are not floating-point.
+      ValueError: The shape of the rows does not fit.
+
+    >>> check_latent_cache(LatentCache.create(4, 2, 8, 4, dtype="float32"))
+    """
+    if not isinstance(cache, LatentCache):
+        raise TypeError(
+            f"`cache` must be a `LatentCache`. Got {type(cache).__name__}. Make one with `LatentCache.create`."
+        )
+    check_cache(cache)

@@ -1,0 +1,44 @@
+"""What paged caches of any content share: pages of tokens, in one layer or in several."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+
+class PageStore(abc.ABC):
+    """Pages of tokens: `PagedCache` or `LatentCache`. Pools, batches and page tables serve both."""
+
+    @property
+    @abc.abstractmethod
+    def keys(self) -> Any:
+        """The keys, [P, page_size, Hkv, D] or [L, P, page_size, Hkv, D]."""
+
+    @property
+    @abc.abstractmethod
+    def values(self) -> Any:
+        """The values, likewise; the keys, if these hold them."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless the arrays match."""
+
+    @property
+    def num_pages(self) -> int:
+        """P: total pages, page 0 included."""
+        return self.keys.shape[-4]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.keys.shape[-3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+        return self.keys.shape[-2]
+
+    @property
+    def layers(self) -> int | None:
+        """L, or None for a cache without an axis of layers."""
+        return self.keys.shape[0] if self.keys.ndim == 5 else None
