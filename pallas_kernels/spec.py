@@ -190,6 +190,11 @@ class AttentionSpec:
         return self.Hq // self.Hkv
 
     @property
+    def heads_to_divide(self) -> int:
+        """Heads that devices may divide among them: key heads, each with its group; of MLA, query heads."""
+        return self.Hq if self.values_in_keys else self.Hkv
+
+    @property
     def exact(self) -> str:
         """The dtype of scores and sums."""
         return "float64" if self.dtype == "float64" else "float32"

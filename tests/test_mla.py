@@ -224,3 +224,20 @@ def test_writing_drops_what_lies_outside():
     copied = jflex.paged.copy_pages(cache, INT([3]), INT([2]))
     np.testing.assert_array_equal(copied.rows[1, 2], copied.rows[1, 3])
     assert copied.rope_size == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="shards over two devices")
+@pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
+def test_query_heads_are_sharded_and_the_cache_is_not(backend):
+    case = CASES[2]
+    case = latent_case(case.name, case.queries, case.lengths, Hq=6, mask=case.mask, score=slopes)
+    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
+    put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, jax.P(*spec)))
+    q, everywhere = put(jnp.asarray(x.query), None, "heads"), functools.partial(jax.tree.map, put)
+    arrays = everywhere((cache, paged_cases.batch_of(case, table), jax.tree.map(jnp.asarray, x.captured)))
+    attend = jax.jit(functools.partial(paged_cases.call, case, backend))
+    found = attend(q, *arrays)
+    assert [y.sharding.spec[:2] for y in found] == [(None, "heads")] * 2
+    assert "all-gather" not in attend.lower(q, *arrays).compile().as_text()
+    paged_cases.check(case, found)

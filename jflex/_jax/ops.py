@@ -142,9 +142,10 @@ class PagedOp:
         return backends.get(self.backend).forward(self.spec, inputs)
 
     def axes(self, inputs: PagedInputs) -> tuple[list[Axes], list[Axes]]:
-        """Axes of the flat inputs and outputs: heads alone, because requests share pages."""
+        """Axes of the flat inputs and outputs: heads alone, because requests share pages; those of MLA, heads too."""
         others = len(jax.tree.leaves(inputs)) - 3
-        return [_ROWS, _PAGES, _PAGES, *[Axes()] * others], [_ROWS, _ROWS]
+        pages = Axes() if self.spec.values_in_keys else _PAGES
+        return [_ROWS, pages, pages, *[Axes()] * others], [_ROWS, _ROWS]
 
     def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""
@@ -174,7 +175,7 @@ def _paged_shard_of(
     first = (None, jax.lax.axis_index(names) * (spec.Hq // pieces))
     score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv // pieces}
+    sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv if spec.values_in_keys else spec.Hkv // pieces}
     first_key = (None, jax.lax.axis_index(names) * (spec.Hkv // pieces))
     key, key_operands = _shifted_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
     value, value_operands = _shifted_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)

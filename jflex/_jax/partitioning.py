@@ -195,7 +195,7 @@ def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding
     """How the query is sharded over batch and heads; an axis is kept only if batch or key heads divide evenly."""
     pspec = getattr(sharding, "spec", ())
     names = []
-    for axis, size in ((axes.batch, spec.B), (axes.heads, spec.Hkv)):
+    for axis, size in ((axes.batch, spec.B), (axes.heads, spec.heads_to_divide)):
         entry = pspec[axis] if axis is not None and axis < len(pspec) else None
         entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         names.append(entry if size % math.prod(mesh.shape[name] for name in entry) == 0 else ())
@@ -211,7 +211,8 @@ def _shardy_rule(
 ) -> tuple[str, dict[str, int | tuple[str, ...]]]:
     """The rule in Shardy's notation: batch and key heads are shared factors, other axes must not be sharded."""
     others: list[str] = []
-    grouped = "(g r)" if spec.group > 1 else "g"
+    group = spec.Hq // spec.heads_to_divide
+    grouped = "(g r)" if group > 1 else "g"
 
     def describe(axes: Axes, rank: int) -> str:
         factors = []
@@ -227,4 +228,4 @@ def _shardy_rule(
 
     arrays = lambda axes, ranks: ", ".join(map(describe, axes, ranks))
     text = f"{arrays(in_axes, in_ranks)} -> {arrays(out_axes, out_ranks)}"
-    return text, ({"r": spec.group} if spec.group > 1 else {}) | {"need_replication_factors": tuple(others)}
+    return text, ({"r": group} if group > 1 else {}) | {"need_replication_factors": tuple(others)}
