@@ -217,6 +217,29 @@ def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask |
         raise ValueError("`mask_mod` and `block_mask` are two forms of one mask. Got both. Pass one of them.")
 
 
+def check_dense(inputs: Float[Array, "*batch T features"], cache: Any, kind: type) -> None:
+    """Raises unless a dense cache has the type and the batch size of a call."""
+    if not isinstance(cache, kind):
+        raise TypeError(
+            f"`cache` must be a {kind.__name__}. Got {type(cache).__name__}. Make one with `layer.init_cache`, or pass "
+            "a paged cache to `layer.decode_paged`."
+        )
+    if math.prod(inputs.shape[:-2]) != cache.batch_size:
+        raise ValueError(
+            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(inputs.shape[:-2])}"
+            f", the product of all axes but the last two of {inputs.shape}. Make the cache with this batch size."
+        )
+
+
+def check_packed(inputs: Float[Array, "N features"]) -> None:
+    """Raises ValueError unless the tokens of requests are packed."""
+    if inputs.ndim != 2:
+        raise ValueError(
+            f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
+            "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
+        )
+
+
 def decode(
     layer: Layer,
     inputs: Float[Array, "*batch T features"],
@@ -226,17 +249,8 @@ def decode(
     vectors: VectorMods,
 ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
     """Computes `decode` of a layer. A `block_mask` covers the queries of this call and replaces the mask in `mods`."""
-    if not isinstance(cache, DenseCache):
-        raise TypeError(
-            f"`cache` must be a DenseCache. Got {type(cache).__name__}. Make one with `layer.init_cache`, or pass a "
-            "paged cache to `layer.decode_paged`."
-        )
+    check_dense(inputs, cache, DenseCache)
     batch, length = inputs.shape[:-2], inputs.shape[-2]
-    if math.prod(batch) != cache.batch_size:
-        raise ValueError(
-            f"`inputs` must have as many sequences as the cache, {cache.batch_size}. Got {math.prod(batch)}, the "
-            f"product of all axes but the last two of {inputs.shape}. Make the cache with this batch size."
-        )
     before = cache.lengths
     mods = (Mods(mods.score_mod) if block_mask is not None else mods.for_decoding()).at(before)
     positions = before.reshape(*batch, 1) + jnp.arange(length, dtype=jnp.int32).reshape(*[1] * len(batch), length)
@@ -273,11 +287,7 @@ def decode_paged(
     vectors: VectorMods,
 ) -> tuple[Float[Array, "N features"], jflex.paged.PagedCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
-    if inputs.ndim != 2:
-        raise ValueError(
-            f"`inputs` must be [N, features]: the tokens of all requests, packed. Got {inputs.shape}. Reshape "
-            "[B, T, features] to [B * T, features], with `qo_indptr` in steps of T."
-        )
+    check_packed(inputs)
     if shared is not None and streaming is not None:
         raise ValueError(
             "`shared_prefix` and `streaming` must not be passed together. Got both. Leave one of them out."

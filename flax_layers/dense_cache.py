@@ -59,7 +59,7 @@ class DenseCache:
             ValueError: `batch_size` is negative, or another size is not positive.
         """
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        shape = (_checked_size("batch_size", batch_size, 0), *(_checked_size(*size, 1) for size in sizes.items()))
+        shape = (checked_size("batch_size", batch_size, 0), *(checked_size(*size, 1) for size in sizes.items()))
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"`dtype` must be floating-point. Got {jnp.dtype(dtype)}.")
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:1], jnp.int32))
@@ -104,7 +104,7 @@ class DenseCache:
                     f"Got {list(x.shape)}. Make the cache with `layer.init_cache(batch_size, max_length)`."
                 )
         tokens = k.shape[1]
-        self._check_room(tokens)
+        check_room(self.lengths, self.max_length, tokens)
         row = jnp.arange(self.batch_size, dtype=jnp.int32)[:, None]
         position = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None, :]
         # A scatter: `dynamic_update_slice` would move tokens that do not fit onto earlier ones.
@@ -130,17 +130,7 @@ class DenseCache:
             >>> cache.with_lengths([3, 5]).lengths.tolist()
             [3, 5]
         """
-        new = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-        new = new if new.size else new.astype(np.int32)  # an empty list has no integers
-        if new.shape != (self.batch_size,) or not jnp.issubdtype(new.dtype, jnp.integer):
-            raise ValueError(
-                f"`lengths` must be {self.batch_size} integers, one for each sequence of the cache. Got "
-                f"{new.dtype}{list(new.shape)}."
-            )
-        known = _known(new)
-        if known is not None and known.size and not 0 <= known.min() <= known.max() <= self.max_length:
-            raise ValueError(f"`lengths` must lie within 0 and `max_length`, {self.max_length}. Got {known.tolist()}.")
-        return dataclasses.replace(self, lengths=jnp.asarray(new, jnp.int32))
+        return dataclasses.replace(self, lengths=checked_lengths(lengths, self.batch_size, self.max_length))
 
     def block_mask(
         self, mask_mod: jflex.MaskMod, tokens: int, *, block_size: int | tuple[int, int] = 128
@@ -166,17 +156,51 @@ class DenseCache:
         mod = jflex.with_offset(mask_mod, self.lengths)
         return jflex.create_block_mask(mod, self.batch_size, None, tokens, self.max_length, block_size=block_size)
 
-    def _check_room(self, tokens: int) -> None:
-        known = _known(self.lengths)
-        used = int(known.max()) if known is not None and known.size else 0
-        if used + tokens > self.max_length:
-            raise ValueError(
-                f"The cache has room for {self.max_length} tokens per sequence. Its longest has {used}, and {tokens} "
-                "more do not fit. Make it with a larger `max_length`, or drop tokens with `cache.with_lengths`."
-            )
+
+def checked_lengths(lengths: Array | list[int], batch_size: int, max_length: int) -> Int32[Array, " B"]:
+    """New lengths of the sequences of a cache.
+
+    Args:
+        lengths: One for each sequence. Traced lengths are not checked.
+        batch_size: Sequences.
+        max_length: Capacity of each.
+
+    Raises:
+        ValueError: There is not one length for each sequence, or one is out of range.
+
+    Example:
+        >>> checked_lengths([3, 5], batch_size=2, max_length=8).tolist()
+        [3, 5]
+    """
+    new = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    new = new if new.size else new.astype(np.int32)  # an empty list has no integers
+    if new.shape != (batch_size,) or not jnp.issubdtype(new.dtype, jnp.integer):
+        raise ValueError(
+            f"`lengths` must be {batch_size} integers, one for each sequence of the cache. Got "
+            f"{new.dtype}{list(new.shape)}."
+        )
+    values = known(new)
+    if values is not None and values.size and not 0 <= values.min() <= values.max() <= max_length:
+        raise ValueError(f"`lengths` must lie within 0 and `max_length`, {max_length}. Got {values.tolist()}.")
+    return jnp.asarray(new, jnp.int32)
 
 
-def _known(x: Array | np.ndarray) -> np.ndarray | None:
+def check_room(lengths: Int32[Array, " B"], max_length: int, tokens: int) -> None:
+    """Raises ValueError if so many more tokens do not fit into a cache, as far as lengths are known.
+
+    Example:
+        >>> check_room(jnp.array([3, 5]), max_length=8, tokens=3)
+    """
+    values = known(lengths)
+    used = int(values.max()) if values is not None and values.size else 0
+    if used + tokens > max_length:
+        raise ValueError(
+            f"The cache has room for {max_length} tokens per sequence. Its longest has {used}, and {tokens} "
+            "more do not fit. Make it with a larger `max_length`, or drop tokens with `cache.with_lengths`."
+        )
+
+
+def known(x: Array | np.ndarray) -> np.ndarray | None:
     """The values; None for tracers and for arrays that are not fully addressable in this process."""
     if isinstance(x, np.ndarray):
         return x
@@ -185,7 +209,17 @@ def _known(x: Array | np.ndarray) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def _checked_size(name: str, size: SupportsIndex, least: int) -> int:
+def checked_size(name: str, size: SupportsIndex, least: int) -> int:
+    """A size as a Python int.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is below `least`.
+
+    Example:
+        >>> checked_size("batch_size", 4, 0)
+        4
+    """
     try:
         number = operator.index(size)
     except TypeError:

@@ -41,7 +41,7 @@ class LinenLayer:
     """A linen layer with its variables: a pytree that is called as an nnx layer is."""
 
     variables: Any
-    module: flax_layers.linen.FlexAttention = dataclasses.field(metadata={"static": True})
+    module: flax.linen.Module = dataclasses.field(metadata={"static": True})
 
     def __call__(self, *args, **options):
         return self.module.apply(self.variables, *args, **options)

@@ -2,8 +2,19 @@
 
 from flax_layers.attention_core import SharedPrefix
 from flax_layers.dense_cache import DenseCache
+from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.linen.attention import FlexAttention
+from flax_layers.linen.latent_attention import MultiHeadLatentAttention
 from flax_layers.linen.parameters import params_from_nnx, params_to_nnx
 from flax_layers.linen.rms_norm import RMSNorm
 
-__all__ = ["DenseCache", "FlexAttention", "RMSNorm", "SharedPrefix", "params_from_nnx", "params_to_nnx"]
+__all__ = [
+    "DenseCache",
+    "DenseLatentCache",
+    "FlexAttention",
+    "MultiHeadLatentAttention",
+    "RMSNorm",
+    "SharedPrefix",
+    "params_from_nnx",
+    "params_to_nnx",
+]

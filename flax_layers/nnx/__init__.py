@@ -2,8 +2,19 @@
 
 from flax_layers.attention_core import SharedPrefix
 from flax_layers.dense_cache import DenseCache
+from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.nnx.attention import FlexAttention
 from flax_layers.nnx.biases import AlibiBias, RelativeBias
+from flax_layers.nnx.latent_attention import MultiHeadLatentAttention
 from flax_layers.nnx.rms_norm import RMSNorm
 
-__all__ = ["AlibiBias", "DenseCache", "FlexAttention", "RMSNorm", "RelativeBias", "SharedPrefix"]
+__all__ = [
+    "AlibiBias",
+    "DenseCache",
+    "DenseLatentCache",
+    "FlexAttention",
+    "MultiHeadLatentAttention",
+    "RMSNorm",
+    "RelativeBias",
+    "SharedPrefix",
+]
