@@ -31,7 +31,8 @@ class Problem:
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
       keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
-        neighbours; "" for keys as they are, rotated before they were written.
+        neighbours; ``"latent"``: pages hold latent vectors, whose first `Dv` columns are the values (MLA, absorbed); ""
+        for keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       source: Where the problem comes from.
     """
@@ -285,6 +286,18 @@ def _paged() -> list[Problem]:
 def _raw_keys() -> list[Problem]:
     kinds = ("", "raw", "raw neighbours")
     return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page, keys=x) for page in (64, 16) for x in kinds]
+
+
+@_suite(
+    "multi-head latent attention, absorbed: latent vectors of 512 columns and rotated keys of 64, in pages",
+    "jflex jax-xla-latents",
+    served=True,
+)
+def _mla() -> list[Problem]:
+    """The shapes of FlashMLA's figures: with 16 heads loading keys bounds the time, with 128 the products do."""
+    sizes = {"Hkv": 1, "D": 576, "Dv": 512, "page": 64, "keys": "latent", "source": "FlashMLA"}
+    variants = {1: "noop", 2: "causal"}
+    return [Problem(128, T, 4096, Hq=heads, variant=variants[T], **sizes) for heads in (16, 128) for T in (1, 2)]
 
 
 @_suite(

@@ -69,8 +69,10 @@ def served_work(problem: Problem) -> Work:
     visible = int((queries * keys - masked).sum())
     rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
     item = 4 if problem.dtype == "float32" else _ITEM
-    moved = item * problem.D * (2 * rows * problem.Hq + 2 * distinct * problem.Hkv)
-    return Work(4.0 * problem.D * problem.Hq * visible, 0.0, float(moved), 0.0)
+    both = problem.D + problem.value_size
+    of_key = problem.D if problem.keys == "latent" else both
+    moved = item * (rows * problem.Hq * both + distinct * problem.Hkv * of_key)
+    return Work(2.0 * both * problem.Hq * visible, 0.0, float(moved), 0.0)
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

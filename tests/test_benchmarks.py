@@ -152,6 +152,19 @@ def test_raw_keys_are_rotated_as_they_are_loaded():
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
 
 
+@pytest.mark.parametrize("T", [1, 2])
+def test_latents_and_the_same_rows_as_keys_and_values(T):
+    problem = small(
+        page=8, keys="latent", Hq=4, Hkv=1, D=48, Dv=32, T=T, variant="causal" if T > 1 else "noop", dtype="float32"
+    )
+    programs = [jax_peers.served_program(x, problem, *jax_peers.mods_of(problem)) for x in ("jflex", "jax-xla-latents")]
+    own, other = (np.asarray(attend(*inputs)) for attend, inputs in programs)
+    np.testing.assert_allclose(own, other.reshape(own.shape), rtol=1e-5, atol=1e-5)
+    work = roofline.served_work(problem)
+    rows, keys = problem.B * T, problem.B * problem.S
+    assert work.forward_bytes == 4 * (rows * 4 * (48 + 32) + keys * 48)
+
+
 @pytest.mark.parametrize("weights", ["sinks", "dropout", "sigmoid"])
 def test_other_weights_than_of_a_plain_softmax(weights):
     """The output differs from that of a plain softmax; peers have no such weights."""

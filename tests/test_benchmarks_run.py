@@ -29,6 +29,7 @@ TINY = {
     "paged": (small(page=8), small(page=1)),
     "mixed": (MIXED, *parts_of_mixed(MIXED)),
     "cascade": (small(prefix=32, page=8),),
+    "mla": tuple(small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=heads) for heads in (16, 128)),
     "raw_keys": (small(page=8, keys="raw"), small(page=8, keys="raw neighbours")),
 }
 
@@ -193,7 +194,7 @@ def test_the_jax_runner_serves(name: str):
         assert not mismatches({x: y for x, y in answer["samples"].items() if x != "jflex-copies"}, 1e-3)
         rows = int(requests_of(problem).queries.sum())
         sizes = {runner._prepared[peer]["forward"].call().size for peer in peers}
-        assert sizes == {rows * problem.Hq * problem.D}
+        assert sizes == {rows * problem.Hq * problem.value_size}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -212,9 +212,10 @@ def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
     """Query, key, value and the lengths, or None; where there are pages, their contents in order."""
     if problem.page:
         query, cache, batch = _paged_inputs(problem)
-        shape = (problem.B, -1, problem.Hkv, problem.D)
-        key, value = (x[batch.page_table].reshape(shape)[:, : problem.S] for x in (cache.k, cache.v))
-        return query[:, None], key, value, None
+        query = query.reshape(problem.B, problem.T, *query.shape[1:])
+        rows = lambda x: x[batch.page_table].reshape(problem.B, -1, *x.shape[-2:])[:, : problem.S]
+        key, value = rows(cache.keys), rows(cache.values)[..., : problem.value_size]
+        return query, key, value, None
     query = _normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
     key, value = (_normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
@@ -240,6 +241,20 @@ def _served_jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Pr
     return attend, _contiguous_inputs(problem)
 
 
+def _latents_jax_nn(problem: Problem, mods: BoundMods) -> Program:
+    """Rows of latents as keys and as values, since `jax.nn` takes one head size; their rotated columns are dropped."""
+    query, rows, _, _ = _contiguous_inputs(problem)
+
+    def attend(captured: Captured, query: Any, rows: Any) -> Any:
+        begins = problem.S - problem.T
+        mask = jnp.arange(problem.T)[:, None] + begins >= jnp.arange(problem.S)[None] if problem.T > 1 else None
+        mask = None if mask is None else mask[None, None]
+        out = jax.nn.dot_product_attention(query, rows, rows, mask=mask, scale=192**-0.5, implementation="xla")
+        return out[..., : problem.value_size]
+
+    return attend, (query, rows)
+
+
 def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
     """Packed queries, the cache and the batch; pages lie at random, and sequences share those of a prefix."""
     requests, shared = requests_of(problem), prefix // problem.page
@@ -251,7 +266,10 @@ def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
     for row, own in zip(table, np.split(places[shared:], np.cumsum(pages - shared)[:-1]), strict=True):
         row[shared : shared + len(own)] = own
     shape = (count, problem.page, problem.Hkv, problem.D)
-    cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
+    if problem.keys == "latent":
+        cache = jflex.paged.LatentCache(_normal(1, shape, problem), problem.D - problem.value_size)
+    else:
+        cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
     batch = jflex.paged.PagedBatch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
     return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
 
@@ -261,6 +279,9 @@ def _paged(problem: Problem, mods: BoundMods, *, sharing: bool = False) -> Progr
 
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
         mask, score = _served_mods(problem, mods(captured))
+        if problem.keys == "latent":
+            how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192}
+            return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation())
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if problem.keys else None
         return jflex.paged_attention(
             query, cache, batch, score_mod=score, mask_mod=mask, key_mod=rotation, implementation=_implementation()
@@ -297,4 +318,5 @@ _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex-copies": _paged,
     "jax-cudnn": functools.partial(_served_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_served_jax_nn, implementation="xla"),
+    "jax-xla-latents": _latents_jax_nn,
 }

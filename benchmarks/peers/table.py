@@ -63,6 +63,10 @@ def _shared(problem: Problem) -> str | None:
     return None if problem.prefix else "is measured with shared prefixes"
 
 
+def _latents(problem: Problem) -> str | None:
+    return _dense(problem) if problem.keys == "latent" else "is measured with latent vectors"
+
+
 def _addressable(problem: Problem) -> str | None:
     """Triton's kernels address an array by 31 bits."""
     elements = problem.B * problem.S * problem.Hkv * problem.D
@@ -103,6 +107,7 @@ _ALL = (
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),
     Peer("jax-cudnn", "jax.nn cuDNN", "jax", _JAX_NN),
     Peer("jax-xla", "jax.nn XLA", "jax", _all(_JAX_NN, _dense)),
+    Peer("jax-xla-latents", "jax.nn XLA, contiguous latents", "jax", _latents),
     Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-flash", "torch SDPA flash", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _all(_MASKED, _materialized, _full_length)),
