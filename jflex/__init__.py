@@ -48,6 +48,7 @@ from jflex.state import merge as merge
 from jflex.state import merge_all as merge_all
 from jflex.state import with_sinks as with_sinks
 from jflex.stats import AttentionStats as AttentionStats
+from jflex.stats import Stat as Stat
 from jflex.varlen import flex_attention_varlen as flex_attention_varlen
 from jflex.weights import attention_weights as attention_weights
 
