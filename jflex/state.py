@@ -51,8 +51,9 @@ class AttentionState:
         does not hold it. States merge if they hold the same statistics.
       entropy: That of the softmax over these keys, likewise.
 
+    >>> import jflex
     >>> seen, nothing = AttentionState(jnp.ones((4, 2, 8)), jnp.zeros((4, 2))), AttentionState.empty((4, 2, 8))
-    >>> jnp.array_equal(merge(seen, nothing).out, seen.out).item()
+    >>> jnp.array_equal(jflex.merge(seen, nothing).out, seen.out).item()
     True
     """
 
