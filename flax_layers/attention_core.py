@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
@@ -188,14 +189,17 @@ def attend(
     positions: Int[Array, "*#batch T"] | None,
     dropout_key: Any,
     vectors: VectorMods,
-) -> Float[Array, "*batch T features"]:
+    return_stats: tuple[jflex.Stat, ...],
+) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
-    dropout = {} if dropout_key is None else {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
+    dropout: dict[str, Any] = {}
+    if dropout_key is not None:
+        dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
     known = length if positions is None else None
     positions = jnp.arange(length) if positions is None else positions
     query, key, value = map(fold_batch, project(layer, inputs, positions, known))
-    attended = jflex.flex_attention(
+    found = jflex.flex_attention(
         query,
         key,
         value,
@@ -205,10 +209,14 @@ def attend(
         sinks=sinks_of(layer),
         scale=layer.scale,
         implementation=layer.implementation,
+        return_stats=return_stats,
         **vectors._asdict(),
         **dropout,
     )
-    return join(layer, attended.reshape(*batch, *attended.shape[1:]))
+    attended, stats = found if isinstance(found, tuple) else (found, None)
+    unfold = lambda x: x.reshape(*batch, *x.shape[1:])
+    outputs = join(layer, unfold(attended))
+    return outputs if stats is None else (outputs, jax.tree.map(unfold, stats))
 
 
 def check_one_mask(mask_mod: jflex.MaskMod | None, block_mask: jflex.BlockMask | None) -> None:

@@ -20,13 +20,19 @@ from jflex.block_mask.mask import BlockMask as BlockMask
 from jflex.block_mask.mask import create_block_mask as create_block_mask
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
-from jflex.cascade import CascadeLevel as CascadeLevel
 from jflex.cascade import cascade_attention as cascade_attention
+from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.errors import UnsupportedError as UnsupportedError
 from jflex.explain import explain as explain
 from jflex.jax_nn import dot_product_attention as dot_product_attention
+from jflex.lse import lse_from_base2 as lse_from_base2
+from jflex.lse import lse_from_flash as lse_from_flash
+from jflex.lse import lse_to_base2 as lse_to_base2
+from jflex.merging import merge as merge
+from jflex.merging import merge_all as merge_all
+from jflex.merging import with_sinks as with_sinks
 from jflex.mla import mla_attention as mla_attention
 from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods.compose import and_masks as and_masks
@@ -42,13 +48,8 @@ from jflex.paged.attention import paged_attention as paged_attention
 from jflex.rotary.rope import rope as rope
 from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
 from jflex.state import AttentionState as AttentionState
-from jflex.state import lse_from_base2 as lse_from_base2
-from jflex.state import lse_from_flash as lse_from_flash
-from jflex.state import lse_to_base2 as lse_to_base2
-from jflex.state import merge as merge
-from jflex.state import merge_all as merge_all
-from jflex.state import with_sinks as with_sinks
 from jflex.stats import AttentionStats as AttentionStats
+from jflex.stats import Stat as Stat
 from jflex.varlen import flex_attention_varlen as flex_attention_varlen
 from jflex.weights import attention_weights as attention_weights
 

@@ -18,6 +18,7 @@ from jflex._call.checks import (
     check_lse,
     check_normalize,
     check_scale,
+    checked_sinks,
     current_device,
     current_precision,
 )
@@ -35,7 +36,6 @@ from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.state import checked_sinks
 from jflex.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout

@@ -9,144 +9,38 @@ Hydragen, arXiv:2402.05099.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int32
 
-from jflex._call.checks import check_lse, check_normalize, describe_array
+from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
-from jflex._call.kv_lengths import check_kv_lengths, known_lengths
+from jflex._call.dropout import KeptMod, check_dropout, kept_mod
+from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
+from jflex.backends.base import Saved
+from jflex.cascade_level import CascadeLevel
 from jflex.config import Config
+from jflex.merging import merge_all, with_sinks
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import check_queries, pages_of
-from jflex.paged.batch import PagedBatch, check_batch, check_fields
+from jflex.paged.batch import check_batch
 from jflex.paged.batch_checks import check_rules, indptr_rules
-from jflex.paged.cache import PagedCache, check_int32, checked_layer, is_known
+from jflex.paged.cache import check_int32, checked_layer, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.state import AttentionState, Normalize, checked_sinks, merge_all, with_sinks
+from jflex.state import AttentionState, Normalize
+from jflex.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class CascadeLevel:
-    """Keys that groups of packed queries share: a pytree, made by `dense` or `paged`.
-
-    Group ``g`` has the query rows ``groups.qo_indptr[g]`` up to ``groups.qo_indptr[g + 1]``, which attend to
-    ``groups.kv_lengths[g]`` keys at the absolute positions ``start[g]``, ``start[g] + 1`` and so on. A row that belongs
-    to no group attends to nothing on this level.
-
-    Attributes:
-      cache: Keys and values; those of `dense` are pages of S keys each, one for each group.
-      groups: Which rows, how many keys, on which pages.
-      start: Absolute position of the first key of each group, int32 [G].
-      layer: Which layer of a stacked cache, or None.
-      is_dense: Whether `dense` made it.
-    """
-
-    cache: PagedCache
-    groups: PagedBatch
-    start: Int32[Array, " G"]
-    layer: int | Int[AnyArray, ""] | None = None
-    is_dense: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @classmethod
-    def dense(
-        cls,
-        key: Float[AnyArray, "G S Hkv D"],
-        value: Float[AnyArray, "G S Hkv Dv"],
-        *,
-        qo_indptr: Int32[AnyArray, " G_and_1"],
-        lengths: Int32[AnyArray, " G"] | None = None,
-        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
-    ) -> CascadeLevel:
-        """A level from dense arrays.
-
-        Args:
-          key: Keys of each group.
-          value: Their values.
-          qo_indptr: Where the queries of each group begin, ascending from 0, and where the last ones end.
-          lengths: Keys of each group, int32; S for None. Keys at or beyond the length are masked.
-          start: Absolute position of the first key, for all groups or for each.
-
-        Returns:
-          The level.
-
-        Raises:
-          TypeError: An argument is not an array of its dtype.
-          ValueError: Shapes do not match.
-
-        >>> k = v = jnp.ones((1, 8192, 8, 128), jnp.bfloat16)  # one prefix for 64 sequences of one query each
-        >>> CascadeLevel.dense(k, v, qo_indptr=jnp.array([0, 64])).groups.kv_lengths.tolist()
-        [8192]
-        """
-        shapes = [getattr(x, "shape", ()) for x in (key, value)]
-        if not all(len(shape) == 4 for shape in shapes) or shapes[0][:3] != shapes[1][:3]:
-            raise ValueError(
-                "`key` and `value` must be arrays [G, S, Hkv, D] and [G, S, Hkv, Dv], one entry for each group. Got "
-                f"shapes {shapes[0]} and {shapes[1]}. A prefix that all share is one group: add its axis with "
-                "`key[None]`."
-            )
-        groups, length = key.shape[:2]
-        filled = np.full((groups,), length, np.int32) if lengths is None else lengths
-        table = np.arange(groups, dtype=np.int32)[:, None]
-        made = PagedBatch(qo_indptr, check_kv_lengths(filled, groups, length, "lengths"), jnp.asarray(table))
-        check_fields(made)
-        key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (key, value))
-        return cls(PagedCache(key, value), made, _starts(start, groups), is_dense=True)
-
-    @classmethod
-    def paged(
-        cls,
-        cache: PagedCache,
-        groups: PagedBatch,
-        *,
-        start: int | Int32[AnyArray, ""] | Int32[AnyArray, " G"] = 0,
-        layer: int | Int[AnyArray, ""] | None = None,
-    ) -> CascadeLevel:
-        """A level from pages of a cache.
-
-        Args:
-          cache: The cache; levels may share it.
-          groups: For each group: its query rows, its number of keys, and the pages of these keys alone. (So a suffix
-            starts on a page of its own.)
-          start: Absolute position of the first key, for all groups or for each.
-          layer: Which layer of a stacked cache.
-
-        Returns:
-          The level.
-
-        Raises:
-          TypeError: An argument has a wrong type.
-          ValueError: `start` has another shape, or `groups` have trees.
-
-        >>> cache = PagedCache.create(16, 64, 8, 128, dtype=jnp.bfloat16)
-        >>> prefix = PagedBatch(jnp.array([0, 4]), jnp.array([128]), jnp.array([[3, 9]]))  # four queries share it
-        >>> CascadeLevel.paged(cache, prefix).start.tolist()
-        [0]
-        """
-        if not isinstance(groups, PagedBatch):
-            raise TypeError(
-                f"`groups` must be a `PagedBatch`, of groups instead of requests. Got {type(groups).__name__}."
-            )
-        if groups.ancestors is not None:
-            raise ValueError(
-                "`groups` must have no `ancestors`: levels have no trees. Got some. Use `paged_attention`, or a "
-                "mask_mod that says which drafted tokens a query sees."
-            )
-        return cls(cache, groups, _starts(start, groups.requests), layer)
-
-
-# Return types, by `return_lse`.
+# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def cascade_attention(
@@ -155,6 +49,7 @@ def cascade_attention(
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, return_lse: Literal[False] = False,
+    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
@@ -164,8 +59,19 @@ def cascade_attention(
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, return_lse: Literal[True],
+    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
+@overload
+def cascade_attention(
+    q: AnyArray, levels: Sequence[CascadeLevel], *, positions: AnyArray | None = None,
+    requests: AnyArray | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False, return_stats: tuple[Stat, ...],
+    dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, AttentionStats]: ...
 # fmt: on
 def cascade_attention(
     q: Float[AnyArray, "N Hq D"],
@@ -183,9 +89,12 @@ def cascade_attention(
     sinks: Float[AnyArray, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over levels of keys, each shared by groups of queries, merged exactly.
 
     The result is that of attention over all keys at once, for every mod: mods get absolute positions. If queries lie
@@ -200,7 +109,7 @@ def cascade_attention(
       q: Packed queries. Those of a group must be neighbours.
       levels: The keys, in any order; an empty sequence gives zeros and an lse of ``-inf``.
       positions: Absolute position of each query, ``q_idx`` of mods; `jflex.paged.token_positions` computes them.
-        Required with a mod.
+        Required with a mod, and with dropout.
       requests: Request of each query, ``b`` of mods; `jflex.paged.token_requests` computes them. 0 for None.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
@@ -214,11 +123,14 @@ def cascade_attention(
       sinks: As in `flex_attention`: they enter once, after the levels are merged.
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       return_lse: Also return the float32 logsumexp (natural log) over all visible keys.
+      return_stats: As in `flex_attention`, over the keys of all levels.
+      dropout_rate: As in `flex_attention`.
+      dropout_key: Likewise. What is dropped depends on `requests` and on absolute positions, not on the levels.
       implementation: As in `flex_attention`.
       config: As in `paged_attention`.
 
     Returns:
-      The output in the dtype of `q`, or a pair of it and the lse.
+      The output in the dtype of `q`, or a pair of it and the lse, or a pair of it and the `AttentionStats`, [N, Hq].
 
     Raises:
       TypeError: An argument has a wrong type.
@@ -240,18 +152,21 @@ def cascade_attention(
     (3, 4, 16)
     """
     check_lse(return_lse, normalize)
+    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
     call = prepare(
         q, levels, normalize=normalize, positions=positions, requests=requests, score_mod=score_mod, mask_mod=mask_mod,
         query_mod=query_mod, key_mod=key_mod, value_mod=value_mod, output_mod=output_mod, sinks=sinks, scale=scale,
-        config=config,
+        config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     query = None if query_mod is None else modified_rows(query_mod, jnp.asarray(q), *call.indices)
     used = (level if query is None else level._replace(query=query) for level in call.levels if level is not None)
     states = [attend(level, implementation) for level in used]
-    merged = merge_all(states) if states else AttentionState.empty(call.out_shape, normalize=normalize)
+    merged = merge_all(states) if states else AttentionState.empty(call.out_shape, normalize=normalize, stats=stats)
     merged = merged if sinks is None else with_sinks(merged, sinks)
     lse = None if normalize == "none" else merged.lse
     out = modified_rows(output_mod, (merged.out, lse), *call.indices, call.dtype)
+    if stats:
+        return out, select_stats(Saved(out, merged.lse, merged.max, merged.entropy), stats)
     return (out, merged.lse) if return_lse else out
 
 
@@ -287,16 +202,21 @@ def prepare(
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
     normalize: Normalize = "softmax",
+    return_stats: tuple[Stat, ...] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
 ) -> CascadeCall:
     """Checks every argument of `cascade_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_normalize(normalize, sinks)
+    dropout_rate = check_dropout(dropout_rate, dropout_key)
     levels = _checked_levels(levels)
     for level in levels:
         check_queries(q, level.cache)
         _check_level(level, q.shape[0])
     vectors = VectorMods(query_mod, key_mod, value_mod, output_mod)
-    positions, requests = _checked_rows(q, positions, requests, (score_mod, mask_mod, query_mod, output_mod))
+    needing = (score_mod, mask_mod, query_mod, output_mod, dropout_rate or None)
+    positions, requests = _checked_rows(q, positions, requests, needing)
     of_keys = {"heads": levels[0].cache.num_kv_heads, "queries": None} if levels else {}
     roles = (((score_mod, mask_mod), {}), ((query_mod, output_mod), {"keys": None}), ((key_mod, value_mod), of_keys))
     for mods, changed in roles:
@@ -309,6 +229,7 @@ def prepare(
         vectors.refuse_batch(q.shape[2], value_size, q.dtype, "cascade_attention")
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
+    kept = kept_mod(dropout_rate, dropout_key, 1 if requests is None else requests, q.shape[1])
     partial = sinks is not None or output_mod is not None or sum(_has_work(level, q.shape[0]) for level in levels) > 1
 
     def prepared(level: CascadeLevel) -> PagedCall | None:
@@ -317,9 +238,11 @@ def prepare(
         score, mask = (_of_level(mod, level, positions, requests) for mod in (score_mod, mask_mod))
         pages = pages_of(level.cache, level.groups, checked_layer(level.cache, level.layer))
         keys = (_of_keys(mod, level) for mod in (key_mod, value_mod))
-        return prepare_pages(
-            "cascade_attention", q, pages, How(score, mask, scale, config, partial, *keys, normalize=normalize)
-        )
+        how = How(
+            score, mask, scale, config, partial, *keys, normalize=normalize, stats=return_stats,
+            dropout_rate=dropout_rate, kept_mod=_kept_of_level(kept, level, positions, requests),
+        )  # fmt: skip
+        return prepare_pages("cascade_attention", q, pages, how)
 
     indices = jnp.zeros_like(positions) if requests is None else requests, positions
     return CascadeCall((*q.shape[:2], value_size), q.dtype, tuple(map(prepared, levels)), indices)
@@ -356,21 +279,21 @@ def _of_level(mod: Any, level: CascadeLevel, positions: jax.Array, requests: jax
     return None if mod is None else ReindexedMod(mod, absolute)
 
 
+def _kept_of_level(
+    kept: KeptMod | None, level: CascadeLevel, positions: jax.Array, requests: jax.Array | None
+) -> KeptMod | None:
+    """Likewise the mod of dropout, whose words are those of the request of each row, if there are `requests`."""
+
+    def absolute(g: Any, h: Any, n: Any, j: Any) -> Positions:
+        return Positions(jnp.zeros_like(n) if requests is None else n, h, positions[n], level.start[g] + j)
+
+    return None if kept is None else ReindexedMod(kept, absolute)
+
+
 def _of_keys(mod: VectorMod | None, level: CascadeLevel) -> VectorMod | None:
     """A key or value mod on groups and indices of the keys of a group."""
     absolute = lambda g, h, j, kv_idx: Positions(jnp.zeros_like(j), h, level.start[g] + j, kv_idx)
     return None if mod is None else ReindexedMod(mod, absolute)
-
-
-def _starts(start: int | AnyArray, groups: int) -> jax.Array:
-    start = np.asarray(start, np.int32) if type(start) is int else start
-    check_int32("start", start, "positions")
-    assert not isinstance(start, int)  # a bool was refused
-    if start.shape not in ((), (groups,)):
-        raise ValueError(
-            f"`start` must be one position, or one for each of the {groups} groups. Got {describe_array(start)}."
-        )
-    return jnp.broadcast_to(jnp.asarray(start), (groups,))
 
 
 def _checked_levels(levels: object) -> tuple[CascadeLevel, ...]:
@@ -399,12 +322,12 @@ def _checked_rows(
     q: jax.Array,
     positions: AnyArray | None,
     requests: AnyArray | None,
-    mods: Sequence[Any],
+    needing: Sequence[Any],
 ) -> tuple[jax.Array, jax.Array | None]:
-    if positions is None and any(mod is not None for mod in mods):
+    if positions is None and any(x is not None for x in needing):
         raise ValueError(
-            "`positions` must be passed with a `score_mod`, a `mask_mod` or a vector mod: the absolute position of "
-            "each query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."
+            "`positions` must be passed with a `score_mod`, a `mask_mod`, a vector mod or a `dropout_rate`: the "
+            "absolute position of each query, int32 [N]. `jflex.paged.token_positions(batch, N)` computes them."
         )
     for name, x in (("positions", positions), ("requests", requests)):
         if x is not None:

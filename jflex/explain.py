@@ -17,7 +17,7 @@ from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
-from jflex.cascade import CascadeLevel
+from jflex.cascade_level import CascadeLevel
 from jflex.config import Config
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged import attention as paged

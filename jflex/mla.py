@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_lse, check_scale, describe_array
+from jflex._call.checks import check_lse, check_scale, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
 from jflex.config import Config
+from jflex.merging import with_sinks
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.attention import longest_request, of_packed, pages_of
@@ -20,7 +21,6 @@ from jflex.paged.latent import LatentCache, check_latent_cache
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.sizes import checked_positive
-from jflex.state import checked_sinks, with_sinks
 from jflex.types import AnyArray
 
 

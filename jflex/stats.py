@@ -18,7 +18,8 @@ STATS: tuple[Stat, ...] = ("lse", "max", "entropy")
 class AttentionStats(NamedTuple):
     """Statistics of the softmax of each row (each query of each head), before dropout; None where not requested.
 
-    All are float32 [B, Hq, T], in both layouts, or [N, Hq] from `flex_attention_varlen`.
+    All are float32 [B, Hq, T], in both layouts, or [N, Hq] where queries are packed: from `flex_attention_varlen`,
+    `paged_attention` and `cascade_attention`.
 
     Attributes:
       lse: The logsumexp (natural log) of the scores, with the sink of the head. A row that attends to no key has

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from tests import evaluation, mask_pairs, oracle, score_pairs, tolerance, vector_pairs
+from tests import dropout_bits, evaluation, mask_pairs, oracle, score_pairs, tolerance, vector_pairs
 from tests.mask_pairs import MaskPair, same
 from tests.score_pairs import F32, ScorePair
 from tests.vector_pairs import VectorPair
@@ -49,6 +49,7 @@ class PagedCase:
       factor: Of the queries: how large scores are.
       rope: Columns of the rotated key of a latent cache, whose values are its other columns; None for a cache of both.
       normalize: As in the call; without a softmax, the lse is 0 here.
+      dropout: The rate; the key is that of `dropout_bits.KEY`.
       dtype: Of all arrays.
     """
 
@@ -70,6 +71,7 @@ class PagedCase:
     factor: float = 1.0
     rope: int | None = None
     normalize: Literal["softmax", "none"] = "softmax"
+    dropout: float = 0.0
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -127,6 +129,8 @@ class Right(NamedTuple):
 
     out: np.ndarray
     lse: np.ndarray
+    max: np.ndarray
+    entropy: np.ndarray
     out_rounding: np.ndarray
     lse_rounding: np.ndarray
 
@@ -193,9 +197,12 @@ def options_of(backend: str) -> dict[str, Any]:
     return {"implementation": implementation, "config": jflex.Config(interpret=True) if interpret else None}
 
 
-def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None) -> tuple[jax.Array, jax.Array]:
-    """Calls `paged_attention`, or `mla_attention`; `captured` is what the mods capture."""
-    has_lse = case.normalize == "softmax"
+def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=None, stats=()) -> tuple[jax.Array, Any]:
+    """Calls `paged_attention` for out and lse, or out and statistics; `captured` is what the mods capture.
+
+    A case with rotated keys calls `mla_attention`.
+    """
+    has_lse = case.normalize == "softmax" and not stats
     mods = {
         "score_mod": None if case.score is None else case.score.jax(captured[0]),
         "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
@@ -214,23 +221,26 @@ def call(case: PagedCase, backend: str, query, cache, batch, captured, layer=Non
         layer=layer,
         normalize=case.normalize,
         return_lse=has_lse,
+        return_stats=stats,
+        dropout_rate=case.dropout,
+        dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout else None,
         **options_of(backend),
     )
-    return result if has_lse else (result, jnp.zeros(result.shape[:2], jnp.float32))
+    return result if has_lse or stats else (result, jnp.zeros(result.shape[:2], jnp.float32))
 
 
-def run(case: PagedCase, backend: str, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Out and lse by a backend, with pages drawn from `seed`."""
+def run(case: PagedCase, backend: str, seed: int = 0, stats: tuple[str, ...] = ()) -> tuple[jax.Array, Any]:
+    """Out and lse, or statistics, by a backend, with pages drawn from `seed`."""
     x, (cache, table) = draw(case), placed(case, seed)
     layer = None if case.layers is None else jnp.int32(LAYER)
     captured = jax.tree.map(jnp.asarray, x.captured)
-    return program(case, backend)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer)
+    return program(case, backend, stats)(jnp.asarray(x.query), cache, batch_of(case, table), captured, layer)
 
 
 @functools.cache
-def program(case: PagedCase, backend: str) -> Any:
+def program(case: PagedCase, backend: str, stats: tuple[str, ...] = ()) -> Any:
     """The compiled call."""
-    return jax.jit(functools.partial(call, case, backend))
+    return jax.jit(functools.partial(call, case, backend, stats=stats))
 
 
 @functools.cache
@@ -239,6 +249,7 @@ def exact(case: PagedCase) -> Right:
     x, size = draw(case), case.Dv or case.D
     lse = np.full((case.N, case.Hq), -np.inf if case.normalize == "softmax" else 0.0)
     out = np.zeros((case.N, case.Hq, size))
+    row_max, entropy = np.full(lse.shape, -np.inf), np.zeros(lse.shape)
     out_rounding, lse_rounding = np.zeros_like(out), np.zeros_like(lse)
     for r, length in enumerate(case.lengths):
         rows = slice(case.indptr[r], case.indptr[r + 1])
@@ -246,18 +257,28 @@ def exact(case: PagedCase) -> Right:
         arrays = [a[None] for a in (x.query[rows].astype(np.float64), key, value)]
         score, mask = _of_request(case, r)
         scale = case.D**-0.5 if case.scale is None else case.scale
-        found = oracle.forward(*arrays, scale, score, mask, {}, normalize=case.normalize)
+        found = oracle.forward(*arrays, scale, score, mask, {}, None, _factors_of_request(case, r), case.normalize)
         out[rows], lse[rows] = found.out[0], found.lse[0].T
+        row_max[rows], entropy[rows] = oracle.row_max(found, score, {})[0].T, oracle.entropy(found)[0].T
         if length:
             sizes = SimpleNamespace(
                 sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, score=case.score
             )
             moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
             moves = found.weights if case.normalize == "softmax" else found.visible  # no weight moves by more
+            moves = moves * found.factors
             around = np.einsum("bhts,bshd->bthd", moves, np.repeat(np.abs(arrays[2]), case.Hq // case.Hkv, 2))
             lse_rounding[rows] = moved[0].T * (case.normalize == "softmax")
             out_rounding[rows] = 2 * moved[0].T[..., None] * around[0]
-    return Right(out, lse, out_rounding, lse_rounding)
+    return Right(out, lse, row_max, entropy, out_rounding, lse_rounding)
+
+
+def _factors_of_request(case: PagedCase, r: int) -> Any:
+    """What dropout multiplies the weights of one request by, whose rows the oracle counts from 0; None without."""
+    offset, words = case.lengths[r] - case.queries[r], dropout_bits.KEY
+    if not case.dropout:
+        return None
+    return lambda b, h, q, k: dropout_bits.factors(case.dropout, words, b + r, h, q + offset, k)
 
 
 def _of_request(case: PagedCase, r: int) -> tuple[oracle.Score | None, Any]:
@@ -275,8 +296,11 @@ def _of_request(case: PagedCase, r: int) -> tuple[oracle.Score | None, Any]:
 
 
 @functools.cache
-def plain(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
-    """Plain jnp attention of the same precision, every query over the keys of its request; on the CPU."""
+def plain(case: PagedCase) -> tuple[np.ndarray, ...]:
+    """Plain jnp attention of the same precision, every query over the keys of its request; on the CPU.
+
+    Output, lse, max and entropy.
+    """
     x = draw(case)
     owner = np.repeat([*range(case.R), -1], [*case.queries, case.padding])
     most = max(1, *case.lengths)
@@ -288,13 +312,18 @@ def plain(case: PagedCase) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([*case.lengths, 0])[owner]
     positions = np.arange(case.N) + (np.array([*case.lengths, 0]) - [*case.indptr[1:], 0])[owner]
     rows = [a.astype(np.int32) for a in (np.maximum(owner, 0), positions, lengths)]
+    factors = np.ones((1, 1, 1), np.float32)
+    if case.dropout:
+        _, h, k = np.ogrid[:1, : case.Hq, :most]
+        at = (rows[0][:, None, None], h, rows[1][:, None, None], k)
+        factors = dropout_bits.factors(case.dropout, dropout_bits.KEY, *at).astype(np.float32)
     with jax.default_device(jax.devices("cpu")[0]), evaluation.compiled_in_haste(True):
-        found = jax.jit(functools.partial(_plain, case))(x.query, *padded, rows, x.captured)
-    return np.asarray(found[0]), np.asarray(found[1])
+        found = jax.jit(functools.partial(_plain, case))(x.query, *padded, rows, x.captured, factors)
+    return tuple(map(np.asarray, found))
 
 
-def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Array, jax.Array]:
-    """query [N, Hq, D]; key and value [N, S, Hkv, D]; request, position and length of every row."""
+def _plain(case: PagedCase, query, key, value, rows, captured, factors) -> tuple[jax.Array, ...]:
+    """query [N, Hq, D]; key and value [N, S, Hkv, D]; request, position and length of every row; [N, Hq, S]."""
     key, value = (
         x if pair is None else _plainly_modified(pair.jax(c), x, rows[0])
         for pair, x, c in ((case.key, key, captured[2]), (case.value, value, captured[3]))
@@ -314,17 +343,19 @@ def _plain(case: PagedCase, query, key, value, rows, captured) -> tuple[jax.Arra
     if case.mask is not None:
         visible &= over(case.mask.jax(captured[1]))(*places)
     if case.normalize == "none":
-        weights = jnp.where(visible, s, 0.0).astype(query.dtype)
+        weights = (jnp.where(visible, s, 0.0) * factors).astype(query.dtype)
         out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
-        return out.astype(query.dtype), jnp.zeros(s.shape[:2], jnp.float32)
+        return out.astype(query.dtype), *[jnp.zeros(s.shape[:2], jnp.float32)] * 3
     s = jnp.where(visible, s, -jnp.inf)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(-1, keepdims=True)
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))[..., 0]
-    weights = (weights / jnp.where(total == 0, 1.0, total)).astype(query.dtype)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    entropy = -jnp.sum(weights * jnp.log(jnp.where(weights > 0, weights, 1.0)), axis=-1)
+    weights = (weights * factors).astype(query.dtype)
     out = jnp.einsum("nhs,nshd->nhd", weights, value, preferred_element_type=jnp.float32)
-    return out.astype(query.dtype), lse
+    return out.astype(query.dtype), lse, top[..., 0], entropy
 
 
 def _plainly_modified(mod: Any, x: jax.Array, request: jax.Array) -> jax.Array:
@@ -341,6 +372,16 @@ def check(case: PagedCase, found: tuple[jax.Array, jax.Array]) -> None:
     rounding = lambda x, more, dtype: tolerance.one_rounding(x, dtype) + (more if extra else 0)
     tolerance.check("out", found[0], by_plain[0], right.out, rounding(right.out, right.out_rounding, case.dtype))
     tolerance.check("lse", found[1], by_plain[1], right.lse, rounding(right.lse, right.lse_rounding, np.float32))
+
+
+def check_stats(case: PagedCase, stats: jflex.AttentionStats) -> None:
+    """Fails unless max and entropy are right."""
+    right, by_plain = exact(case), plain(case)
+    moved = np.where(np.isfinite(right.max), right.lse_rounding + 2 * tolerance.one_rounding(right.max, np.float32), 0)
+    for name, number in (("max", 2), ("entropy", 3)):
+        wanted = getattr(right, name)
+        allowed = moved + 2 * tolerance.one_rounding(wanted, np.float32)
+        tolerance.check(name, getattr(stats, name), by_plain[number], wanted, allowed)
 
 
 # --- mods that capture
@@ -411,6 +452,17 @@ CASES = [
         documents,
         page_size=64,
         normalize="none",
+    ),
+    PagedCase("dropout", **MIXED, mask=mask_pairs.causal, dropout=0.3, Hq=8),
+    PagedCase("divided_dropout", (1, 1, 2), (1500, 40, 700), page_size=64, score=slopes, dropout=0.5),
+    PagedCase(
+        "sigmoid_dropout",
+        (1, 4),
+        (60, 40),
+        score=score_pairs.sigmoid,
+        mask=mask_pairs.causal,
+        normalize="none",
+        dropout=0.2,
     ),
     PagedCase("scores_as_weights", (1, 4), (60, 40), scale=-0.1, mask=window, normalize="none"),
     PagedCase("rotated_pages_of_1", (1, 2), (21, 9), page_size=1, key=vector_pairs.rope_of_halves, D=32),

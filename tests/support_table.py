@@ -152,6 +152,8 @@ def features() -> list[Feature]:
             _captured(lambda *x: _score(_gathered(*x)), table, ids),
         ),
         Feature("`query_mod`, `key_mod`, `value_mod`, `output_mod`, `jflex.rope`", {}),  # outside of the kernels
+        Feature("`return_stats` over pages", {**pages, "stats": ("max", "entropy")}, gradients=False),
+        Feature("`dropout_rate` over pages", {**pages, **_captured(_dropout, ((), "uint32"))}, gradients=False),
         Feature("`key_mod`, `value_mod`, `jflex.rope` over pages", {**pages, **_vector(jflex.rope())}, gradients=False),
         Feature("a `key_mod` over pages that is a matrix", {**pages, **_vector(_matrix)}, gradients=False),
         Feature("`sinks`", {"sinks": True}),

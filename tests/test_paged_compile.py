@@ -17,6 +17,8 @@ KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36,
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 SHOWN = jnp.arange(4096) % 3 == 0
 GAINS = jnp.linspace(0.5, 1.5, 8 * 128).reshape(8, 128)
+STATS = {"return_lse": False, "return_stats": ("lse", "max", "entropy")}
+DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
 WINDOW = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 1024)
 
 
@@ -53,7 +55,7 @@ def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=No
     words = None if nodes is None else integers(R, nodes)
     batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages), words)
     call = jflex.paged_attention if rope is None else jflex.mla_attention
-    attend = functools.partial(call, implementation="triton", return_lse=True, **options)
+    attend = functools.partial(call, implementation="triton", **{"return_lse": True, **options})
     return attend, shape(N, Hq, D), cache, batch
 
 
@@ -87,6 +89,10 @@ CASES = {
     "latent_16_heads": {"Hq": 16, "rope": 64},
     "latent_mixed": {"N": 2048 + 63, "R": 64, "Hq": 16, "rope": 64, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
+    "decode_stats": STATS,
+    "mixed_stats": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, **STATS},
+    "decode_dropout": DROPOUT,
+    "mixed_dropout": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, **DROPOUT},
     "mixed_head_size_64": {"N": 2048 + 63, "R": 64, "D": 64, "mask_mod": CAUSAL},
     "mixed_float32": {"N": 2048 + 63, "R": 64, "dtype": jnp.float32, "mask_mod": CAUSAL},
 }

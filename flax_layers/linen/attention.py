@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 from flax import linen
@@ -139,6 +139,27 @@ class FlexAttention(AttentionMethods, linen.Module):
         zeros = linen.initializers.zeros_init()
         self.sinks = self.param("sinks", zeros, (self.num_heads,), self.param_dtype) if self.use_sinks else None
 
+    # Return types, by `return_stats`.
+    # fmt: off
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
+    ) -> Float[Array, "*batch T features"]: ...
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
+    ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
+    # fmt: on
     def __call__(
         self,
         inputs: Float[Array, "*batch T features"],
@@ -153,7 +174,8 @@ class FlexAttention(AttentionMethods, linen.Module):
         key_mod: jflex.VectorMod | None = None,
         value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None,
-    ) -> Float[Array, "*batch T features"]:
+        return_stats: tuple[jflex.Stat, ...] = (),
+    ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence.
 
         Args:
@@ -171,9 +193,12 @@ class FlexAttention(AttentionMethods, linen.Module):
             key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
             value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
             output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
+            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
+                say.
 
         Returns:
-            One vector for each position, in the dtype of the computation.
+            One vector for each position, in the dtype of the computation; or a pair of it and the
+            `jflex.AttentionStats`, [*batch, Hq, T].
 
         Raises:
             ValueError: Dropout without `deterministic` or without a key, a BlockMask for another length or batch, and
@@ -182,7 +207,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_key = _dropout_key(self, deterministic, dropout_rng)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     decode = AttentionMethods.decode

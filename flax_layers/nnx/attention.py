@@ -1,6 +1,6 @@
 """Self-attention for Flax NNX whose scores and sparsity are ordinary functions."""
 
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -146,6 +146,27 @@ class FlexAttention(AttentionMethods, Projections):
         self.deterministic = deterministic
         self.rngs = nnx.data(_dropout_stream(rngs).fork() if keep_rngs and dropout_rate > 0 else None)
 
+    # Return types, by `return_stats`.
+    # fmt: off
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
+    ) -> Float[Array, "*batch T features"]: ...
+    @overload
+    def __call__(
+        self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
+        output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
+    ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
+    # fmt: on
     def __call__(
         self,
         inputs: Float[Array, "*batch T features"],
@@ -160,7 +181,8 @@ class FlexAttention(AttentionMethods, Projections):
         key_mod: jflex.VectorMod | None = None,
         value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None,
-    ) -> Float[Array, "*batch T features"]:
+        return_stats: tuple[jflex.Stat, ...] = (),
+    ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence.
 
         Args:
@@ -178,9 +200,12 @@ class FlexAttention(AttentionMethods, Projections):
             key_mod: `(key[D], b, h_kv, kv_idx) -> [D]`.
             value_mod: `(value[D], b, h_kv, kv_idx) -> [D]`.
             output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
+            return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
+                say.
 
         Returns:
-            One vector for each position, in the dtype of the computation.
+            One vector for each position, in the dtype of the computation; or a pair of it and the
+            `jflex.AttentionStats`, [*batch, Hq, T].
 
         Raises:
             TypeError: `rngs` has a wrong type.
@@ -190,7 +215,7 @@ class FlexAttention(AttentionMethods, Projections):
         dropout_key = self._dropout_key(deterministic, rngs)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets what `nnx.view` changes.

@@ -136,6 +136,24 @@ def check_normalize(normalize: object, sinks: object) -> None:
         )
 
 
+def checked_sinks(sinks: object, heads: int) -> jax.Array:
+    """Returns `sinks` as a JAX array.
+
+    Raises:
+      TypeError: They are no array, or not floating-point.
+      ValueError: They are not one logit for each query head.
+    """
+    rule = f"`sinks` must be a floating-point array with one logit for each of the {heads} query heads, [{heads}]."
+    x: Any = sinks
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"{rule} Got {type(x).__name__}. Make one with `jnp.full({heads}, logit)`.")
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(f"{rule} Got {describe_array(x)}. Cast it with `.astype(jnp.float32)`.")
+    if x.shape != (heads,):
+        raise ValueError(f"{rule} Got {describe_array(x)}. Index or broadcast it to one number for each head.")
+    return jnp.zeros(heads, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+
+
 def check_lse(return_lse: bool, normalize: str) -> None:
     """Raises ValueError if an lse is requested where there is none."""
     if return_lse and normalize == "none":

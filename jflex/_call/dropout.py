@@ -19,7 +19,6 @@ dropout; Threefry would take more than 60 by itself.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int32, UInt32
 
 from jflex._call.checks import describe_array
 
@@ -79,15 +78,15 @@ def _check_key(key: Any) -> None:
         raise ValueError(f"{rule}. Got {describe_array(key)}. Index it, or `jax.vmap` the call over keys.")
 
 
-def kept_mod(rate: float, key: Any, batch: int, heads: int) -> KeptMod | None:
+def kept_mod(rate: float, key: Any, batch: int | Int32[Array, " rows"], heads: int) -> KeptMod | None:
     """``(b, h, q_idx, kv_idx) -> bool``, True where a weight is kept; None for a rate of 0.
 
-    It captures two words for each batch entry and head, so that a new key recompiles nothing.
+    It captures two words for each batch entry (or row) and head, so that a new key recompiles nothing.
 
     Args:
       rate: Checked.
       key: Checked.
-      batch: Batch entries, or packed sequences.
+      batch: Batch entries, or packed sequences. Or the batch entry of each row: then ``b`` is the row.
       heads: Query heads.
 
     >>> kept = kept_mod(0.25, jax.random.key(0), 1, 1)
@@ -96,7 +95,10 @@ def kept_mod(rate: float, key: Any, batch: int, heads: int) -> KeptMod | None:
     """
     if rate == 0:
         return None
-    seeds = _seeds(key, max(batch, 1), max(heads, 1))  # a mod is traced even where there is nothing to read
+    if isinstance(batch, int):  # at least one of each: a mod is traced even where there is nothing to read
+        seeds = _seeds_of_batch(key, max(batch, 1), max(heads, 1))
+    else:
+        seeds = _seeds_of_rows(key, batch, heads)
     threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
 
     def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -114,15 +116,19 @@ def _mixed(x: Any, second: Any) -> Any:
     return x ^ (x >> np.uint32(15)) ^ second
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _seeds(key: Any, batch: int, heads: int) -> UInt32[Array, "batch heads 2"]:
+def _seeds(key: Any, batch: int | Int32[Array, " rows"], heads: int) -> UInt32[Array, "rows heads 2"]:
     """Two words for each batch entry and head: the key data, with both indices folded in."""
     words = jax.random.key_data(key).reshape(-1, 2)
     wrapped = jax.random.wrap_key_data(words[0], impl="threefry2x32")
     for word in words[1:].reshape(-1):  # of generators with longer keys
         wrapped = jax.random.fold_in(wrapped, word)
     each = lambda b: jax.vmap(lambda h: jax.random.fold_in(jax.random.fold_in(wrapped, b), h))(_up_to(heads))
-    return jax.random.key_data(jax.vmap(each)(_up_to(batch)))
+    rows = _up_to(batch) if isinstance(batch, int) else batch.astype(jnp.uint32)
+    return jax.random.key_data(jax.vmap(each)(rows))
+
+
+_seeds_of_batch = jax.jit(_seeds, static_argnums=(1, 2))
+_seeds_of_rows = jax.jit(_seeds, static_argnums=2)
 
 
 def _up_to(count: int) -> UInt32[Array, " count"]:

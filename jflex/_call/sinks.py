@@ -10,37 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Saved, SavedCotangents
-from jflex.state import AttentionState, with_sinks
+from jflex.lse import log_weight
+from jflex.merging import with_sinks
+from jflex.state import AttentionState
+from jflex.stats import AttentionStats
 from pallas_kernels.spec import AttentionSpec
-
-LOG_OF_ZERO = -1000.0  # its exponential is 0 in float64, too
 
 
 def fold_sinks(spec: AttentionSpec, saved: Saved, sinks: jax.Array | None) -> Saved:
     """The results of a dense call with sinks, from those without; rounds `out` once more, to its dtype."""
     if sinks is None:
         return saved
-    state = AttentionState.from_attention(saved.out, saved.lse, spec.layout)
-    out, lse = with_sinks(state, sinks).to_attention(spec.layout)
-    return Saved(out, lse, saved.max, None if saved.entropy is None else _entropy_with_sinks(saved, sinks, lse))
-
-
-def _entropy_with_sinks(saved: Saved, sinks: jax.Array, lse: jax.Array) -> jax.Array:
-    """The entropy with the weight of the sink, by the chain rule: that between keys and sink, and that among keys.
-
-    Args:
-      saved: The results without sinks.
-      sinks: [Hq].
-      lse: With sinks.
-    """
-    assert saved.entropy is not None  # the caller has it
-    of_keys, of_sink = (log_weight(x, lse) for x in (saved.lse, sinks[None, :, None].astype(lse.dtype)))
-    return jnp.exp(of_keys) * (saved.entropy - of_keys) - jnp.exp(of_sink) * of_sink
-
-
-def log_weight(score: jax.Array, lse: jax.Array) -> jax.Array:
-    """``score - lse``, but a large negative number for a weight of 0, so that weight times logarithm is 0."""
-    return jnp.where((score == -jnp.inf) | (lse == -jnp.inf), LOG_OF_ZERO, score - lse)
+    stats = AttentionStats(saved.lse, saved.max, saved.entropy)
+    state = with_sinks(AttentionState.from_attention(saved.out, stats, spec.layout), sinks)
+    out, lse = state.to_attention(spec.layout)
+    return Saved(out, lse, *(None if x is None else x.swapaxes(1, 2) for x in (state.max, state.entropy)))
 
 
 def sinks_gradient(spec: AttentionSpec, sinks: jax.Array, saved: Saved, d_saved: SavedCotangents) -> jax.Array:

@@ -141,22 +141,21 @@ class PagedOp:
         """Runs the backend."""
         return backends.get(self.backend).forward(self.spec, inputs)
 
-    def axes(self, inputs: PagedInputs) -> tuple[list[Axes], list[Axes]]:
+    def axes(self, inputs: PagedInputs, outputs: Saved) -> tuple[list[Axes], list[Axes]]:
         """Axes of the flat inputs and outputs: heads alone, because requests share pages; those of MLA, heads too."""
         others = len(jax.tree.leaves(inputs)) - 3
         pages = Axes() if self.spec.values_in_keys else _PAGES
-        return [_ROWS, pages, pages, *[Axes()] * others], [_ROWS, _ROWS]
+        return [_ROWS, pages, pages, *[Axes()] * others], [_ROWS] * len(jax.tree.leaves(outputs))
 
     def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""
-        del outputs
         tree = jax.tree.structure(inputs)
 
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             spec, own = _paged_shard_of(self.spec, jax.tree.unflatten(tree, flat), mesh, split.heads)
             return tuple(jax.tree.leaves(PagedOp(self.backend, spec)(own)))
 
-        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs))
+        return partitioning.partitioned(self.spec, whole, local, *self.axes(inputs, outputs))
 
     def out_specs(self, inputs: PagedInputs, outputs: Saved, pspec: PartitionSpec) -> list[PartitionSpec]:
         """See `jflex._jax.primitive.Op`."""
@@ -175,7 +174,9 @@ def _paged_shard_of(
     first = (None, jax.lax.axis_index(names) * (spec.Hq // pieces))
     score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    sizes = {"Hq": spec.Hq // pieces, "Hkv": spec.Hkv if spec.values_in_keys else spec.Hkv // pieces}
+    dropout, dropout_operands = partitioning.shifted_dropout(spec.dropout, inputs.dropout_operands, first)
+    key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
+    sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
     first_key = (None, jax.lax.axis_index(names) * (spec.Hkv // pieces))
     key, key_operands = _shifted_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
     value, value_operands = _shifted_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
@@ -185,6 +186,7 @@ def _paged_shard_of(
         mask_operands=mask_operands,
         key_operands=key_operands,
         value_operands=value_operands,
+        dropout_operands=dropout_operands,
     )
 
 

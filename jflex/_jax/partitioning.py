@@ -21,7 +21,7 @@ from jflex._jax.primitive import Flat, lower_separately
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
-from pallas_kernels.spec import AttentionSpec, Blocks, Mod
+from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Mod
 
 
 class Axes(NamedTuple):
@@ -107,11 +107,7 @@ def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split
     ]
     score, score_operands = shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
     mask, mask_operands = shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    dropout, dropout_operands = spec.dropout, inputs.dropout_operands
-    if dropout is not None:
-        kept, dropout_operands = shifted(dropout.mod, dropout_operands, first, trace_mask_mod)
-        assert kept is not None  # as `dropout.mod`
-        dropout = dataclasses.replace(dropout, mod=kept)
+    dropout, dropout_operands = shifted_dropout(spec.dropout, inputs.dropout_operands, first)
     blocks = spec.blocks
     if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
@@ -147,6 +143,17 @@ def shifted(
 
     traced, captured = trace(ReindexedMod(functools.partial(mod, operands), positions))
     return dataclasses.replace(traced, source=mod.source), captured
+
+
+def shifted_dropout(
+    dropout: Dropout | None, operands: tuple[jax.Array, ...], first: Sequence[jax.Array | None]
+) -> tuple[Dropout | None, tuple[jax.Array, ...]]:
+    """Dropout whose mod takes local indices of batch and head."""
+    if dropout is None:
+        return None, operands
+    kept, operands = shifted(dropout.mod, operands, first, trace_mask_mod)
+    assert kept is not None  # as `dropout.mod`
+    return dataclasses.replace(dropout, mod=kept), operands
 
 
 def partitioned(

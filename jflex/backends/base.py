@@ -56,6 +56,7 @@ class PagedInputs(NamedTuple):
       mask_operands: The arrays that the mask captures.
       key_operands: The arrays that the key mod captures.
       value_operands: The arrays that the value mod captures.
+      dropout_operands: The arrays that the mod of dropout captures.
     """
 
     query: jax.Array
@@ -69,6 +70,7 @@ class PagedInputs(NamedTuple):
     mask_operands: tuple[jax.Array, ...]
     key_operands: tuple[jax.Array, ...] = ()
     value_operands: tuple[jax.Array, ...] = ()
+    dropout_operands: tuple[jax.Array, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -87,8 +89,8 @@ class Saved(NamedTuple):
     Attributes:
       out: In `spec.layout`; [N, Hq, Dv] for a paged call.
       lse: float32 [B, Hq, T], natural log; [N, Hq] for a paged call.
-      max: float32 [B, Hq, T], the largest score of each row, -inf for an empty one; None if not in `spec.stats`.
-      entropy: float32 [B, Hq, T], that of the softmax weights and the sink's, in nats; None if not in `spec.stats`.
+      max: Like the lse, the largest score of each row, -inf for an empty one; None if not in `spec.stats`.
+      entropy: Like the lse, that of the softmax weights and the sink's, in nats; None if not in `spec.stats`.
     """
 
     out: jax.Array

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jflex._call.sinks import log_weight
 from jflex.backends.xla.containment import cleared
+from jflex.lse import log_weight
 from pallas_kernels.spec import Mod
 
 

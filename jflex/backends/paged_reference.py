@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
+from jflex.backends.dense_scores import stats_of
 from pallas_kernels.spec import AttentionSpec, Mod
 
 
@@ -41,8 +42,12 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)
+    drop = lambda weights: weights
+    if p.dropout is not None:
+        kept = _seen(p.dropout.mod, inputs.dropout_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
+        drop = lambda weights: jnp.where(kept, weights * p.kept_scale, 0)
     if p.normalize == "none":
-        weights = jnp.where(visible, s, 0)
+        weights = drop(jnp.where(visible, s, 0))
         out = jnp.einsum("nhs,nshd->nhd", weights, value, precision="highest")
         return Saved(out.astype(p.out_dtype), jnp.zeros((p.T, p.Hq), jnp.float32))
     s = jnp.where(visible, s, -jnp.inf)
@@ -51,13 +56,16 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     total = weights.sum(axis=2, keepdims=True)
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    out = jnp.einsum("nhs,nshd->nhd", weights / safe, value, precision="highest")
+    out = jnp.einsum("nhs,nshd->nhd", drop(weights / safe), value, precision="highest")
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))[..., 0]
-    return Saved(out.astype(p.out_dtype), lse.astype(jnp.float32))
+    stats = stats_of(s, visible, weights / safe, lse, None) if p.stats else ()
+    lse, *stats = (x.astype(jnp.float32) for x in (lse, *stats))
+    found = {name: x for name, x in zip(("max", "entropy"), stats, strict=False) if name in p.stats}
+    return Saved(out.astype(p.out_dtype), lse, **found)
 
 
 def _seen(mask: Mod, operands, request, h, n, j) -> jax.Array:
-    """A mask on [N, Hq, S]."""
+    """A mask, or the mod of dropout, on [N, Hq, S]."""
     at = functools.partial(mask, operands)
     at = jax.vmap(at, in_axes=(None, None, None, 0))
     at = jax.vmap(at, in_axes=(None, 0, None, None))

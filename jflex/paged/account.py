@@ -204,10 +204,10 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
 
 
 def _merge_bytes(specs: Sequence[AttentionSpec]) -> int:
-    """Bytes of the merge: reads out and lse of each level, and writes the merged ones."""
+    """Bytes of the merge: reads out, lse and statistics of each level, and writes the merged ones."""
     if len(specs) < 2:
         return 0
     [first, *_] = specs
-    rows, lse = first.T * first.Hq, 4
+    rows, lse = first.T * first.Hq, 4 * (1 + len(first.stats))
     read = len(specs) * rows * (first.Dv * jnp.dtype(first.out_dtype).itemsize + lse)
     return read + rows * (first.Dv * jnp.dtype(first.dtype).itemsize + lse)

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, check_normalize, describe_array
+from jflex._call.checks import check_lse, check_normalize, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
+from jflex._call.dropout import check_dropout, kept_mod
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
+from jflex.backends.base import Saved
 from jflex.config import Config
+from jflex.merging import with_sinks
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
@@ -23,11 +26,12 @@ from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees
-from jflex.state import Normalize, checked_sinks, with_sinks
+from jflex.state import Normalize
+from jflex.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 
-# Return types, by `return_lse`.
+# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def paged_attention(
@@ -36,6 +40,7 @@ def paged_attention(
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
@@ -45,8 +50,19 @@ def paged_attention(
     query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
     scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
+    return_stats: tuple[()] = (), dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
     implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    q: AnyArray, cache: PagedCache, batch: PagedBatch, *,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None, key_mod: VectorMod | None = None, value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None, normalize: Normalize = "softmax", sinks: AnyArray | None = None,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    return_stats: tuple[Stat, ...], dropout_rate: float = 0.0, dropout_key: AnyArray | None = None,
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, AttentionStats]: ...
 # fmt: on
 def paged_attention(
     q: Float[AnyArray, "N Hq D"],
@@ -64,9 +80,12 @@ def paged_attention(
     scale: float | None = None,
     layer: int | Int[AnyArray, ""] | None = None,
     return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"]]:
+) -> Float[Array, "N Hq Dv"] | tuple[Float[Array, "N Hq Dv"], Float[Array, "N Hq"] | AttentionStats]:
     """Attention over a paged KV cache: prefill chunks and decoding steps in one call, without padding.
 
     The queries of a request are its last tokens, and mods see logical, absolute positions: ``b`` is the request,
@@ -101,11 +120,16 @@ def paged_attention(
       scale: Multiplies the raw scores; ``D ** -0.5`` for None.
       layer: Which layer of a stacked cache, a Python int or traced; no copy of it is made.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      return_stats: As in `flex_attention`; padding rows have the statistics of a row that attends to no key.
+      dropout_rate: As in `flex_attention`.
+      dropout_key: Likewise. What is dropped depends on the request and on absolute positions, those that mods see: so
+        it is what a dense call over the whole sequences drops, if its batch entries are the requests.
       implementation: As in `flex_attention`.
       config: Its ``decode`` tiles are for requests with few queries, its ``forward`` tiles for the others.
 
     Returns:
-      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`.
+      The output in the dtype of `q`, or a pair of it and the lse: the fields of an `AttentionState`; or a pair of it
+      and the `AttentionStats`, [N, Hq].
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
@@ -127,10 +151,11 @@ def paged_attention(
     (4, 8, 64)
     """
     check_lse(return_lse, normalize)
+    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
     call = prepare(
         q, cache, batch, score_mod=score_mod, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
         value_mod=value_mod, output_mod=output_mod, normalize=normalize, sinks=sinks, scale=scale, layer=layer,
-        config=config,
+        config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     if query_mod is not None:
         call = call._replace(query=modified_rows(query_mod, call.query, *_indices(batch, q.shape[0])))
@@ -140,6 +165,8 @@ def paged_attention(
     if output_mod is not None:
         lse = None if normalize == "none" else state.lse
         out = modified_rows(output_mod, (state.out, lse), *_indices(batch, q.shape[0]), call.query.dtype)
+    if stats:
+        return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
     return (out, state.lse) if return_lse else out
 
 
@@ -159,10 +186,14 @@ def prepare(
     value_mod: VectorMod | None = None,
     output_mod: OutputMod | None = None,
     normalize: Normalize = "softmax",
+    return_stats: tuple[Stat, ...] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
 ) -> PagedCall:
     """Checks every argument of `paged_attention`; q, keys and values may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_normalize(normalize, sinks)
+    dropout_rate = check_dropout(dropout_rate, dropout_key)
     check_queries(q, cache)
     check_batch(batch, cache, q.shape[0])
     pages = pages_of(cache, batch, checked_layer(cache, layer))
@@ -171,10 +202,15 @@ def prepare(
     _check_sizes((score_mod, mask_mod), vectors, (q.shape[1], cache.num_kv_heads), batch)
     if sinks is not None:
         checked_sinks(sinks, q.shape[1])
+    kept = kept_mod(dropout_rate, dropout_key, batch.requests, q.shape[1])
     mods = (of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask"))
     exact_out = sinks is not None or output_mod is not None  # rounded once
     keys = (_of_keys(mod, batch) for mod in (key_mod, value_mod))
-    return prepare_pages("paged_attention", q, pages, How(*mods, scale, config, exact_out, *keys, normalize=normalize))
+    how = How(
+        *mods, scale, config, exact_out, *keys, normalize=normalize, stats=return_stats,
+        dropout_rate=dropout_rate, kept_mod=None if kept is None else of_packed(kept, batch, "score"),
+    )  # fmt: skip
+    return prepare_pages("paged_attention", q, pages, how)
 
 
 def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
@@ -208,7 +244,10 @@ def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pa
 
 
 def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
-    """A mod on indices of packed queries: the last query of a request is in the row of its last key."""
+    """A mod on indices of packed queries: the last query of a request is in the row of its last key.
+
+    The mod of dropout maps its positions as a score mod, which alone is masked by no tree.
+    """
     if batch.ancestors is not None and batch.requests and (mod is None or callable(mod)):
         trees = Trees.of(batch.ancestors, batch.kv_lengths, batch.qo_indptr)
         of_role: Any = trees.of_mask if role == "mask" else trees.of_score

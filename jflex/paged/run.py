@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jflex import backends
 from jflex._call.checks import check_config, check_scale, current_device, current_precision
 from jflex._call.dispatch import Implementation, select_forward
+from jflex._call.dropout import KeptMod
 from jflex._call.vector_mods import exact_dtype
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import PagedOp
@@ -23,7 +24,8 @@ from jflex.errors import UnsupportedError
 from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
 from jflex.state import AttentionState, Normalize
-from pallas_kernels.spec import AttentionSpec, Paging
+from jflex.stats import Stat
+from pallas_kernels.spec import AttentionSpec, Dropout, Paging
 
 
 class Pages(NamedTuple):
@@ -62,6 +64,9 @@ class How(NamedTuple):
       key_mod: ``(key[D], r, h_kv, j) -> [D]``, checked.
       value_mod: Likewise.
       normalize: As in `flex_attention`.
+      stats: Names of statistics, checked.
+      dropout_rate: Checked.
+      kept_mod: ``(r, h, n, j)``, True where dropout keeps a weight; None without dropout.
     """
 
     score_mod: ScoreMod | None
@@ -72,6 +77,9 @@ class How(NamedTuple):
     key_mod: VectorMod | None = None
     value_mod: VectorMod | None = None
     normalize: Normalize = "softmax"
+    stats: tuple[Stat, ...] = ()
+    dropout_rate: float = 0.0
+    kept_mod: KeptMod | None = None
 
 
 class PagedCall(NamedTuple):
@@ -86,6 +94,7 @@ class PagedCall(NamedTuple):
       mask_operands: The arrays that the mask captures.
       key_operands: The arrays that the key mod captures.
       value_operands: The arrays that the value mod captures.
+      dropout_operands: The arrays that the mod of dropout captures.
     """
 
     caller: str
@@ -96,22 +105,22 @@ class PagedCall(NamedTuple):
     mask_operands: tuple[jax.Array, ...]
     key_operands: tuple[jax.Array, ...] = ()
     value_operands: tuple[jax.Array, ...] = ()
+    dropout_operands: tuple[jax.Array, ...] = ()
 
     def inputs(self) -> PagedInputs:
         """The arrays."""
         pages = self.pages
         key, value = (x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value))
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
-        captured = self.score_operands, self.mask_operands, self.key_operands, self.value_operands
-        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *captured)
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:])
 
 
 def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
-    """Attention of each packed query over the keys of its group, out [N, Hq, Dv] and lse [N, Hq]."""
+    """Attention of each packed query over the keys of its group: out [N, Hq, Dv], lse and ``spec.stats`` [N, Hq]."""
     caller, spec = call.caller, call.spec
     name = select_forward(implementation, spec, caller)
     if spec.is_empty:
-        return AttentionState.empty(spec.out_shape(), spec.out_dtype, spec.normalize)
+        return AttentionState.empty(spec.out_shape(), spec.out_dtype, spec.normalize, spec.stats)
     inputs, reason = call.inputs(), no_derivative(caller, name)
     if reason is not None:
         guard = lambda x: _without_gradient(x, reason) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -119,7 +128,7 @@ def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
         saved = call_as_primitive(PagedOp(name, spec), match_manual_axes(inputs))
     else:
         saved = backends.get(name).forward(spec, match_manual_axes(inputs))
-    return AttentionState(saved.out, saved.lse, spec.normalize)
+    return AttentionState(saved.out, saved.lse, spec.normalize, saved.max, saved.entropy)
 
 
 def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
@@ -131,6 +140,10 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     page_size, Hkv, D = pages.key.shape[-3:]
     key_mod, key_operands = _traced_vector_mod(how.key_mod, "key", D, query.dtype)
     value_mod, value_operands = _traced_vector_mod(how.value_mod, "value", Dv, query.dtype)
+    dropout, dropout_operands = None, ()
+    if how.kept_mod is not None:
+        kept, dropout_operands = trace_mask_mod(how.kept_mod)
+        dropout = Dropout(how.dropout_rate, kept)
     platform, device_kind = current_device(query, pages.key, pages.value)
     spec = AttentionSpec(
         B=R,
@@ -151,12 +164,15 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         value_mod=value_mod,
         normalize=how.normalize,
         values_in_keys=pages.latent_size is not None,
+        stats=tuple(name for name in how.stats if name != "lse"),
+        dropout=dropout,
         platform=platform,
         device_kind=device_kind,
         precision=current_precision(query.dtype),
         config=check_config(how.config, None),
     )
-    return PagedCall(caller, spec, query, pages, score_operands, mask_operands, key_operands, value_operands)
+    captured = score_operands, mask_operands, key_operands, value_operands, dropout_operands
+    return PagedCall(caller, spec, query, pages, *captured)
 
 
 def _traced_vector_mod(

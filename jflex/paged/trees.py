@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jflex._call.checks import describe_array
+from jflex._call.dropout import KeptMod
 from jflex.masks.tree import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
@@ -49,8 +50,8 @@ class Trees:
         node = row - self.starts[b]
         return jnp.where(node < 0, row, self.starts[b] + self.depths[b, self._clip(node)])
 
-    def of_score(self, mod: ScoreMod | None) -> ScoreMod | None:
-        """A score_mod on rows."""
+    def of_score(self, mod: ScoreMod | KeptMod | None) -> ScoreMod | KeptMod | None:
+        """A score_mod, or the mod of dropout, on rows."""
         at = lambda b, h, q, kv: Positions(b, h, self.position(b, q), self.position(b, kv))
         return None if mod is None else ReindexedMod(mod, at)
 

@@ -35,6 +35,9 @@ class Walk(Protocol):
     def __call__(self, state: S, step: Callable[..., S], /) -> S: ...  # noqa: D102
 
 
+RowVectors = tuple[jax.Array, ...]  # lse and ``spec.stats`` of the rows of a tile, [rows] each
+
+
 class Attention(NamedTuple):
     """Attention of the rows of a tile over the keys that it visits.
 
@@ -54,32 +57,29 @@ class Attention(NamedTuple):
     may_be_empty: bool = True
     sink: jax.Array | None = None
 
-    def attend(self) -> tuple[Columns, jax.Array]:
-        """Output [rows, Dv], in chunks of columns, and lse [rows] (natural log), NaN where the output must be repaired.
+    def attend(self) -> tuple[Columns, RowVectors]:
+        """Output [rows, Dv], in chunks of columns, lse (natural log) and ``spec.stats``, [rows] each.
 
-        Zeros and -inf for fully masked rows.
+        Zeros and an lse of -inf for fully masked rows. The lse is NaN where the output must be repaired.
         """
-        return self.attend_with_stats()[:2]
-
-    def attend_with_stats(self) -> tuple[Columns, jax.Array, tuple[jax.Array, ...]]:
-        """The same, and ``spec.stats``, [rows] each."""
 
         def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
             return self._fold(state, *self.tile_at(*key))
 
         state = self.walk(self._start, step)
         out, lse = self._finish(state)
-        return out, lse + mark(*out) if self.prepared.spec.needs_marks else lse, self._stats(state)
+        return out, (lse + mark(*out) if self.prepared.spec.needs_marks else lse, *self._stats(state))
 
-    def repair(self) -> tuple[Columns, jax.Array, Attended]:
-        """The same from cleared values, with the lse as it is, and which rows must keep the result of `attend`."""
+    def repair(self) -> tuple[Columns, RowVectors, Attended]:
+        """The same from cleared values, with the lse as it is, and which rows must keep the output of `attend`."""
 
         def step(state: tuple[softmax.SoftmaxState, Attended], *key: Index) -> tuple[softmax.SoftmaxState, Attended]:
             tile, values = self.tile_at(*key)
             return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)
-        return *self._finish(state), attended
+        out, lse = self._finish(state)
+        return out, (lse, *self._stats(state)), attended
 
     @property
     def _start(self) -> softmax.SoftmaxState:

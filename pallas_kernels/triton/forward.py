@@ -92,10 +92,10 @@ def _kernel(
 ) -> None:
     i, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     tile = block_walk.row_at(spec, order, b, h, i, pl.num_programs(0))
-    rows, row_lse, row_stats = _attention(spec, tiles, arrays, b, h, tile).attend_with_stats()
+    rows, vectors = _attention(spec, tiles, arrays, b, h, tile).attend()
     first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
     store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
-    for ref, x in zip((lse, *stats), (row_lse, *row_stats), strict=True):
+    for ref, x in zip((lse, *stats), vectors, strict=True):
         store_vector(ref, (b, h), first, x, spec.T, may_end=rows_end)
 
 
@@ -112,7 +112,7 @@ def _repair_kernel(
 
     def fix(b: jax.Array, h: jax.Array, first: jax.Array) -> None:
         tile = lax.div(first, jnp.int32(tiles.block_q))
-        clean, row_lse, attended = _attention(spec, tiles, arrays, b, h, tile).repair()
+        clean, (row_lse, *_), attended = _attention(spec, tiles, arrays, b, h, tile).repair()
         rows = load_queries(spec, before[0], b, h, first, tiles.block_q, may_end=rows_end)
         rows = attended.keep(rows, clean)
         store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)

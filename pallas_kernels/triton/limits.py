@@ -43,11 +43,8 @@ def _limit_of_latent(latent: int, rope: int) -> str | None:
 
 
 def decodes(spec: AttentionSpec) -> bool:
-    """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists.
-
-    It has no `spec.stats`.
-    """
+    """Whether the kernel for few queries runs: they fit into a tile, and share one row of the mask's lists."""
     blocks = spec.blocks
     one_row = blocks is None or (blocks.size[0] >= spec.T and (blocks.heads == 1 or spec.group == 1))
     few = 0 < spec.T <= MAX_DECODED and spec.group * spec.T <= MAX_DECODED_ROWS
-    return few and one_row and spec.config.forward is None and not spec.stats
+    return few and one_row and spec.config.forward is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Generic, NamedTuple
 
 import jax
@@ -10,16 +11,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.types import A, Index, Ref
 
 
 class Partials(NamedTuple, Generic[A]):
-    """Partial results of splits: refs to out [slots, heads, rows, Dv] and lse [slots, heads, rows], float32."""
+    """Partial results of splits: refs to out [slots, heads, rows, Dv], lse and stats [slots, heads, rows], float32."""
 
     out: A
     lse: A
+    stats: tuple[A, ...] = ()
+
+    @classmethod
+    def of(cls, arrays: Sequence[A]) -> Partials[A]:
+        """From out, lse and stats."""
+        out, lse, *stats = arrays
+        return cls(out, lse, tuple(stats))
 
 
 PARTIALS_PER_WARP = 16  # read at once: 64 registers of a thread at 128 columns
@@ -39,8 +48,10 @@ def partials_at_once(max_splits: int, rows: int) -> tuple[int, int]:
 
 def merge_row(
     spec: AttentionSpec, partials: Partials[Ref], run: int, slot: Index, count: Index, at: tuple[Index, Index]
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Output [Dv], in chunks of columns, and lse of one row. Without a softmax, outputs add up, and the lse is 0.
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Output [Dv], in chunks of columns, and lse and ``spec.stats`` of one row.
+
+    Without a softmax, outputs add up, and the lse is 0.
 
     Args:
       spec: The spec.
@@ -52,38 +63,76 @@ def merge_row(
     """
     size = partials.out.shape[-1]
     zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
-    start = (jnp.full((), -jnp.inf, jnp.float32), jnp.zeros((), jnp.float32), zeros)
+    scalar = lambda x: jnp.full((), x, jnp.float32)
+    stats = tuple(scalar(_START[name]) for name in spec.stats)
+    start = _Row(scalar(-jnp.inf), jnp.zeros((), jnp.float32), zeros, stats)
     runs = lax.div(count + (run - 1), run)
-    row_max, row_sum, sums = lax.fori_loop(
-        0, runs, functools.partial(_accumulate, partials, run, (slot, count), at), start
-    )
+    row = lax.fori_loop(0, runs, functools.partial(_accumulate, spec, partials, run, (slot, count), at), start)
     if spec.normalize == "none":  # each lse is 0, so each weight 1; or NaN, which marks the row
-        return sums, jnp.where(row_max == -jnp.inf, 0.0, row_max)
-    empty = row_sum == 0.0
-    safe = jnp.where(empty, 1.0, row_sum)
-    return tuple(x / safe for x in sums), jnp.where(empty, -jnp.inf, row_max + jnp.log(safe))
+        return row.sums, (jnp.where(row.max == -jnp.inf, 0.0, row.max),)
+    empty = row.sum == 0.0
+    safe = jnp.where(empty, 1.0, row.sum)
+    columns = tuple(x / safe for x in row.sums)
+    lse = jnp.where(empty, -jnp.inf, row.max + jnp.log(safe))
+    final = {"max": lambda x: x, "entropy": lambda x: x / safe + jnp.log(safe)}
+    stats = (final[name](x) for name, x in zip(spec.stats, row.stats, strict=True))
+    return columns, (lse, *stats)
+
+
+class _Row(NamedTuple):
+    """The merge of some partial results.
+
+    Attributes:
+      max: The largest lse.
+      sum: Sum of the weights ``exp(lse - max)``.
+      sums: Sums of the weights times the outputs, in chunks of columns.
+      stats: For each of ``spec.stats``: the largest score; the sum of the weights times the entropy of each minus the
+        logarithm of its weight, of terms that are not negative.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    sums: tuple[jax.Array, ...]
+    stats: tuple[jax.Array, ...]
+
+
+_START = {"max": -jnp.inf, "entropy": 0.0}  # of the row, and of what does not exist
 
 
 def _accumulate(
+    spec: AttentionSpec,
     partials: Partials[Ref],
     run: int,
     slots: tuple[Index, Index],
     at: tuple[Index, Index],
     n: Index,
-    state: tuple[jax.Array, jax.Array, tuple[jax.Array, ...]],
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    row: _Row,
+) -> _Row:
     """Rescales the weighted sums of a row, and adds a run of partial results."""
-    (row_max, row_sum, sums), (first_slot, count), size = state, slots, partials.out.shape[-1]
+    (first_slot, count), size = slots, partials.out.shape[-1]
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
     lse = plgpu.load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
-    new_max = jnp.maximum(row_max, jnp.max(lse))
+    new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-    weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row_max - safe_max)
+    weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
     added = []
-    for (first, width), x in zip(chunks(size), sums, strict=True):
+    for (first, width), x in zip(chunks(size), row.sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
         slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
         values = plgpu.load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
         added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
-    return new_max, row_sum * alpha + jnp.sum(weight), tuple(added)
+    row_sum, stats = row.sum * alpha + jnp.sum(weight), []
+    for name, ref, x in zip(spec.stats, partials.stats, row.stats, strict=True):
+        values = plgpu.load(ref.at[(slot, *at)], mask=exists, other=_START[name])
+        if name == "max":
+            stats.append(jnp.maximum(x, jnp.max(values)))
+        else:
+            rescaled = (x - row.sum * _finite(row.max - safe_max)) * alpha
+            stats.append(rescaled + jnp.sum(weight * (values - _finite(lse - safe_max))))
+    return _Row(new_max, row_sum, tuple(added), tuple(stats))
+
+
+def _finite(log_of_weight: jax.Array) -> jax.Array:
+    """Logarithms of weights; of a weight of 0 a finite one, because 0 times -inf is NaN."""
+    return jnp.maximum(log_of_weight, LEAST_EXPONENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -47,11 +48,10 @@ class Triton(Backend):
         assert planned.forward is not None  # the call is dense
         tiles = planned.forward.tiles
         if planned.decodes:
-            saved = Saved(*decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths))
-            return fold_sinks(spec, saved, inputs.sinks)
+            saved = decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths)
+            return fold_sinks(spec, _saved(spec, saved), inputs.sinks)
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
-        out, lse, *stats = forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks))
-        return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
+        return _saved(spec, forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
     @isolated_trace
     def backward(
@@ -85,6 +85,12 @@ class Triton(Backend):
         """Nothing later in the order is faster."""
         del spec, requested
         return None
+
+
+def _saved(spec: AttentionSpec, results: Sequence[jax.Array]) -> Saved:
+    """From out, lse and ``spec.stats``, as the kernels return them."""
+    out, lse, *stats = results
+    return Saved(out, lse, **dict(zip(spec.stats, stats, strict=True)))
 
 
 def _entropy(saved: Saved, d_saved: SavedCotangents) -> Entropy | None:
@@ -155,9 +161,8 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    groups = inputs.score_operands, inputs.mask_operands, inputs.key_operands, inputs.value_operands
-    captured = (tuple(map(as_int8, group)) for group in groups)
-    return Saved(*paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
+    captured = (tuple(map(as_int8, group)) for group in inputs[7:])
+    return _saved(plan.spec, paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:

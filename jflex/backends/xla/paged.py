@@ -18,6 +18,7 @@ from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.xla import softmax
 from jflex.backends.xla.blockwise import over_block
 from jflex.backends.xla.containment import masked_product
+from jflex.backends.xla.dropout import dropped, scaled_up
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
 from pallas_kernels.spec import AttentionSpec, Mod
@@ -47,10 +48,12 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
     inputs = inputs._replace(key=_by_layer(p, inputs.key), value=_by_layer(p, inputs.value))
     out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
-    lse = jnp.full((p.T + spare, p.Hq), -jnp.inf, jnp.float32)
+    fill = lambda x: jnp.full((p.T + spare, p.Hq), x, jnp.float32)
+    stats = {name: fill(-jnp.inf if name == "max" else 0.0) for name in p.stats}
+    saved = Saved(out, fill(-jnp.inf), **stats)
     for work in works:
-        out, lse = _run(spec, inputs._replace(query=padded), work, out, lse)
-    return Saved(out[: p.T], lse[: p.T])
+        saved = _run(spec, inputs._replace(query=padded), work, saved)
+    return jax.tree.map(lambda x: x[: p.T], saved)
 
 
 def _by_layer(p: AttentionSpec, pages: jax.Array) -> jax.Array:
@@ -62,24 +65,22 @@ def _by_layer(p: AttentionSpec, pages: jax.Array) -> jax.Array:
     return pages if len(pages) == p.num_pages else pages.reshape(-1, p.num_pages, *pages.shape[1:])
 
 
-def _run(
-    spec: AttentionSpec, inputs: PagedInputs, work: _Work, out: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _run(spec: AttentionSpec, inputs: PagedInputs, work: _Work, saved: Saved) -> Saved:
     """Computes and writes the rows of the requests in `work`."""
     start, end = inputs.indptr[:-1], inputs.indptr[1:]
     counts = end - start
     tiles = jnp.where((counts >= work.least) & (counts <= work.most), -(-counts // work.queries), 0)
     ends = jnp.cumsum(tiles)
 
-    def tile(number: jax.Array, written: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def tile(number: jax.Array, written: Saved) -> Saved:
         request = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         nth = number - (ends[request] - tiles[request])
         first = start[request] + nth * work.queries
         found = _tile(spec, inputs, work.queries, request, first)
         exists = first + jnp.arange(work.queries, dtype=jnp.int32) < end[request]
-        return tuple(_write(x, first, new, exists) for x, new in zip(written, found, strict=True))  # pyright: ignore
+        return jax.tree.map(lambda x, new: _write(x, first, new, exists), written, found)
 
-    return lax.fori_loop(jnp.int32(0), ends[-1], tile, (out, lse))
+    return lax.fori_loop(jnp.int32(0), ends[-1], tile, saved)
 
 
 def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -> jax.Array:
@@ -89,10 +90,8 @@ def _write(x: jax.Array, first: jax.Array, rows: jax.Array, exists: jax.Array) -
     return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, rows.astype(x.dtype), before), first, axis=0)
 
 
-def _tile(
-    p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of some queries of a request, [count, Hq, Dv] and [count, Hq]."""
+def _tile(p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array, first: jax.Array) -> Saved:
+    """Output and row statistics of some queries of a request, [count, Hq, Dv] and [count, Hq]."""
     exact, last = jnp.dtype(p.exact), inputs.indptr[request + 1] - 1
     n = jnp.minimum(first + jnp.arange(count, dtype=jnp.int32), last)
     h = jnp.arange(p.Hq, dtype=jnp.int32)
@@ -114,15 +113,18 @@ def _tile(
         visible = exists[None, None, None]  # [Hkv, group, count, KEYS]
         if p.mask_mod is not None:
             visible = visible & over_block(functools.partial(p.mask_mod, inputs.mask_operands), (), at, _AXES)
-        return _accumulate(state, s, v, visible, p)
+        kept = None
+        if p.dropout is not None:
+            kept = over_block(functools.partial(p.dropout.mod, inputs.dropout_operands), (), at, _AXES)
+        return _accumulate(state, s, v, visible, kept, p)
 
     begin, end = walk_of(p, inputs, request, n, h, length, KEYS)
     state = lax.fori_loop(begin, end, step, softmax.start(p, (p.Hkv, p.group, count), exact))
+    state = state._replace(out=scaled_up(state.out, p))
     by_row = lambda x: x.transpose(2, 0, 1, *range(3, x.ndim)).reshape(count, p.Hq, *x.shape[3:])
     if p.normalize == "none":
-        return by_row(state.out), jnp.zeros((count, p.Hq), exact)
-    saved = softmax.finish(p, state)
-    return by_row(saved.out), by_row(saved.lse)
+        return Saved(by_row(state.out), jnp.zeros((count, p.Hq), exact))
+    return jax.tree.map(by_row, softmax.finish(p, state))
 
 
 def _rows(
@@ -153,12 +155,17 @@ def _rows(
 
 
 def _accumulate(
-    state: softmax.SoftmaxState, s: jax.Array, v: jax.Array, visible: jax.Array, p: AttentionSpec
+    state: softmax.SoftmaxState,
+    s: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    kept: jax.Array | None,
+    p: AttentionSpec,
 ) -> softmax.SoftmaxState:
     """One step of the online softmax; without one, scores are the weights."""
     gemm = lambda a, b: jnp.einsum("kgqs,skd->kgqd", a, b, precision=p.precision, preferred_element_type=v.dtype)
     seen = visible if p.mask_mod is not None else None
-    pv_dot = lambda weights: masked_product(gemm, weights.astype(p.dtype).astype(v.dtype), v, seen)
+    pv_dot = lambda weights: masked_product(gemm, dropped(weights, kept).astype(p.dtype).astype(v.dtype), v, seen)
     if p.normalize == "none":
         return state._replace(out=state.out + pv_dot(jnp.where(visible, s, 0)))
     return softmax.update(state, jnp.where(visible, s, -jnp.inf), pv_dot)

@@ -37,8 +37,8 @@ from pallas_kernels.types import Index, Ref, S
 
 def decode(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Computes out, in the layout and dtype of the query, and lse, float32 [B, Hq, T].
+) -> merge.Results:
+    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and ``spec.stats``, like the lse.
 
     Args:
       spec: Its programs are traced with heads in rows.
@@ -60,80 +60,72 @@ def _repair(
     tiles: Tiles,
     arrays: Operands[jax.Array],
     lengths: jax.Array | None,
-    result: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+    result: merge.Results,
+) -> merge.Results:
     """Recomputes the key heads that have an lse of NaN, without splits; see `containment`."""
     count = len(jax.tree.leaves((arrays, lengths)))
-    out, lse = launch(
+    return launch(
         functools.partial(_repair_kernel, spec, tiles),
-        (arrays, lengths, result),
+        (arrays, lengths, tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
         interpret=spec.config.interpret,
-        aliases={count: 0, count + 1: 1},
+        aliases={count + n: n for n in range(len(result))},
     )
-    return out, lse
 
 
-def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
     splits = row_splits(spec, tiles)
     if splits == 1:
         return _decode_whole(spec, tiles, arrays)
     shape = (spec.B * splits, spec.Hkv, tiles.block_q)
-    out, lse = launch(
+    vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
+    partials = launch(
         functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
-        [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        [jax.ShapeDtypeStruct((*shape, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    return merge.merge_uniform(spec, splits, (out, lse), arrays.query.dtype)
+    return merge.merge_uniform(spec, splits, partials, arrays.query.dtype)
 
 
-def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
     """One split for each row: there is nothing to merge."""
-    out, lse = launch(
+    return launch(
         functools.partial(_uniform_kernel, spec, tiles, 1),
         (arrays,),
-        [
-            jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
-            jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
-        ],
+        merge.result_shapes(spec, arrays.query.dtype),
         name="jflex_decode",
         grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    return out, lse
 
 
 def _decode_ragged(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+) -> merge.Results:
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
     plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
     slots = (plan.slots, plan.heads, tiles.block_q)
-    out, lse, *splits = launch(
+    result = merge.result_shapes(spec, arrays.query.dtype)
+    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * (1 + len(spec.stats))
+    found = launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
-        [
-            jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
-            jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32),
-            jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32),
-            jax.ShapeDtypeStruct(slots, jnp.float32),
-        ],
+        [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
         grid=(plan.heads, plan.num_items),
         tiles=tiles,
         interpret=spec.config.interpret,
     )
-    if plan.max_splits == 1:
-        return out, lse
-    return merge.merge_ragged(plan, extents, (splits[0], splits[1]), (out, lse))
+    whole, splits = found[: len(result)], found[len(result) :]
+    return whole if plan.max_splits == 1 else merge.merge_ragged(plan, extents, splits, whole)
 
 
 def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
@@ -147,20 +139,20 @@ def _uniform_kernel(
     tiles: Tiles,
     splits: int,
     arrays: Operands[Ref],
-    out: Ref,  # [B * splits, Hkv, block_q, Dv]; that of the call with one split
-    lse: Ref,  # [B * splits, Hkv, block_q]; [B, Hq, T] with one split
+    *result: Ref,  # out [B * splits, Hkv, block_q, Dv], lse and stats [B * splits, Hkv, block_q]; whole with one split
 ) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), block_walk.Split(split, splits))
-    rows, row_lse = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
+    rows, vectors = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
     if splits == 1:
-        row = ragged.unsplit_item(b, kv_h)
-        return ragged.store_unsplit(spec, row, rows, row_lse, out, lse)
+        return ragged.store_unsplit(spec, ragged.unsplit_item(b, kv_h), rows, vectors, result)
+    out, *of_vectors = result
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
         plgpu.store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
-    plgpu.store(lse.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], row_lse)
+    for ref, x in zip(of_vectors, vectors, strict=True):
+        plgpu.store(ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
 
 
 def _ragged_kernel(
@@ -169,17 +161,16 @@ def _ragged_kernel(
     plan: SplitPlan,
     arrays: Operands[Ref],
     lengths: Ref | None,  # [B], or None
-    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
-    lse: Ref,  # [B, Hq, T]
-    *splits: Ref,  # partial results: out [slots, heads, block_q, Dv], lse [slots, heads, block_q]
+    *refs: Ref,  # out, lse and stats [B, Hq, T]; partial results, [slots, heads, block_q] in place of [B, Hq, T]
 ) -> None:
     head, item = pl.program_id(0), pl.program_id(1)
     extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
     row = plan.item_at(extents, item, head)
     walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-    rows, row_lse = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
-    ragged.store_partial(row, head, rows, row_lse, (splits[0], splits[1]))
-    ragged.store_unsplit(spec, row, rows, row_lse, out, lse)
+    rows, vectors = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
+    count = 2 + len(spec.stats)
+    ragged.store_partial(row, head, rows, vectors, refs[count:])
+    ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
 
 
 def _repair_kernel(
@@ -187,9 +178,8 @@ def _repair_kernel(
     tiles: Tiles,
     arrays: Operands[Ref],
     lengths: Ref | None,  # [B], or None
-    before: tuple[Ref, Ref],  # out and lse, as the kernel left them
-    out: Ref,  # [B, T, Hq, Dv] or [B, Hq, T, Dv]
-    lse: Ref,  # [B, Hq, T]
+    before: tuple[Ref, ...],  # out, lse and stats, as the kernel left them
+    *result: Ref,  # the same memory: out, and lse and stats [B, Hq, T]
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
     row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b))
@@ -199,8 +189,8 @@ def _repair_kernel(
             walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), row.split)
         else:
             walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-        rows, row_lse, attended = _attention(spec, tiles, arrays, (b, kv_h), row.end, walk).repair()
-        ragged.store_unsplit(spec, row, rows, row_lse, out, lse, keeps=attended.bad > 0.0)
+        rows, vectors, attended = _attention(spec, tiles, arrays, (b, kv_h), row.end, walk).repair()
+        ragged.store_unsplit(spec, row, rows, vectors, result, keeps=attended.bad > 0.0)
 
     pl.when(any_nan(ragged.load_lse(spec, row, tiles.block_q, before[1])))(fix)
 

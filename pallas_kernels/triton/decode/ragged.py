@@ -10,7 +10,7 @@ Programs are started longest split first, all key heads of a split side by side:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
+from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.types import A, Index, Ref, S
 
@@ -195,13 +196,14 @@ def _slots_before(splits: jax.Array, row: Index) -> jax.Array:
     return jnp.sum(jnp.where(earlier & (splits > 1), splits, 0))
 
 
-def store_partial(row: WorkItem, head: Index, rows: Columns, lse: jax.Array, splits: tuple[Ref, Ref]) -> None:
-    """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse [block_q]."""
-    partial_out, partial_lse = splits
-    kept, block_q = row.exists & ~row.unsplit, lse.shape[0]
-    slot = jnp.minimum(row.slot, partial_lse.shape[0] - 1)
+def store_partial(row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]) -> None:
+    """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse and stats [block_q]."""
+    partial_out, *of_vectors = splits
+    kept, block_q = row.exists & ~row.unsplit, vectors[0].shape[0]
+    slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
-    plgpu.store(partial_lse.at[(slot, head, line)], lse, mask=jnp.broadcast_to(kept, (block_q,)))
+    for ref, x in zip(of_vectors, vectors, strict=True):
+        plgpu.store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
     for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
@@ -218,13 +220,12 @@ def store_unsplit(
     spec: AttentionSpec,
     row: WorkItem,
     rows: Columns,
-    row_lse: jax.Array,
-    out: Ref,
-    lse: Ref,
+    vectors: RowVectors,
+    result: Sequence[Ref],
     keeps: jax.Array | None = None,
 ) -> None:
-    """Stores the output and lse of an unsplit row; outputs where `keeps` is true stay as they are."""
-    is_here, block_q = row.exists & row.unsplit, row_lse.shape[0]
+    """Stores the output, lse and stats of an unsplit row; outputs where `keeps` is true stay as they are."""
+    (out, *of_vectors), is_here, block_q = result, row.exists & row.unsplit, vectors[0].shape[0]
 
     def batch_and_head(line: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Lines past the last name rows of other heads, or none; as repeated ones they would undo, in the interpreter,
@@ -233,7 +234,8 @@ def store_unsplit(
         return row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T), exists
 
     h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
-    plgpu.store(lse.at[(row.b, h, t)], row_lse, mask=exists)
+    for ref, x in zip(of_vectors, vectors, strict=True):
+        plgpu.store(ref.at[(row.b, h, t)], x, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))

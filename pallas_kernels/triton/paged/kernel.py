@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import scores, split_kv, vectors
-from pallas_kernels.triton.attention import Attention, Tile
+from pallas_kernels.triton.attention import Attention, RowVectors, Tile
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks
 from pallas_kernels.triton.launch import launch
@@ -36,10 +36,8 @@ from pallas_kernels.types import Index, Ref, S
 MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
 
 
-def paged(
-    spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq].
+def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
+    """Computes out [N, Hq, Dv], lse, float32 [N, Hq], and ``spec.stats``, like the lse.
 
     Args:
       spec: Its programs are traced with heads in rows.
@@ -48,25 +46,24 @@ def paged(
     """
     result: list[jax.Array] = []
     for work in works:
-        out, lse, *splits = _attend(spec, work, arrays, result)
-        result = merge_splits(spec, work, arrays, (out, lse), splits) if splits else [out, lse]
+        found, count = _attend(spec, work, arrays, result), 2 + len(spec.stats)
+        result, splits = found[:count], found[count:]
+        if splits:
+            result = merge_splits(spec, work, arrays, result, splits)
     for work in works if spec.needs_marks else ():
         result = _repair(spec, work, arrays, result)
-    out, lse = result
-    return out, lse
+    return result
 
 
 def _attend(
     spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], before: list[jax.Array]
 ) -> list[jax.Array]:
     a, rows = spec, work.tiles.block_q
-    outputs = [
-        jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype),
-        jax.ShapeDtypeStruct((a.T, a.Hq), jnp.float32),
-    ]
+    of_rows = lambda *shape: [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
+    outputs = [jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype), *of_rows(a.T, a.Hq)]
     if work.max_splits(spec) > 1:
         slots = (work.slots(spec), a.Hkv, rows)
-        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
+        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *of_rows(*slots)]
     return _launch(_kernel, spec, work, arrays, before, outputs, "jflex_paged")
 
 
@@ -119,7 +116,7 @@ class _Program(NamedTuple):
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
         q = _load_queries(spec, arrays.query, row.n, row.h)
-        captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands)
+        captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
         )
@@ -144,21 +141,22 @@ class _Program(NamedTuple):
 
     def store(
         self,
-        out: Ref,
-        lse: Ref,
+        refs: Sequence[Ref],
         columns: Columns,
-        row_lse: jax.Array,
+        row_vectors: RowVectors,
         *,
         whole: jax.Array,
         keeps: jax.Array | None = None,
     ) -> None:
-        """Stores the rows; outputs where `keeps` is true stay as they are.
+        """Stores the rows to the refs of out, lse and stats; outputs where `keeps` is true stay as they are.
 
         Padding rows repeat others, and are stored like them: masked stores must not alias them, for Pallas' interpreter
         writes the old values there.
         """
-        row, whole, spec = self.row, jnp.broadcast_to(whole, row_lse.shape), self.attention.prepared.spec
-        plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
+        row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
+        out, *of_rows = refs
+        for ref, x in zip(of_rows, row_vectors, strict=True):
+            plgpu.store(ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
@@ -168,32 +166,29 @@ def _kernel(
     work: Work,
     arrays: PagedOperands[Ref],
     before: list[Ref],
-    out: Ref,  # [N, Hq, Dv]
-    lse: Ref,  # [N, Hq]
-    *splits: Ref,  # partial results: out [slots, Hkv, block_q, Dv], lse [slots, Hkv, block_q]
+    *refs: Ref,  # out [N, Hq, Dv], lse and stats [N, Hq]; partial results, [slots, Hkv, block_q] in place of [N, Hq]
 ) -> None:
-    del before  # the memory of `out` and `lse`
-    program = _Program.of(spec, work, arrays)
-    item, (columns, row_lse) = program.item, program.attention.attend()
-    program.store(out, lse, columns, row_lse, whole=(item.queries > 0) & (item.splits == 1))
-    if not splits:
+    del before  # the memory of the outputs but partial results
+    program, count = _Program.of(spec, work, arrays), 2 + len(spec.stats)
+    item, (columns, row_vectors) = program.item, program.attention.attend()
+    program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
+    if len(refs) == count:
         return
-    partial_out, partial_lse = splits
+    partial_out, *of_rows = refs[count:]
     kv_h = lax.rem(pl.program_id(0), spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
     is_split = program.row.exists & (item.splits > 1)
-    plgpu.store(partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
+    for ref, x in zip(of_rows, row_vectors, strict=True):
+        plgpu.store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
-def _repair_kernel(
-    spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], out: Ref, lse: Ref
-) -> None:
+def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
     program = _Program.of(spec, work, arrays)
 
     def fix() -> None:
-        columns, row_lse, attended = program.attention.repair()
-        program.store(out, lse, columns, row_lse, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
+        columns, row_vectors, attended = program.attention.repair()
+        program.store(refs, columns, row_vectors, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
 
     marked = any_nan(plgpu.load(before[1].at[(program.row.n, program.row.h)]))
     pl.when(marked & (program.item.queries > 0))(fix)

@@ -38,19 +38,19 @@ def merge_splits(
     result: Sequence[jax.Array],
     splits: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Writes the rows that have several splits into out [N, Hq, Dv] and lse [N, Hq], and returns these."""
+    """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
     a = spec
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
     run, warps = partials_at_once(work.max_splits(spec), rows)
     return launch(
         functools.partial(_kernel, spec, work, run),
-        (extents, Partials(*splits), tuple(result)),
+        (extents, Partials.of(splits), tuple(result)),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in result],
         name="jflex_paged_merge",
         grid=(min(rows, split_kv.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
         interpret=a.config.interpret,
-        aliases={4: 0, 5: 1},
+        aliases={2 + len(splits) + n: n for n in range(len(result))},
     )
 
 
@@ -62,9 +62,9 @@ def _kernel(
     splits: Partials[Ref],
     before: tuple[Ref, ...],
     out: Ref,
-    lse: Ref,
+    *of_vectors: Ref,
 ) -> None:
-    del before  # the memory of `out` and `lse`
+    del before  # the memory of the outputs
     a = spec
     of = requests(spec, work, extents)
     rows = jnp.sum(queries_to_merge(of)) * a.Hq
@@ -73,9 +73,10 @@ def _kernel(
         h = lax.rem(number, a.Hq)
         row = query_to_merge(spec, work, of, lax.div(number, a.Hq))
         line = row.t * a.group + lax.rem(h, a.group)
-        columns, row_lse = merge_row(spec, splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
+        columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
         n = jnp.minimum(row.n, a.T - 1)
-        lse[n, h] = row_lse
+        for ref, x in zip(of_vectors, vectors, strict=True):
+            ref[n, h] = x
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
             plgpu.store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)

@@ -42,6 +42,7 @@ class PagedOperands(NamedTuple, Generic[A]):
       mask_operands: Captured arrays of the mask mod; booleans as int8.
       key_operands: Captured arrays of the key mod; booleans as int8.
       value_operands: Captured arrays of the value mod; booleans as int8.
+      dropout_operands: Captured arrays of the mod of dropout.
     """
 
     query: A
@@ -55,6 +56,7 @@ class PagedOperands(NamedTuple, Generic[A]):
     mask_operands: tuple[A, ...]
     key_operands: tuple[A, ...] = ()
     value_operands: tuple[A, ...] = ()
+    dropout_operands: tuple[A, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

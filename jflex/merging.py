@@ -1,0 +1,219 @@
+"""Merging attention states: `merge`, `merge_all` and `with_sinks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from jflex._call.checks import check_normalize, checked_sinks, describe_array
+from jflex.lse import log_weight
+from jflex.state import AttentionState, check_alike, checked_state
+from jflex.types import AnyArray
+
+_FEW = 8  # up to so many states are merged elementwise, on a GPU in one kernel; stacking them would be another
+
+
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    """Attention over the keys of both states, which must have no key in common.
+
+    Exact, and up to rounding associative and commutative. `AttentionState.empty` is neutral, and so is every row whose
+    lse is ``-inf``, whatever its `out` holds, NaN too; where both are empty, so is the result. Sums are formed in
+    float32 (float64 if a field is), and `out` is rounded to its dtype once: to merge many states of a 16-bit dtype use
+    `merge_all`, which rounds once in all. Differentiable, to any order: what is empty gets zero gradients, never NaN.
+
+    Without a softmax, outputs are added. The `max` of both is the larger one, without a gradient. The `entropy` is the
+    mean of both by the weights of the states, plus the entropy of these weights: all its terms are at least 0.
+
+    An lse of ``+inf`` means an infinite score, over which attention is not defined: out and lse become NaN. Some
+    libraries mark empty rows by it; see `lse_from_flash`.
+
+    Args:
+      a: A state.
+      b: A state of the same shapes and dtypes.
+
+    Returns:
+      A state of these shapes and dtypes.
+
+    Raises:
+      TypeError: An argument is no state, its fields are no arrays of floating point, or the dtypes differ.
+      ValueError: The shapes or the statistics that are held differ, the fields do not fit one another, or one state is
+        without a softmax.
+
+    References:
+      Ye et al. 2025, FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving,
+      arXiv:2501.01005, "Attention Composition".
+
+    >>> one, other = (AttentionState(jnp.full((1, 2), x), jnp.log(jnp.array([x]))) for x in (1.0, 3.0))
+    >>> merged = merge(one, other)  # the other keys weigh three times as much
+    >>> merged.out.round(4).tolist(), jnp.exp(merged.lse).round(4).tolist()
+    ([[2.5, 2.5]], [4.0])
+    >>> one_key = AttentionState(jnp.ones((1, 2)), jnp.zeros(1), entropy=jnp.zeros(1))
+    >>> jnp.exp(merge(one_key, one_key).entropy).round(4).tolist()  # two keys of equal weights
+    [2.0]
+    """
+    a, b = checked_state("a", a), checked_state("b", b)
+    check_alike("b", b, "a", a)
+    return _merge_few((a, b))
+
+
+def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionState:
+    """Attention over the keys of all states, no two of which may have a key in common; see `merge`.
+
+    Args:
+      states: A sequence of states of the same shapes and dtypes; or one state whose leading axis counts them, as
+        ``vmap`` and ``scan`` make it: `out` [N, ..., Hq, Dv], the others [N, ..., Hq]. With N = 0 the result is empty.
+
+    Returns:
+      A state of the shapes of one of them.
+
+    Raises:
+      TypeError: `states` holds something else than states, their fields are no arrays of floating point, or the
+        dtypes differ.
+      ValueError: The sequence is empty, the shapes or the statistics that are held differ, the fields do not fit one
+        another, or some states are without a softmax and others with one.
+
+    >>> splits = AttentionState(jnp.ones((8, 4, 2, 16)), jnp.zeros((8, 4, 2)))  # eight splits of the keys
+    >>> merge_all(splits).out.shape, jnp.exp(merge_all(splits).lse[0]).round(4).tolist()
+    ((4, 2, 16), [8.0, 8.0])
+    """
+    if isinstance(states, AttentionState):
+        stacked = checked_state("states", states)
+        if stacked.lse.ndim < 2:
+            raise ValueError(
+                "`states`, if a single state, must have a leading axis that counts the states: `out` [N, ..., Hq, "
+                f"Dv]. Got out: {describe_array(stacked.out)}. Add it with `x[None]`, or pass a sequence of states."
+            )
+        return _merge_stacked(stacked)
+    if not isinstance(states, Sequence):
+        raise TypeError(
+            f"`states` must be a sequence of `AttentionState`, or one with a leading axis. Got {type(states).__name__}."
+        )
+    if not states:
+        raise ValueError(
+            "`states` must hold at least one state, which tells the shapes; the sequence is empty. Begin it with "
+            "`AttentionState.empty(shape, dtype)`."
+        )
+    checked = [checked_state(f"states[{position}]", state) for position, state in enumerate(states)]
+    for position, state in enumerate(checked):
+        check_alike(f"states[{position}]", state, "states[0]", checked[0])
+    return _merge_few(checked) if len(checked) <= _FEW else _merge_stacked(_stack(checked))
+
+
+def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> AttentionState:
+    """A state with attention sinks: one more logit in the denominator of each query head, without a value.
+
+    That is `merge` with one key whose score is the sink and whose value is zero. So it belongs to the end, once: where
+    states are merged, merge them first. A row that attends to no key stays zero, and its lse becomes the sink. The
+    weight of the sink enters an `entropy`, but the sink is no `max`.
+
+    Args:
+      state: The state over all keys.
+      sinks: Natural logits, one for each query head; cast to the dtype of the lse. ``-inf`` changes nothing.
+
+    Returns:
+      A state of the same shapes and dtypes. Gradients flow into the sinks.
+
+    Raises:
+      TypeError: `state` is no state, or `sinks` is no array of floating point.
+      ValueError: `sinks` does not have one logit for each query head, or the state is one without a softmax.
+
+    References:
+      OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925 (a learned sink for each head); Xiao et al.
+      2023, StreamingLLM, arXiv:2309.17453, section 3.3 (a sink of 0).
+
+    >>> one_key = AttentionState(jnp.full((1, 2), 4.0), jnp.zeros(1))
+    >>> with_sinks(one_key, jnp.zeros(1)).out.tolist()  # the sink takes half of the weight
+    [[2.0, 2.0]]
+    """
+    state, sinks = checked_state("state", state), checked_sinks(sinks, state.lse.shape[-1])
+    check_normalize(state.normalize, sinks)
+    lse = jnp.broadcast_to(sinks.astype(state.lse.dtype), state.lse.shape)
+    row_max = None if state.max is None else jnp.full_like(state.max, -jnp.inf)
+    entropy = None if state.entropy is None else jnp.zeros_like(state.entropy)
+    return _merge_few((state, AttentionState(jnp.zeros_like(state.out), lse, max=row_max, entropy=entropy)))
+
+
+def _stack(states: Sequence[AttentionState]) -> AttentionState:
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
+
+
+def _merge_few(states: Sequence[AttentionState]) -> AttentionState:
+    """As `_merge_stacked`, without copying the states."""
+    first = states[0]
+    exact = jnp.float64 if jnp.float64 in (first.out.dtype, first.lse.dtype) else jnp.float32
+    if first.normalize == "none":
+        out = functools.reduce(jnp.add, (state.out.astype(exact) for state in states))
+        return dataclasses.replace(first, out=out.astype(first.out.dtype))
+    lses = [state.lse.astype(exact) for state in states]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(lse - top) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    sees_nothing = total == 0
+    safe_total = jnp.where(sees_nothing, 1, total)
+    terms = [
+        weight[..., None] * jnp.where((state.lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
+        for weight, state in zip(weights, states, strict=True)
+    ]
+    out = functools.reduce(jnp.add, terms) / safe_total[..., None]
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe_total))
+    merged = AttentionState(out.astype(first.out.dtype), merged_lse.astype(first.lse.dtype))
+    if first.max is not None:
+        row_max = functools.reduce(jnp.maximum, map(_row_max, states))
+        merged = dataclasses.replace(merged, max=row_max)
+    if first.entropy is not None:
+        entropy = functools.reduce(jnp.add, (_share_of_entropy(state, merged_lse) for state in states))
+        merged = dataclasses.replace(merged, entropy=entropy.astype(first.lse.dtype))
+    return merged
+
+
+def _merge_stacked(states: AttentionState) -> AttentionState:
+    """Merges over the leading axis.
+
+    Nothing here divides by 0 or subtracts infinities, even in a branch that `where` discards: there the value would be
+    right, but its gradient NaN.
+    """
+    exact = jnp.float64 if jnp.float64 in (states.out.dtype, states.lse.dtype) else jnp.float32
+    if states.normalize == "none":
+        out = states.out.astype(exact).sum(axis=0).astype(states.out.dtype)
+        return AttentionState(out, jnp.zeros(states.lse.shape[1:], states.lse.dtype), "none")
+    lse, empty = states.lse.astype(exact), states.lse == -jnp.inf
+    # The result does not depend on `top`, so no gradient passes through it.
+    top = jax.lax.stop_gradient(jnp.max(lse, axis=0, initial=-jnp.inf))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(lse - top[None])
+    total = weights.sum(axis=0)
+    sees_nothing = total == 0  # and not `~(total > 0)`, which would turn a NaN into an empty row
+    safe_total = jnp.where(sees_nothing, 1, total)
+    values = jnp.where(empty[..., None], 0, states.out.astype(exact))
+    out = (weights[..., None] * values).sum(axis=0) / safe_total[..., None]
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe_total))
+    merged = AttentionState(out.astype(states.out.dtype), merged_lse.astype(states.lse.dtype))
+    if states.max is not None:
+        merged = dataclasses.replace(merged, max=jnp.max(_row_max(states), axis=0, initial=-jnp.inf))
+    if states.entropy is not None:
+        entropy = _share_of_entropy(states, merged_lse[None]).sum(axis=0)
+        merged = dataclasses.replace(merged, entropy=entropy.astype(states.lse.dtype))
+    return merged
+
+
+def _row_max(state: AttentionState) -> jax.Array:
+    """The largest score; ``-inf`` for an empty row, whatever the field holds."""
+    assert state.max is not None  # the states hold it
+    return jax.lax.stop_gradient(jnp.where(state.lse == -jnp.inf, -jnp.inf, state.max))
+
+
+def _share_of_entropy(state: AttentionState, merged_lse: jax.Array) -> jax.Array:
+    """What a state adds to the merged entropy, by the chain rule: ``w * (entropy - log w)`` for its weight w.
+
+    Not ``merged lse - sum p * score``, a difference of numbers as large as the scores.
+    """
+    assert state.entropy is not None  # the states hold it
+    log_w = log_weight(state.lse.astype(merged_lse.dtype), merged_lse)
+    own = jnp.where(state.lse == -jnp.inf, 0, state.entropy.astype(merged_lse.dtype))
+    return jnp.exp(log_w) * (own - log_w)
