@@ -26,6 +26,9 @@ from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.errors import UnsupportedError as UnsupportedError
 from jflex.explain import explain as explain
+from jflex.indexer import indexer_loss as indexer_loss
+from jflex.indexer import indexer_scores as indexer_scores
+from jflex.indexer import select_keys as select_keys
 from jflex.jax_nn import dot_product_attention as dot_product_attention
 from jflex.lse import lse_from_base2 as lse_from_base2
 from jflex.lse import lse_from_flash as lse_from_flash
@@ -47,6 +50,7 @@ from jflex.mods.types import VectorMod as VectorMod
 from jflex.paged.attention import paged_attention as paged_attention
 from jflex.rotary.rope import rope as rope
 from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
+from jflex.sparse_mla import sparse_mla_attention as sparse_mla_attention
 from jflex.state import AttentionState as AttentionState
 from jflex.stats import AttentionStats as AttentionStats
 from jflex.stats import Stat as Stat

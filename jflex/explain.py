@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jflex import attention, cascade, mla, varlen
+from jflex import attention, cascade, mla, sparse_mla, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
@@ -57,7 +57,7 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
 
     ``explain(query, key, value, ...)`` takes the arguments of `flex_attention`. For the other calls, the function comes
     first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `mla_attention`,
-    `cascade_attention` and `flex_attention` itself.
+    `sparse_mla_attention`, `cascade_attention` and `flex_attention` itself.
 
     Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
     `CascadeLevel` (``jax.eval_shape`` makes them). Fields that follow from unknown values are None. For
@@ -138,6 +138,7 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
     mla.mla_attention: _Explained(mla.prepare, PagedAccount.of),
+    sparse_mla.sparse_mla_attention: _Explained(sparse_mla.prepare, PagedAccount.of),
     cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
 }
 

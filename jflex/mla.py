@@ -133,8 +133,8 @@ def prepare(
     """Checks every argument of `mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
     check_latent_cache(cache)
-    _check_queries(q, cache)
-    scale = _scale_of(qk_head_dim, scale)
+    check_absorbed(q, cache)
+    scale = scale_of("mla_attention", qk_head_dim, scale)
     check_batch(batch, cache, q.shape[0])
     longest = longest_request(batch)
     for mod in (score_mod, mask_mod):
@@ -146,10 +146,19 @@ def prepare(
     return prepare_pages("mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
 
 
-def _scale_of(qk_head_dim: Any, scale: float | None) -> float:
+def scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:
+    """The factor of the scores.
+
+    Raises:
+      TypeError: `qk_head_dim` is not an integer, or `scale` not a Python number.
+      ValueError: Neither or both are given, or one is out of range.
+
+    >>> scale_of("mla_attention", 64, None)
+    0.125
+    """
     if (qk_head_dim is None) == (scale is None):
         raise ValueError(
-            "`mla_attention` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
+            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
             f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
             "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
         )
@@ -158,8 +167,13 @@ def _scale_of(qk_head_dim: Any, scale: float | None) -> float:
     return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
 
 
-def _check_queries(q: AnyArray, cache: LatentCache) -> None:
-    """Raises unless absorbed queries fit a cache."""
+def check_absorbed(q: AnyArray, cache: LatentCache) -> None:
+    """Raises unless absorbed queries fit a cache.
+
+    Raises:
+      TypeError: `q` is not an array, or has another dtype.
+      ValueError: Its axes do not match.
+    """
     if not (hasattr(q, "shape") and hasattr(q, "dtype")):
         raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
     got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."

@@ -149,6 +149,19 @@ def token_slots(batch: PagedBatch, num_tokens: int, page_size: int) -> Int32[Arr
     return _slots(jnp.asarray(batch.page_table), request, _token_rows(batch, request), checked_page_size(page_size))
 
 
+def slots_of_tokens(
+    batch: PagedBatch, request: Int32[Array, " N"], positions: Int32[Array, "N K"], page_size: int
+) -> Int32[Array, "N K"]:
+    """The slots of keys at some positions of the request of each packed query; -1 as in `slots_of`, and for padding.
+
+    >>> batch = PagedBatch(jnp.array([0, 1]), jnp.array([8]), jnp.array([[7, 2]]))
+    >>> slots_of_tokens(batch, token_requests(batch, 2), jnp.array([[0, 5, 9], [0, 5, 9]]), page_size=4).tolist()
+    [[28, 9, -1], [-1, -1, -1]]
+    """
+    owner = jnp.broadcast_to(request[:, None], positions.shape)
+    return _slots(jnp.asarray(batch.page_table), owner, positions, checked_page_size(page_size))
+
+
 def slots_of(
     page_table: Int32[AnyArray, "*R max_pages"], positions: Int32[AnyArray, "*R N"], page_size: int
 ) -> Int32[Array, "*R N"]:

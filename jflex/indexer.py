@@ -1,0 +1,110 @@
+"""The lightning indexer of DeepSeek-V3.2: which keys each query selects for `sparse_mla_attention`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jflex.types import AnyArray
+
+
+def indexer_scores(
+    query: Float[AnyArray, "N H D"], key: Float[AnyArray, "S D"], weights: Float[AnyArray, "N H"]
+) -> Float[Array, "N S"]:
+    """The lightning indexer of DeepSeek-V3.2: how much each query wants each key.
+
+    ``scores[n, s] = sum over h of weights[n, h] * relu(query[n, h] . key[s])``, in float32; head after head, so that
+    memory grows with N * S. It is plain JAX, and differentiable. Several sequences: `jax.vmap`.
+
+    Args:
+      query: Queries of the indexer, small and in low precision.
+      key: Its keys, one for each token.
+      weights: Of the heads, for each query.
+
+    Returns:
+      Scores, without a mask.
+
+    References:
+      DeepSeek-AI 2025, DeepSeek-V3.2-Exp, section 2.1.
+
+    >>> indexer_scores(jnp.array([[[1.0], [-2.0]]]), jnp.array([[3.0], [-1.0]]), jnp.array([[1.0, 0.5]])).tolist()
+    [[3.0, 1.0]]
+    """
+
+    def add(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
+        q, w = head
+        products = jnp.einsum("nd,sd->ns", q, key, preferred_element_type=jnp.float32)
+        return total + w.astype(jnp.float32)[:, None] * jax.nn.relu(products), None
+
+    heads = jnp.moveaxis(jnp.asarray(query), 1, 0), jnp.moveaxis(jnp.asarray(weights), 1, 0)
+    return jax.lax.scan(add, jnp.zeros((query.shape[0], key.shape[0]), jnp.float32), heads)[0]
+
+
+def select_keys(
+    scores: Float[AnyArray, "N S"], k: int, *, visible: Bool[AnyArray, "#N S"] | None = None
+) -> Int32[Array, "N k"]:
+    """The positions of the k largest scores of each row, for `sparse_mla_attention`.
+
+    Of equal scores the lower positions come first, so the selection is deterministic. It has no gradient.
+
+    Args:
+      scores: Such as those of `indexer_scores`.
+      k: How many.
+      visible: Which keys a query may select: ``positions[:, None] >= jnp.arange(S)`` for a causal selection. All for
+        None.
+
+    Returns:
+      Positions, the largest score first; -1 where fewer than k keys are visible.
+
+    Raises:
+      ValueError: `k` is negative.
+
+    >>> scores = jnp.array([[1.0, 3.0, 3.0, 2.0], [1.0, 3.0, 3.0, 2.0]])
+    >>> causal = jnp.array([[1], [3]]) >= jnp.arange(4)[None]
+    >>> select_keys(scores, 3, visible=causal).tolist()
+    [[1, 0, -1], [1, 2, 3]]
+    """
+    if k < 0:
+        raise ValueError(f"`k` must be 0 or more. Got {k}. Pass how many keys each query selects.")
+    scores = jax.lax.stop_gradient(jnp.asarray(scores))
+    if visible is not None:
+        scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
+    values, positions = jax.lax.top_k(scores, min(k, scores.shape[1]))
+    positions = jnp.where(values == -jnp.inf, -1, positions.astype(jnp.int32))
+    return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
+
+
+def indexer_loss(
+    scores: Float[AnyArray, "N S"], weights: Float[AnyArray, "N S"], *, visible: Bool[AnyArray, "#N S"] | None = None
+) -> Float[Array, ""]:
+    """How far the indexer is from the attention that it selects for: the mean over queries of a KL divergence.
+
+    ``sum over s of p[s] * (log p[s] - log softmax(scores)[s])``, where ``p`` are the attention weights of a query,
+    summed over heads and divided by their sum. Only `scores` get a gradient, as in DeepSeek-V3.2, whose indexer is
+    trained by this loss alone.
+
+    Args:
+      scores: Those of `indexer_scores`.
+      weights: Attention weights, summed over heads: such as of `jflex.attention_weights`.
+      visible: As in `select_keys`; a position that is not selected is not visible, once the indexer selects.
+
+    Returns:
+      The loss, in nats. A query without visible weights counts 0.
+
+    References:
+      DeepSeek-AI 2025, DeepSeek-V3.2-Exp, section 2.1.
+
+    >>> weights = jnp.array([[0.25, 0.75]])
+    >>> [round(float(indexer_loss(scores, weights)), 3) for scores in (jnp.log(weights), jnp.zeros((1, 2)))]
+    [0.0, 0.131]
+    """
+    scores = jnp.asarray(scores).astype(jnp.float32)
+    target = jax.lax.stop_gradient(jnp.asarray(weights).astype(jnp.float32))
+    shown = jnp.ones(scores.shape, bool) if visible is None else jnp.broadcast_to(visible, scores.shape)
+    target = jnp.where(shown, target, 0.0)
+    total = target.sum(axis=1, keepdims=True)
+    p = target / jnp.where(total == 0, 1.0, total)
+    log_q = jax.nn.log_softmax(jnp.where(shown, scores, -jnp.inf), axis=1)
+    terms = jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - jnp.where(shown, log_q, 0.0)), 0.0)
+    return terms.sum(axis=1).mean()

@@ -1,0 +1,200 @@
+"""`sparse_mla_attention`: latent attention over the keys that each query selects."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32
+
+from jflex._call.checks import check_lse, checked_sinks, describe_array
+from jflex._call.dispatch import Implementation
+from jflex.config import Config
+from jflex.merging import with_sinks
+from jflex.mla import check_absorbed, scale_of
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.mods.compose import noop_mask
+from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.types import MaskMod, ScoreMod
+from jflex.paged.attention import longest_request
+from jflex.paged.batch import PagedBatch, check_batch, slots_of_tokens, token_positions, token_requests
+from jflex.paged.cache import check_int32, checked_layer
+from jflex.paged.latent import LatentCache, check_latent_cache
+from jflex.paged.run import How, PagedCall, Pages, attend
+from jflex.paged.run import prepare as prepare_pages
+from jflex.types import AnyArray
+
+
+# Return types, by `return_lse`.
+# fmt: off
+@overload
+def sparse_mla_attention(
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[False] = False,
+    implementation: Implementation = None, config: Config | None = None,
+) -> Array: ...
+@overload
+def sparse_mla_attention(
+    q: AnyArray, cache: LatentCache, batch: PagedBatch, indices: AnyArray, *, qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None, sinks: AnyArray | None = None,
+    scale: float | None = None, layer: int | AnyArray | None = None, return_lse: Literal[True],
+    implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, Array]: ...
+# fmt: on
+def sparse_mla_attention(
+    q: Float[AnyArray, "N Hq W"],
+    cache: LatentCache,
+    batch: PagedBatch,
+    indices: Int32[AnyArray, "N K"],
+    *,
+    qk_head_dim: int | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    sinks: Float[AnyArray, " Hq"] | None = None,
+    scale: float | None = None,
+    layer: int | Int[AnyArray, ""] | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+    config: Config | None = None,
+) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
+    """Latent attention of each query over the keys that it selects, and no others (DeepSeek-V3.2).
+
+    It is `mla_attention`, but query ``n`` attends only to the keys at the positions ``indices[n]`` of its request, and
+    reads no others: to the kernel, each query is a request, and its keys lie on pages of one token. With all keys
+    selected, the result equals that of `mla_attention`.
+
+    A selected position counts as often as it is selected. One below 0, or at or beyond the keys of the request, is
+    dropped and never read. What is selected is data, and has no gradient. No mask is implied: select no keys after the
+    query, as `select_keys` does, or pass a causal mask, which sees absolute positions.
+
+    Args:
+      q: Absorbed, packed queries, as in `mla_attention`.
+      cache: The latent vectors.
+      batch: The queries and keys of each request.
+      indices: Positions of keys within the request of each query, in any order; -1 for none.
+      qk_head_dim: As in `mla_attention`.
+      score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, at the request and at absolute positions.
+      mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, likewise.
+      sinks: As in `flex_attention`.
+      scale: As in `mla_attention`.
+      layer: Which layer of a stacked cache, a Python int or traced.
+      return_lse: Also return the float32 logsumexp (natural log) of the scores over the selected, visible keys.
+      implementation: As in `flex_attention`.
+      config: As in `paged_attention`.
+
+    Returns:
+      The output in latent space, in the dtype of `q`, or a pair of it and the lse. A query that selects no key gives
+      zeros and an lse of ``-inf``.
+
+    Raises:
+      TypeError: As `mla_attention`; or `indices` are not int32.
+      ValueError: As `mla_attention`; or there is not one row of indices for each query, or the batch has trees.
+      UnsupportedError: No requested backend supports this call, or a derivative is requested.
+
+    References:
+      DeepSeek-AI 2025, DeepSeek-V3.2-Exp: Boosting Long-Context Efficiency with DeepSeek Sparse Attention.
+
+    >>> import jflex
+    >>> cache = jflex.paged.LatentCache.create(8, 16, 64, 16, dtype=jnp.float32)
+    >>> batch = jflex.paged.PagedBatch(jnp.array([0, 1, 2]), jnp.array([20, 33]), jnp.array([[5, 2, 0], [1, 7, 3]]))
+    >>> chosen = jnp.array([[0, 19, 3, -1], [32, 7, 8, 9]])
+    >>> sparse_mla_attention(jnp.ones((2, 8, 80)), cache, batch, chosen, qk_head_dim=48).shape
+    (2, 8, 64)
+    """
+    check_lse(return_lse, "softmax")
+    call = prepare(
+        q, cache, batch, indices, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks,
+        scale=scale, layer=layer, config=config,
+    )  # fmt: skip
+    state = attend(call, implementation)
+    state = state if sinks is None else with_sinks(state, sinks)
+    out = state.out.astype(call.query.dtype)
+    return (out, state.lse) if return_lse else out
+
+
+def prepare(
+    q: Any,
+    cache: LatentCache,
+    batch: PagedBatch,
+    indices: Int32[AnyArray, "N K"],
+    *,
+    qk_head_dim: int | None,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    sinks: Any,
+    scale: float | None,
+    layer: int | AnyArray | None,
+    config: Config | None,
+) -> PagedCall:
+    """Checks every argument of `sparse_mla_attention`; q and the rows of the cache may be shapes."""
+    q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
+    check_latent_cache(cache)
+    check_absorbed(q, cache)
+    scale = scale_of("sparse_mla_attention", qk_head_dim, scale)
+    check_batch(batch, cache, q.shape[0])
+    if batch.ancestors is not None:
+        raise ValueError(
+            "`batch.ancestors` must be None: a tree hides keys by their rows, and `indices` are positions. Got trees. "
+            "Call `mla_attention`, or select the keys of a branch and leave the trees out."
+        )
+    check_int32("indices", indices, "positions")
+    if indices.ndim != 2 or indices.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"`indices` must be [N, K], a row for each of the {q.shape[0]} queries. Got {describe_array(indices)}. Pad "
+            "rows with -1."
+        )
+    longest = longest_request(batch)
+    for mod in (score_mod, mask_mod):
+        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
+    if sinks is not None:
+        checked_sinks(sinks, q.shape[1])
+    chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
+    mods = chosen.score(score_mod), chosen.mask(mask_mod)
+    pages = chosen.pages(cache, checked_layer(cache, layer))
+    return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
+
+
+class _Chosen:
+    """The selected keys as pages of one token, of as many requests as there are queries."""
+
+    def __init__(self, batch: PagedBatch, indices: Int32[Array, "N K"], page_size: int) -> None:
+        if not indices.shape[1]:  # mods are traced even where no key is selected
+            indices = jnp.full((indices.shape[0], 1), -1, jnp.int32)
+        self.queries = indices.shape[0]
+        request = token_requests(batch, self.queries)
+        lengths = jnp.asarray(batch.kv_lengths)
+        length = lengths[request] if lengths.size else jnp.zeros_like(request)
+        self.request, self.position = jnp.maximum(request, 0), token_positions(batch, self.queries)
+        slots = slots_of_tokens(batch, request, indices, page_size)
+        self.exists = (indices >= 0) & (indices < length[:, None]) & (request[:, None] >= 0) & (slots >= 0)
+        self.slots, self.indices = jnp.where(self.exists, slots, 0), jnp.where(self.exists, indices, 0)
+
+    def positions(self, n: Any, h: Any, _: Any, j: Any) -> Positions:
+        """Where the mod of the user is evaluated; the query of request ``n`` is packed query ``n``."""
+        return Positions(self.request[n], h, self.position[n], self.indices[n, j])
+
+    def score(self, mod: ScoreMod | None) -> Any:
+        return ReindexedMod(mod, self.positions) if callable(mod) else mod  # tracing refuses anything else
+
+    def mask(self, mod: MaskMod | None) -> Any:
+        """Always a mask: selected positions may be none."""
+        at = lambda n, h, i, j: self.positions(n, h, i, j)._replace(exists=self.exists[n, j])
+        return ReindexedMod(noop_mask, at) if mod is None else ReindexedMod(mod, at) if callable(mod) else mod
+
+    def pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
+        """The cache in pages of one token, without a copy."""
+        tokens = cache.num_pages * cache.page_size
+        rows = _reshaped(cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
+        first = jnp.zeros((1,), jnp.int32) if layer is None else (layer * tokens).reshape(1)
+        indptr = jnp.arange(self.queries + 1, dtype=jnp.int32)
+        lengths = jnp.full((self.queries,), self.indices.shape[1], jnp.int32)
+        return Pages(rows, rows, tokens, first, indptr, lengths, self.slots, cache.latent_size)
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: x.reshape(shape), x)
+    return x.reshape(shape)
