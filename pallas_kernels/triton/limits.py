@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+
+import jax
+
 from pallas_kernels.spec import AttentionSpec
 
 MAX_DECODED = 16  # queries of a sequence that are decoded
@@ -21,6 +26,19 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
+    return None
+
+
+@functools.cache
+def limit_of_pallas() -> str | None:
+    """Why Pallas cannot compile for Triton here, or None."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return (
+            f"JAX {jax.__version__} has no `jax.experimental.pallas.triton`; implementation='official_triton' runs the "
+            "same kernels"
+        )
     return None
 
 

@@ -8,9 +8,9 @@ from typing import Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.types import A, Index, Ref
 
@@ -55,7 +55,7 @@ def merge_row(
     start = (jnp.full((), -jnp.inf, jnp.float32), jnp.zeros((), jnp.float32), zeros)
     runs = lax.div(count + (run - 1), run)
     row_max, row_sum, sums = lax.fori_loop(
-        0, runs, functools.partial(_accumulate, partials, run, (slot, count), at), start
+        0, runs, functools.partial(_accumulate, spec, partials, run, (slot, count), at), start
     )
     if spec.normalize == "none":  # each lse is 0, so each weight 1; or NaN, which marks the row
         return sums, jnp.where(row_max == -jnp.inf, 0.0, row_max)
@@ -65,6 +65,7 @@ def merge_row(
 
 
 def _accumulate(
+    spec: AttentionSpec,
     partials: Partials[Ref],
     run: int,
     slots: tuple[Index, Index],
@@ -76,7 +77,7 @@ def _accumulate(
     (row_max, row_sum, sums), (first_slot, count), size = state, slots, partials.out.shape[-1]
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
-    lse = plgpu.load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
+    lse = language.load(spec.route, partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
     new_max = jnp.maximum(row_max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row_max - safe_max)
@@ -84,6 +85,8 @@ def _accumulate(
     for (first, width), x in zip(chunks(size), sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
         slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        values = plgpu.load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
+        values = language.load(
+            spec.route, partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0
+        )
         added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
     return new_max, row_sum * alpha + jnp.sum(weight), tuple(added)

@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores, split_kv, vectors
+from pallas_kernels.triton import language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, Tile
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, mod_chunks
@@ -97,7 +96,7 @@ def _launch(
         name=name,
         grid=(spec.Hkv * work.num_items(spec),),
         tiles=work.tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count + n: n for n in range(len(before))},
     )
 
@@ -154,7 +153,7 @@ class _Program(NamedTuple):
         writes the old values there.
         """
         row, whole, spec = self.row, jnp.broadcast_to(whole, row_lse.shape), self.attention.prepared.spec
-        plgpu.store(lse.at[(row.n, row.h)], row_lse, mask=whole)
+        language.store(spec.route, lse.at[(row.n, row.h)], row_lse, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
@@ -178,7 +177,7 @@ def _kernel(
     kv_h = lax.rem(pl.program_id(0), spec.Hkv)
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
     is_split = program.row.exists & (item.splits > 1)
-    plgpu.store(partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
+    language.store(spec.route, partial_lse.at[(item.slot, kv_h, i)], row_lse, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
@@ -191,7 +190,7 @@ def _repair_kernel(
         columns, row_lse, attended = program.attention.repair()
         program.store(out, lse, columns, row_lse, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
 
-    marked = any_nan(plgpu.load(before[1].at[(program.row.n, program.row.h)]))
+    marked = any_nan(language.load(spec.route, before[1].at[(program.row.n, program.row.h)]))
     pl.when(marked & (program.item.queries > 0))(fix)
 
 
@@ -200,7 +199,7 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
     for (first, _, step), x in zip(mod_chunks(size, spec.vector_programs.value), columns, strict=True):
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
-        plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
+        language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
@@ -211,7 +210,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return plgpu.load(ref.at[at], mask=column < size, other=0.0)
+        return language.load(spec.route, ref.at[at], mask=column < size, other=0.0)
 
     return tuple(load(*chunk) for chunk in mod_chunks(size, spec.vector_programs.key))
 
