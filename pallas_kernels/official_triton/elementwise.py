@@ -98,17 +98,21 @@ def _sign(emitter: Emitter, dtype: np.dtype, x: str) -> str:
     return f"({x} > 0).to({DTYPES[dtype.name]}) - ({x} < 0).to({DTYPES[dtype.name]})"
 
 
+def _not(emitter: Emitter, dtype: np.dtype, x: str) -> str:
+    # `~` is the exclusive or with -1, which the interpreter refuses of an integer without a sign.
+    all_bits = f"tl.full((), {(1 << 8 * dtype.itemsize) - 1}, {DTYPES[dtype.name]})"
+    return f"{x} ^ {all_bits}" if dtype.kind == "u" else f"~{x}"
+
+
 def _select(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     which, *cases = ins
     index, texts = emitter.tensor(which), _texts(emitter, cases)
-    expression = texts[-1]
-    for n in reversed(range(len(cases) - 1)):
-        first = f"{index} == {n}" if which.dtype != np.bool_ else index
-        expression = (
-            f"tl.where({index}, {texts[1]}, {texts[0]})"
-            if which.dtype == np.bool_
-            else f"tl.where({first}, {texts[n]}, {expression})"
-        )
+    if which.dtype == np.bool_:
+        expression = f"tl.where({index}, {texts[1]}, {texts[0]})"
+    else:
+        expression = texts[-1]
+        for n in reversed(range(len(cases) - 1)):
+            expression = f"tl.where({index} == {n}, {texts[n]}, {expression})"
     return emitter.out(eqn, _rounded(emitter, expression, np.dtype(aval_of(eqn.outvars[0]).dtype)), "select")
 
 
@@ -249,7 +253,7 @@ RULES: dict[str, Rule] = {
     "mul": _infix("*"),
     "ne": _comparison("!="),
     "neg": _rule(lambda emitter, dtype, x: f"-{x}"),
-    "not": _rule(lambda emitter, dtype, x: f"~{x}"),
+    "not": _rule(_not),
     "one_minus_square": _rule(lambda emitter, dtype, x: f"1.0 - {x} * {x}"),
     "or": _infix("|"),
     "population_count": _population_count,

@@ -33,7 +33,8 @@ class Emitter:
       rules: Of primitives, by name.
       grid: Programs along each axis, as the kernel knows them.
       lines: Of the body.
-      pending: Loads that wait for their mask, and values that wait for their store, by variable.
+      loads: Line and pointers of each load, by variable: what `jflex_mask_load` must know.
+      masks: Of values that are stored next, by variable.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class Emitter:
     ) -> None:
         self.dialect, self.rules, self.grid = dialect, rules, grid
         self.lines: list[str] = []
-        self.pending: dict[Var, Any] = {}
+        self.loads: dict[Var, tuple[int, str]] = {}
+        self.masks: dict[Var, Value] = {}
         self._depth, self._counts, self._taken = 1, {}, set(names)
 
     def block(self, jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,25 +18,25 @@ from pallas_kernels.types import aval_of
 _MAX_INT32_SIZE = 1 << 31  # elements of an array that int32 can count
 
 
-class _Masked(NamedTuple):
-    """A value that is stored where a mask is true."""
+class _Index(NamedTuple):
+    """What is used of the index of a ref."""
 
-    value: Value
-    mask: Value
+    indices: Sequence[Any]
+    int_indexer_shape: tuple[int, ...]
 
 
 def _get(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    """A load. Its text is a pending value until `jflex_mask_load` follows; see `Emitter.block`."""
+    """A load; `jflex_mask_load`, where it follows, takes its line back."""
     aval, (out,) = aval_of(eqn.outvars[0]), eqn.outvars
     dtype = np.dtype(aval.dtype)
     pointer = _pointer(emitter, eqn, ins, 1)
-    emitter.pending[out] = len(emitter.lines), pointer
+    emitter.loads[out] = len(emitter.lines), pointer
     return [emitter.let("load", emitter.dialect.load(pointer, dtype), aval.shape, dtype)]
 
 
 def _mask_load(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """The load before it, which was made for this mask."""
-    line, pointer = emitter.pending.pop(cast(Var, eqn.invars[0]))
+    line, pointer = emitter.loads.pop(cast(Var, eqn.invars[0]))
     _, mask = ins
     del emitter.lines[line]
     other = eqn.params["other"]
@@ -47,16 +47,17 @@ def _mask_load(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]
 
 
 def _mask_store(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
-    emitter.pending[eqn.outvars[0]] = _Masked(*ins)
+    """Of the store that follows."""
+    emitter.masks[eqn.outvars[0]] = ins[1]
     return ins[:1]
 
 
 def _swap(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A store; what was there before is never used in a kernel."""
     pointer, value, dtype = _pointer(emitter, eqn, ins, 2), ins[1], ins[0].dtype
-    masked = None if isinstance(eqn.invars[1], Literal) else emitter.pending.pop(eqn.invars[1], None)
-    mask = "" if masked is None else f", mask={emitter.dialect.mask(emitter.tensor(masked.mask))}"
-    emitter.put(f"tl.store({pointer}, {emitter.dialect.stored(emitter.tensor(value), dtype)}{mask})")
+    mask = None if isinstance(eqn.invars[1], Literal) else emitter.masks.pop(eqn.invars[1], None)
+    masked = "" if mask is None else f", mask={emitter.dialect.mask(emitter.tensor(mask))}"
+    emitter.put(f"tl.store({pointer}, {emitter.dialect.stored(emitter.tensor(value), dtype)}{masked})")
     return [value]
 
 
@@ -72,8 +73,9 @@ def _pointer(emitter: Emitter, eqn: JaxprEqn, ins: list[Value], first: int) -> s
     read = lambda x: known[id(x)] if id(x) in known else number_of(getattr(x, "val", x))
     transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
     ref = ins[0]
-    if not transforms and not ref.shape:
-        return ref.text
+    if not transforms:
+        whole = [pl.ds(0, size) for size in ref.shape]
+        transforms = (_Index(whole, ()),)
     if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
         raise UnknownPrimitiveError(f"the primitive `{eqn.primitive.name}` with more than one index")
     offset = _offset(transforms[0], ref.shape, read)
