@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 
 import jflex
+from pallas_kernels.official_triton.installed import launcher
 from tests import dropout_bits, oracle, tiers, tolerance
 from tests.cases import Case
 from tests.hopper_emulator import emulated
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
-BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
+NO_TRITON = launcher() if isinstance(launcher(), str) else ""
+OFFICIAL_TRITON = pytest.param(
+    "official_triton", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)]
+)
+BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu), OFFICIAL_TRITON]
 
 
 class Drawn(NamedTuple):

@@ -6,7 +6,6 @@
 import jax
 import pytest
 
-import jflex
 from tests import evaluation, official_primitives, paged_cases, triton_interpreter
 from tests.cases import CASES
 

@@ -57,6 +57,10 @@ def _split(x: Any) -> Any:
     return first[..., 0] * 2 + second[..., 0]
 
 
+def _integer(x: Any) -> Any:
+    return x.astype(jnp.int32)
+
+
 def _table() -> list[Row]:
     unary = lambda name, function, dtypes=FLOATS: Row(name, function, dtypes)
     both = lambda name, function, dtypes=(*FLOATS, *INTS): Row(name, function, dtypes, 2)
@@ -91,19 +95,19 @@ def _table() -> list[Row]:
         Row("rem", lambda x, y: lax.rem(x, jnp.where(y == 0, 3, y).astype(x.dtype)), INTS, 2),
         Row("rem.float", lambda x, y: lax.rem(8 * x, jnp.abs(y) + 0.5), F32, 2),
         Row("clamp", lambda x, y: lax.clamp(jnp.minimum(x, y), x * x, jnp.maximum(x, y)), F32, 2),
-        *(both(name, lambda x, y, f=getattr(lax, name): f(x, y).astype(jnp.int32))
+        *(both(name, lambda x, y, name=name: getattr(lax, name)(x, y).astype(jnp.int32))
           for name in ("eq", "ne", "lt", "le", "gt", "ge")),
-        *(Row(f"{name}.bool", lambda x, y, f=getattr(lax, name): f(x > 0, y > 0).astype(jnp.int32), F32, 2)
+        *(Row(f"{name}.bool", lambda x, y, name=name: getattr(lax, name)(x > 0, y > 0).astype(jnp.int32), F32, 2)
           for name in ("eq", "ne", "lt", "le", "gt", "ge")),
         *(both(name, getattr(lax, f"bitwise_{name}"), INTS) for name in ("and", "or", "xor")),
         unary("not", lax.bitwise_not, INTS),
         unary("not.bool", lambda x: (~(x > 0)).astype(jnp.int32), F32),
-        *(Row(name, lambda x, y, f=getattr(lax, name): f(x, y & jnp.asarray(63, y.dtype)), shifts, 2)
+        *(Row(name, lambda x, y, name=name: getattr(lax, name)(x, y & jnp.asarray(63, y.dtype)), shifts, 2)
           for name in ("shift_left", "shift_right_arithmetic", "shift_right_logical")),
         unary("shift_left.known", lambda x: (x << jnp.asarray(3, x.dtype)) ^ (x >> jnp.asarray(31, x.dtype)), shifts),
         unary("population_count", lax.population_count, shifts),
         Row("select_n", lambda x, y: jnp.where(x > y, x, y), (*FLOATS, *INTS), 2),
-        Row("select_n.several", lambda x, y: lax.select_n((x > y).astype(jnp.int32) + (x > 0).astype(jnp.int32), x, y, x * y), F32, 2),
+        Row("select_n.several", lambda x, y: lax.select_n(_integer(x > y) + _integer(x > 0), x, y, x * y), F32, 2),
         unary("convert_element_type", lambda x: x.astype(jnp.float16).astype(jnp.int32).astype(jnp.int8), F32),
         unary("convert_element_type.bfloat16", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), F32),
         unary("convert_element_type.bool", lambda x: x.astype(jnp.bool_).astype(jnp.float32), ("int32", "float32")),

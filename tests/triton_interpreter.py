@@ -28,7 +28,8 @@ _FORMULAS = {  # the interpreter has no libdevice
     "erf": "tl.erf({0})", "log1p": "tl.log(1.0 + {0})", "expm1": "(tl.exp({0}) - 1.0)",
     "pow": "tl.exp2({1} * tl.log2({0}))", "tan": "(tl.sin({0}) / tl.cos({0}))",
     "tanh": "(2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)", "sinh": "(0.5 * (tl.exp({0}) - tl.exp(-{0})))",
-    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))", "cbrt": "tl.where({0} < 0, -1.0, 1.0) * tl.exp2(tl.log2(tl.abs({0})) / 3.0)",
+    "cosh": "(0.5 * (tl.exp({0}) + tl.exp(-{0})))",
+    "cbrt": "tl.where({0} < 0, -1.0, 1.0) * tl.exp2(tl.log2(tl.abs({0})) / 3.0)",
     "asinh": "tl.log({0} + tl.sqrt({0} * {0} + 1.0))", "acosh": "tl.log({0} + tl.sqrt({0} * {0} - 1.0))",
     "atanh": "(0.5 * tl.log((1.0 + {0}) / (1.0 - {0})))",
 }  # fmt: skip

@@ -83,12 +83,14 @@ def _split(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
 
 
 def _reduced(emitter: Emitter, name: str, value: Value, axes: range | tuple[int, ...]) -> str:
-    text, function = value.text, f"tl.{name}"
+    """A reduction; of 16 bits in float32, in which Triton's functions give their results."""
+    narrow = is_float(value.dtype) and value.dtype.itemsize == 2
+    text, function = f"{value.text}.to(tl.float32)" if narrow else value.text, f"tl.{name}"
     if name in ("max", "min") and is_float(value.dtype):
         function = emitter.dialect.extreme(f"{name}imum")
     for axis in sorted(axes, reverse=True):
         text = f"{function}({text}, {axis})"
-    return text
+    return emitter.dialect.cast(text, value.dtype) if narrow else text
 
 
 def _reduce(name: str) -> Rule:

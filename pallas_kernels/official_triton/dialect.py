@@ -8,8 +8,6 @@ import numpy as np
 
 from pallas_kernels.official_triton.text import DTYPES
 
-_NVIDIA_ONLY = frozenset({"cbrt", "pow", "tan", "sinh", "atan2"})  # of libdevice, as AMD's Triton 3.7 lists them
-
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
@@ -47,6 +45,8 @@ class Dialect:
 
     def math(self, name: str, *args: str) -> str:
         """A function of float32, by its name in libdevice."""
+        if name == "cbrt" and not self.ptx:  # the one that AMD's lacks
+            return f"libdevice.copysign(tl.exp2(tl.log2(tl.abs({args[0]})) * {1 / 3}), {args[0]})"
         return f"libdevice.{name}({', '.join(args)})"
 
     def counter(self, name: str) -> str | None:
