@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(plan(options.heads, scope))
         return
     if options.prune and not set(options.kernels) <= set(KERNELS):
-        parser.error(f"`--prune` compiles kernels of Pallas' Triton: {', '.join(KERNELS)}")
+        parser.error(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
     if options.prune:
         options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
         return

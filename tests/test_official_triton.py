@@ -96,7 +96,8 @@ def test_each_primitive_is_emitted(row):
     for dtype in row.dtypes:
         run, args = official_primitives.program_of(row, dtype)
         [(kernel, names, _)] = launch.kernels_in(jax.make_jaxpr(run)(*args))
-        assert row.name.partition(".")[0] in {eqn.primitive.name for eqn in _equations(kernel.jaxpr)}
+        if row.name != "log2" or jax.__version_info__ >= (0, 11):  # before, JAX divides a logarithm
+            assert row.name.partition(".")[0] in {eqn.primitive.name for eqn in _equations(kernel.jaxpr)}
         assert isinstance(emit.emit(kernel, names, CUDA), emit.Source)
 
 
