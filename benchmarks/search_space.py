@@ -21,9 +21,20 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.spec import AttentionSpec, Blocks
 from pallas_kernels.triton import cost
-from pallas_kernels.tuning.tables import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Key, table_name
+from pallas_kernels.tuning.tables import (
+    HEAD_SIZES,
+    HOPPER_KERNELS,
+    KERNELS,
+    LENGTHS,
+    MODS,
+    OFFICIAL_KERNELS,
+    Key,
+    table_name,
+)
 
-__all__ = ["HEAD_SIZES", "HOPPER_KERNELS", "KERNELS", "LENGTHS", "MODS", "Key", "Tiles", "table_name"]
+__all__ = [
+    "HEAD_SIZES", "HOPPER_KERNELS", "KERNELS", "LENGTHS", "MODS", "OFFICIAL_KERNELS", "Key", "Tiles", "table_name",
+]  # fmt: skip
 
 EVERY_MOD = (64, 128)  # head sizes that are tuned for every bucket of mods and both lengths
 BOTH_LENGTHS = (32, *EVERY_MOD)
@@ -57,7 +68,9 @@ def program(problem: Problem, kernel: str, tiles: Tiles | None, *, interpret: bo
 
     Without tiles it takes those that jflex chooses.
     """
-    pass_, implementation = kernel.removesuffix("_sm90"), "mosaic_gpu" if kernel in HOPPER_KERNELS else "triton"
+    pass_ = kernel.removesuffix("_sm90").removesuffix("_official")
+    of_triton = "official_triton" if kernel in OFFICIAL_KERNELS else "triton"
+    implementation = "mosaic_gpu" if kernel in HOPPER_KERNELS else of_triton
     config = jflex.Config(**_tiles_of(kernel, tiles), interpret=interpret)
 
     def run(query: Any, key: Any, value: Any, d_out: Any, captured: Any, block_mask: Any) -> Any:
@@ -83,7 +96,7 @@ def _tiles_of(kernel: str, tiles: Tiles | None) -> dict[str, Any]:
     if kernel in ("dkv_sm90", "dq_sm90"):
         idle = jflex.Tiles(64, 64, 4, 2)
         return {"dkv": idle, "dq": idle, kernel.removesuffix("_sm90"): tiles, "deterministic": True}
-    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90"): tiles}
+    return {"dkv" if kernel == "one_pass_sm90" else kernel.removesuffix("_sm90").removesuffix("_official"): tiles}
 
 
 def inputs(problem: Problem) -> tuple[Any, ...]:
@@ -103,6 +116,7 @@ def configurations(kernel: str, head_size: int) -> Iterator[Tiles]:
     if kernel in HOPPER_KERNELS:
         yield from _of_hopper(kernel, head_size)
         return
+    kernel = kernel.removesuffix("_official")
     for rows, columns, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
         block_q, block_kv = (columns, rows) if kernel == "dkv" else (rows, columns)
         tiles = Tiles(block_q, block_kv, warps, stages)
@@ -157,5 +171,5 @@ def _held(kernel: str, columns: int, head_size: int) -> int:
 
 def key(kernel: str, head_size: int, mods: str, length: str) -> Key:
     """The key of a condition in a table."""
-    assert kernel in (*KERNELS, *HOPPER_KERNELS)
+    assert kernel in (*KERNELS, *OFFICIAL_KERNELS, *HOPPER_KERNELS)
     return Key(kernel, head_size, 2, mods, length)

@@ -31,7 +31,16 @@ from benchmarks.run.check_outputs import mismatch
 from benchmarks.run.jax_runner import samples, timer
 from benchmarks.run.jobs import Job, exclusive, run_job
 from benchmarks.run.timing import failures
-from benchmarks.search_space import HEAD_SIZES, HOPPER_KERNELS, KERNELS, LENGTHS, MODS, Tiles, table_name
+from benchmarks.search_space import (
+    HEAD_SIZES,
+    HOPPER_KERNELS,
+    KERNELS,
+    LENGTHS,
+    MODS,
+    OFFICIAL_KERNELS,
+    Tiles,
+    table_name,
+)
 
 TABLES = ROOT / "pallas_kernels" / "tuning" / "tables"
 MAX_SPILLED = 512  # bytes of a thread; 128 x 64 at head size 128 spills 230 and is the fastest forward kernel there
@@ -64,7 +73,7 @@ class Scope(NamedTuple):
     def configurations(self, head_size: int, kernel: str, mods: str) -> list[Tiles]:
         """What is compiled and timed."""
         tiles = list(search_space.configurations(kernel, head_size))
-        if self.allowed is None or kernel in HOPPER_KERNELS:
+        if self.allowed is None or kernel not in KERNELS:
             return tiles
         kept = {tuple(x) for x in self.allowed[_name(kernel, head_size, mods)]}
         return [x for x in tiles if dataclasses.astuple(x) in kept]
@@ -74,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tune", description=__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=HEAD_SIZES[:-1], choices=HEAD_SIZES, help="head sizes")
-    every = (*KERNELS, *HOPPER_KERNELS)
+    every = (*KERNELS, *OFFICIAL_KERNELS, *HOPPER_KERNELS)
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=every, help="default: Triton's")
     parser.add_argument("--mods", nargs="+", default=MODS, choices=MODS)
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, choices=LENGTHS)
@@ -89,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.dry_run:
         print(plan(options.heads, scope))
         return
-    if options.prune and set(options.kernels) & set(HOPPER_KERNELS):
-        parser.error(f"`--prune` compiles kernels of Triton: {', '.join(KERNELS)}")
+    if options.prune and not set(options.kernels) <= set(KERNELS):
+        parser.error(f"`--prune` compiles kernels of Triton by Pallas: {', '.join(KERNELS)}")
     if options.prune:
         options.prune.write_text(json.dumps(prune(options.heads, scope), indent=1) + "\n")
         return

@@ -8,8 +8,11 @@ plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import Tiles
@@ -69,3 +72,16 @@ class TileChoice:
 
     tiles: Tiles
     source: Literal["config", "table", "rule"]
+
+
+@functools.cache
+def limit_of_pallas() -> str | None:
+    """Why Pallas cannot compile for Triton here, or None."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return (
+            f"JAX {jax.__version__} has no `jax.experimental.pallas.triton`; implementation='official_triton' runs the "
+            "same kernels"
+        )
+    return None

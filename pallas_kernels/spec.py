@@ -19,6 +19,10 @@ LN_2 = 0.6931471805599453
 
 
 Role = Literal["score", "mask", "key", "value"]
+Compiler = Literal["pallas", "official"]
+"""Who compiles Triton kernels: the Triton that Pallas brings, or official Triton."""
+Route = Literal["interpreted", "pallas", "official"]
+"""Who runs a Triton kernel: Pallas' interpreter, or what a compiler has made."""
 
 
 class Mod(Protocol):
@@ -143,6 +147,7 @@ class AttentionSpec:
       dropout: Of the weights, or None.
       normalize: ``"softmax"``, or ``"none"``: scores are the weights, and the lse is 0.
       values_in_keys: Whether the values are the first Dv columns of the keys, of one key head (MLA); paged calls only.
+      compiler: Of Triton kernels.
       stats: Row statistics besides the lse: of ``"max"`` and ``"entropy"``, in this order.
       programs: The tile programs of the mods, once a plan has made them.
       vector_programs: Those of the key and value mods.
@@ -177,12 +182,18 @@ class AttentionSpec:
     normalize: Literal["softmax", "none"] = "softmax"
     values_in_keys: bool = False
     stats: tuple[Literal["max", "entropy"], ...] = ()
+    compiler: Compiler = "pallas"
     programs: Programs = dataclasses.field(default_factory=Programs)
     vector_programs: VectorPrograms = dataclasses.field(default_factory=VectorPrograms)
 
     def __post_init__(self) -> None:
         if not self.out_dtype:
             object.__setattr__(self, "out_dtype", self.dtype)
+
+    @property
+    def route(self) -> Route:
+        """Who runs a Triton kernel."""
+        return "interpreted" if self.config.interpret else self.compiler
 
     @property
     def group(self) -> int:

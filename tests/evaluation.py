@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 
 import jflex
+from pallas_kernels.official_triton.installed import launcher
 from tests import dropout_bits, oracle, tiers, tolerance
 from tests.cases import Case
 from tests.hopper_emulator import emulated
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
-BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
+NO_TRITON = launcher() if isinstance(launcher(), str) else ""
+OFFICIAL_TRITON = pytest.param(
+    "official_triton", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_TRITON), reason=NO_TRITON)]
+)
+BACKENDS = ["xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu), OFFICIAL_TRITON]
 
 
 class Drawn(NamedTuple):
@@ -359,7 +364,7 @@ def compare_gradients(case: Case, found: Results, by_plain: Results, by_oracle: 
 
 def refused(case: Case, backend: str) -> bool:
     """Checks that a backend refuses the cases that it must refuse, with the reason; False for the others."""
-    reason = case.unsupported.get(backend.partition("-")[0])
+    reason = case.unsupported.get(backend.partition("-")[0].removeprefix("official_"))
     if reason is None:
         return False
     with pytest.raises(jflex.UnsupportedError, match=reason):

@@ -134,7 +134,7 @@ def test_explain_of_a_cpu_call():
     mask = jflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, block_size=64)
     account = jflex.explain(X, X, X, block_mask=mask)
     assert account.backend == "xla"
-    assert [*account.reasons] == ["mosaic_gpu", "triton"]
+    assert [*account.reasons] == ["mosaic_gpu", "triton", "official_triton"]
     assert (account.visited, account.full, account.blocks) == (20, 12, 32)
     assert account.flops == 2 * 2 * D * H * 10 * 64 * 64
     for part in (

@@ -395,7 +395,7 @@ ROWS = [
         "unknown",
         lambda: call(implementation="cuda"),
         ValueError,
-        r"'mosaic_gpu', 'triton', 'xla', 'reference', a sequence of them, or None\. Got 'cuda'",
+        r"'mosaic_gpu', 'triton', 'official_triton', 'xla', 'reference', a sequence of them, or None\. Got 'cuda'",
     ),
     ("unknown_in_sequence", lambda: call(implementation=("xla", "cuda")), ValueError, r"Got 'cuda'"),
     ("empty_sequence", lambda: call(implementation=()), ValueError, r"at least one backend; the sequence is empty"),

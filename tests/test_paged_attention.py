@@ -46,7 +46,7 @@ def both(case, found, right):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", ["reference", "xla", GPU])
+@pytest.mark.parametrize("backend", ["reference", "xla", GPU, evaluation.OFFICIAL_TRITON])
 def test_against_float64(case, backend):
     paged_cases.check(case, run(case, backend))
 
@@ -62,10 +62,10 @@ def test_bfloat16(case, backend):
     paged_cases.check(case, run(case, backend))
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [GPU, evaluation.OFFICIAL_TRITON])
 @pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES], ids=str)
-def test_bfloat16_on_a_gpu(case):
-    paged_cases.check(case, run(case, "triton"))
+def test_bfloat16_on_a_gpu(case, backend):
+    paged_cases.check(case, run(case, backend))
 
 
 @backends

@@ -7,7 +7,7 @@ decide: `pytest --durations=50` tells them.
 
 import re
 
-COMPILE = {"test_compile", "test_paged_compile", "test_primitive_kernels"}
+COMPILE = {"test_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCHMARKS = {
     "test_benchmarks", "test_benchmarks_engine", "test_benchmarks_generation", "test_benchmarks_questions",
     "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_streaming", "test_benchmarks_training",
@@ -73,6 +73,7 @@ SHORT = {
     "test_models": r"transformers\[(gemma3|greedy_from_pages-mistral)|gradients.*llama2|"
     r"share|wrong",
     "test_narrow": r"rows_are_set|paged_decoding",
+    "test_official_triton": r"^(?!.*(without_the_triton|in_the_interpreter|same_calls))",
     "test_page_pool": r"^(?!.*(machine|runTest))",
     "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed|ges_of_16)",
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",

@@ -28,7 +28,10 @@ def _neighborhood(order: str, canvas: tuple[int, int], kernel: tuple[int, int], 
 
 
 OPERATIONS = Operations(jnp.tanh, lambda x: x.astype(jnp.float32), jnp.clip, _neighborhood)
-IMPLEMENTATIONS = {"jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-xla": "xla"}
+IMPLEMENTATIONS = {
+    "jflex": None, "jflex-mosaic": "mosaic_gpu", "jflex-triton": "triton", "jflex-official": "official_triton",
+    "jflex-xla": "xla",
+}  # fmt: skip
 Captured = Mapping[str, jax.Array]
 BoundMods = Callable[[Captured], Mods]
 # (query, key, value, captured arrays, BlockMask or None) -> out
@@ -195,8 +198,8 @@ def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captu
     return function, (captured, *inputs)
 
 
-def _implementation() -> str:
-    return "triton" if jax.default_backend() == "gpu" else "xla"
+def _implementation(on_gpu: str = "triton") -> str:
+    return on_gpu if jax.default_backend() == "gpu" else "xla"
 
 
 def _served_mods(problem: Problem, mods: Mods) -> Mods:
@@ -221,13 +224,15 @@ def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
 
 
-def _contiguous(problem: Problem, mods: BoundMods) -> Program:
+def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
     def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
         begins = problem.S - problem.T if lengths is None else lengths - problem.T  # where q_idx 0 lies
         bound = _served_mods(problem, mods(captured))
         mask, score = (None if mod is None else jflex.with_offset(mod, begins) for mod in bound)
         known = {} if lengths is None else {"kv_lengths": lengths}
-        return jflex.flex_attention(query, key, value, score, mask_mod=mask, implementation=_implementation(), **known)
+        return jflex.flex_attention(
+            query, key, value, score, mask_mod=mask, implementation=_implementation(on_gpu), **known
+        )
 
     return attend, _contiguous_inputs(problem)
 
@@ -274,7 +279,7 @@ def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
     return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
 
 
-def _paged(problem: Problem, mods: BoundMods, *, sharing: bool = False) -> Program:
+def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing: bool = False) -> Program:
     """Every sequence loads all of its pages by itself; with `sharing`, those of the prefix are the same pages."""
 
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
@@ -284,13 +289,19 @@ def _paged(problem: Problem, mods: BoundMods, *, sharing: bool = False) -> Progr
             return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation())
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if problem.keys else None
         return jflex.paged_attention(
-            query, cache, batch, score_mod=score, mask_mod=mask, key_mod=rotation, implementation=_implementation()
+            query,
+            cache,
+            batch,
+            score_mod=score,
+            mask_mod=mask,
+            key_mod=rotation,
+            implementation=_implementation(on_gpu),
         )
 
     return attend, _paged_inputs(problem, problem.prefix * sharing)
 
 
-def _cascade(problem: Problem, mods: BoundMods) -> Program:
+def _cascade(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
     """The shared pages are loaded once: the same arrays as two levels."""
     query, cache, batch = _paged_inputs(problem, problem.prefix)
     pages = problem.prefix // problem.page
@@ -302,17 +313,18 @@ def _cascade(problem: Problem, mods: BoundMods) -> Program:
     def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
         level = jflex.CascadeLevel.paged
         levels = [level(cache, shared), level(cache, own, start=problem.prefix)]
-        return jflex.cascade_attention(query, levels, implementation=_implementation())
+        return jflex.cascade_attention(query, levels, implementation=_implementation(on_gpu))
 
     return attend, (query, cache, shared, own)
 
 
-def _served_jflex(problem: Problem, mods: BoundMods) -> Program:
-    return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods)
+def _served_jflex(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
+    return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods, on_gpu)
 
 
 _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex": _served_jflex,
+    "jflex-official": functools.partial(_served_jflex, on_gpu="official_triton"),
     "jflex-contiguous": _contiguous,
     "jflex-flat": functools.partial(_paged, sharing=True),
     "jflex-copies": _paged,

@@ -103,6 +103,7 @@ _ALL = (
     Peer("jflex", "jflex", "jax", _none),
     Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length),
     Peer("jflex-triton", "jflex triton", "jax", _full_length),
+    Peer("jflex-official", "jflex official_triton", "jax", _none),
     Peer("jflex-xla", "jflex xla", "jax", _full_length),
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),
     Peer("jax-cudnn", "jax.nn cuDNN", "jax", _JAX_NN),

@@ -51,7 +51,7 @@ def names_of(implementation: Implementation) -> tuple[str, ...]:
 def select(implementation: Implementation, spec: AttentionSpec, requested: GradientRequest | None = None) -> Selection:
     """Selects a backend, without raising or warning.
 
-    If none was named, a backend that is slower than the next one is skipped, if that one supports the call, too.
+    If none was named, a backend that is slower than the next one of GPU kernels is skipped, if one supports the call.
 
     Args:
       implementation: As in the call.
@@ -130,7 +130,7 @@ class _Faster(NamedTuple):
 def _faster(
     name: str, spec: AttentionSpec, judged: GradientRequest | None, requested: GradientRequest | None
 ) -> _Faster | None:
-    """The next backend in the order, if it is known to be faster than `name`, and supports the call.
+    """The next backend in the order that supports the call, if it is known to be faster than `name`; not `xla`.
 
     Args:
       name: A backend that supports the call.
@@ -141,8 +141,10 @@ def _faster(
     reason = backends.get(name).not_preferred(spec, judged)
     if reason is None:
         return None
-    later = backends.ORDER[backends.ORDER.index(name) + 1]
-    return None if isinstance(backends.get(later).plan(spec, requested), Refusal) else _Faster(later, reason)
+    later = backends.ORDER[backends.ORDER.index(name) + 1 : backends.ORDER.index("xla")]
+    able = (other for other in later if not isinstance(backends.get(other).plan(spec, requested), Refusal))
+    other = next(able, None)
+    return None if other is None else _Faster(other, reason)
 
 
 def _refusal(selection: Selection, spec: AttentionSpec, requested: GradientRequest | None) -> str:

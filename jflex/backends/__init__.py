@@ -6,11 +6,12 @@ import importlib
 
 from jflex.backends.base import Backend
 
-ORDER = ("mosaic_gpu", "triton", "xla")
+ORDER = ("mosaic_gpu", "triton", "official_triton", "xla")
 KNOWN = (*ORDER, "reference")
 _CLASSES = {
     "mosaic_gpu": ("gpu.mosaic_gpu", "MosaicGpu"),
     "triton": ("gpu.triton", "Triton"),
+    "official_triton": ("gpu.official_triton", "OfficialTriton"),
     "xla": ("xla.attention", "Xla"),
     "reference": ("reference", "Reference"),
 }

@@ -178,7 +178,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """Why the next backend in the order is faster at a call that this one supports, or None.
+        """Why the next backend of GPU kernels in the order is faster at a call that this one supports, or None.
 
         Used if no backend was named. With `requested`, it is about the backward pass alone.
         """

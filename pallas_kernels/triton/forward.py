@@ -54,7 +54,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
         name="jflex_forward",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
     )
     if spec.needs_marks:  # which a masked NaN reached by its value: the stats are those of scores, and stay
         out, lse = repair(spec, tiles, arrays, (out, lse))
@@ -66,7 +66,7 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes the tiles that have an lse of NaN; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
+    marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves(arrays))
     out, lse = launch(
         functools.partial(_repair_kernel, spec, tiles, marked),
@@ -75,7 +75,7 @@ def repair(
         name="jflex_forward_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return out, lse
@@ -96,7 +96,7 @@ def _kernel(
     first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
     store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
     for ref, x in zip((lse, *stats), vectors, strict=True):
-        store_vector(ref, (b, h), first, x, spec.T, may_end=rows_end)
+        store_vector(spec, ref, (b, h), first, x, spec.T, may_end=rows_end)
 
 
 def _repair_kernel(
@@ -116,7 +116,7 @@ def _repair_kernel(
         rows = load_queries(spec, before[0], b, h, first, tiles.block_q, may_end=rows_end)
         rows = attended.keep(rows, clean)
         store_rows(spec, out, b, h, first, rows, spec.T, may_end=rows_end)
-        store_vector(lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
+        store_vector(spec, lse, (b, h), first, row_lse, spec.T, may_end=rows_end)
 
     marked.repair(before[1], fix)
 

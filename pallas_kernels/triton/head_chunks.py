@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program.vectors import Chunk, VectorProgram
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import language
 from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
 
@@ -69,7 +69,11 @@ def load_rows(
 
     def load(start: int, width: int) -> jax.Array:
         at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
-        return plgpu.load(ref.at[at]) if mask is None else plgpu.load(ref.at[at], mask=mask, other=0.0)
+        return (
+            language.load(spec.route, ref.at[at])
+            if mask is None
+            else language.load(spec.route, ref.at[at], mask=mask, other=0.0)
+        )
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
 
@@ -93,7 +97,7 @@ def store_rows(
     """Stores what `load_rows` would load."""
     for chunk, columns in zip(chunks(ref.shape[3]), x, strict=True):
         at, mask = _index_and_mask(spec, ref, (b, h), (first, columns.shape[0], length, may_end), chunk)
-        plgpu.store(ref.at[at], columns.astype(ref.dtype), mask=mask)
+        language.store(spec.route, ref.at[at], columns.astype(ref.dtype), mask=mask)
 
 
 def _index_and_mask(
@@ -118,22 +122,32 @@ def _index_and_mask(
 
 
 def load_vector(
-    ref: Ref, at: tuple[Index, ...], first: Index, rows: int, length: int, other: float, *, may_end: bool
+    spec: AttentionSpec,
+    ref: Ref,
+    at: tuple[Index, ...],
+    first: Index,
+    rows: int,
+    length: int,
+    other: float,
+    *,
+    may_end: bool,
 ) -> jax.Array:
     """Loads ``[rows]`` of the last axis of an array."""
     if not may_end:
-        return plgpu.load(ref.at[(*at, pl.ds(first, rows))])
+        return language.load(spec.route, ref.at[(*at, pl.ds(first, rows))])
     index = first + lax.broadcasted_iota(jnp.int32, (rows,), 0)
-    return plgpu.load(ref.at[(*at, index)], mask=index < length, other=other)
+    return language.load(spec.route, ref.at[(*at, index)], mask=index < length, other=other)
 
 
-def store_vector(ref: Ref, at: tuple[Index, ...], first: Index, x: jax.Array, length: int, *, may_end: bool) -> None:
+def store_vector(
+    spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], first: Index, x: jax.Array, length: int, *, may_end: bool
+) -> None:
     """Stores what `load_vector` would load."""
     if not may_end:
-        plgpu.store(ref.at[(*at, pl.ds(first, x.shape[0]))], x)
+        language.store(spec.route, ref.at[(*at, pl.ds(first, x.shape[0]))], x)
     else:
         index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        plgpu.store(ref.at[(*at, index)], x, mask=index < length)
+        language.store(spec.route, ref.at[(*at, index)], x, mask=index < length)
 
 
 def zero_rows(rows: int, size: int, mod: VectorProgram | None = None) -> Columns:

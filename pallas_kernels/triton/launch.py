@@ -1,17 +1,19 @@
-"""Launching a Pallas kernel through Triton. The one place that knows how JAX treats that route."""
+"""Launching a Triton kernel. The one place that knows who compiles it, and how JAX treats that."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.config import Tiles
+from pallas_kernels.official_triton import launch as official
+from pallas_kernels.spec import AttentionSpec
 
 
 def launch(
@@ -22,7 +24,7 @@ def launch(
     name: str,
     grid: tuple[int, ...],
     tiles: Tiles,
-    interpret: bool,
+    spec: AttentionSpec,
     aliases: dict[int, int] | None = None,
 ) -> list[jax.Array]:
     """Runs ``kernel(*input refs, *output refs)`` on a grid.
@@ -34,23 +36,30 @@ def launch(
       name: In profiles.
       grid: Programs along each axis; the first varies fastest.
       tiles: Warps and stages.
-      interpret: Run by Pallas' interpreter.
+      spec: The call: it says who runs the kernel, and on which device.
       aliases: Numbers of (flattened) inputs that are also the memory of outputs.
     """
-    params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     # A `jax.shard_map` around this call requires outputs to say, in this form, that nothing varies over its mesh.
     nowhere = jax.typeof(jax.tree.leaves(inputs)[0]).manual_axis_type
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=nowhere) for x in outputs]
-    call = pl.pallas_call(
+    call = functools.partial(
+        pl.pallas_call,
         kernel,
         out_shape=outputs,
         grid=grid,
-        compiler_params=params,
-        interpret=interpret,
+        interpret=spec.route == "interpreted",
         name=name,
         input_output_aliases=aliases or {},
     )
-    return call(*inputs) if interpret else _without_warning(call, inputs)
+    if spec.route == "interpreted":
+        return call()(*inputs)
+    if spec.route == "official":
+        names = official.names_of(kernel, inputs, len(outputs))
+        return official.launch(call(), inputs, names, tiles, spec.device_kind)
+    from jax.experimental.pallas import triton as plgpu
+
+    params = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return _without_warning(call(compiler_params=params), inputs)
 
 
 # JAX >= 0.11 warns at each lowering of a kernel through Triton, which is inside of a user's own jit, where no context

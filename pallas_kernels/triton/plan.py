@@ -188,7 +188,8 @@ def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
     key = tables.key_of(kernel, max(spec.D, spec.Dv), itemsize, spec.programs, length)
     if kernel == "forward" and spec.normalize == "none" and key.mods in ("arithmetic", "functions"):
         key = key._replace(mods="none")  # see `triton_rules.forward_tiles`
-    return tables.look_up(spec.device_kind, key)
+    own = tables.look_up(spec.device_kind, tables.official(key)) if spec.compiler == "official" else None
+    return tables.look_up(spec.device_kind, key) if own is None else own
 
 
 def need_of(spec: AttentionSpec) -> triton_rules.Need:

@@ -97,7 +97,7 @@ def prepare(
         if program is None:
             return None
         evaluation_ = evaluation(
-            program, refs, tile, fixed, transposed=transposed, approximate=approximate, interpret=spec.config.interpret
+            program, refs, tile, fixed, transposed=transposed, approximate=approximate, route=spec.route
         )
         evaluation_.prepare(nodes or program.nodes, states)
         return evaluation_

@@ -9,10 +9,10 @@ from typing import Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.softmax import LEAST_EXPONENT
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.types import A, Index, Ref
 
@@ -112,7 +112,7 @@ def _accumulate(
     (first_slot, count), size = slots, partials.out.shape[-1]
     i = n * run + lax.broadcasted_iota(jnp.int32, (run,), 0)
     exists, slot = i < count, first_slot + jnp.minimum(i, count - 1)
-    lse = plgpu.load(partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
+    lse = language.load(spec.route, partials.lse.at[(slot, *at)], mask=exists, other=-jnp.inf)
     new_max = jnp.maximum(row.max, jnp.max(lse))
     safe_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
     weight, alpha = jnp.exp(lse - safe_max), jnp.exp(row.max - safe_max)
@@ -120,11 +120,13 @@ def _accumulate(
     for (first, width), x in zip(chunks(size), row.sums, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (run, width), 1)
         slot_of, mask = (jnp.broadcast_to(y[:, None], column.shape) for y in (slot, exists))
-        values = plgpu.load(partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0)
+        values = language.load(
+            spec.route, partials.out.at[(slot_of, *at, column)], mask=(column < size) & mask, other=0.0
+        )
         added.append(x * alpha + jnp.sum(values * weight[:, None], axis=0))
     row_sum, stats = row.sum * alpha + jnp.sum(weight), []
     for name, ref, x in zip(spec.stats, partials.stats, row.stats, strict=True):
-        values = plgpu.load(ref.at[(slot, *at)], mask=exists, other=_START[name])
+        values = language.load(spec.route, ref.at[(slot, *at)], mask=exists, other=_START[name])
         if name == "max":
             stats.append(jnp.maximum(x, jnp.max(values)))
         else:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
-from pallas_kernels.spec import LOG2_E, AttentionSpec
+from pallas_kernels.spec import LOG2_E, AttentionSpec, Route
+from pallas_kernels.triton import language
 from pallas_kernels.types import Index, Ref
 
 
 def weights(spec: AttentionSpec, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:
-    """``2 ** (log2_scale * s - row_max_log2)``, by one FMA and one ``ex2.approx`` (relative error 2 ** -22).
-
-    Inline PTX, because XLA's Triton rounds product and difference separately, and its exponential guards numbers below
-    2 ** -126, which here become 0: together seven SASS instructions for each score.
-    """
-    if spec.config.interpret:
-        return jnp.exp2(s * log2_scale - row_max_log2)
-    factor = np.float32(log2_scale).view(np.uint32)
-    asm = f"{{ fma.rn.f32 $0, $1, 0f{factor:08X}, $2; ex2.approx.ftz.f32 $0, $0; }}"
-    return of_elements(asm, s, jnp.broadcast_to(-row_max_log2, s.shape))
+    """``2 ** (log2_scale * s - row_max_log2)``."""
+    return language.exp2_of_multiple(spec.route, s, log2_scale, row_max_log2)
 
 
 def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
@@ -36,19 +29,7 @@ def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
     Of ``where(mask, x, 0)`` rounded to 16 bits it would make a select of 16 bits, between numbers that are packed in
     pairs: in SASS PRMT and SEL for each score, instead of FSEL.
     """
-    return x if spec.config.interpret else of_elements("mov.b32 $0, $1;", x)
-
-
-def of_elements(asm: str, *args: jax.Array) -> jax.Array:
-    """Runs inline PTX on each element: ``$0`` is the float32 result, what follows are the float32 arguments."""
-    [out] = plgpu.elementwise_inline_asm(
-        asm,
-        args=args,
-        constraints=",".join(["=f", *("f" for _ in args)]),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
-    )
-    return out
+    return x if spec.route == "interpreted" else language.element(spec.route, "opaque", x)
 
 
 class TileSpace(Space):
@@ -58,9 +39,10 @@ class TileSpace(Space):
     """
 
     def __init__(
-        self, refs: Sequence[Ref], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, interpret: bool
+        self, refs: Sequence[Ref], block_q: int, block_kv: int, *, transposed: bool, approximate: bool, route: Route
     ) -> None:
-        self.refs, self.approximate, self.interpret = refs, approximate, interpret
+        self.refs, self.approximate = refs, approximate
+        self.route: Route = route
         shapes = {
             Axes.UNIFORM: (),
             Axes.ROW: (block_q, 1),
@@ -80,43 +62,41 @@ class TileSpace(Space):
     def load(self, node: Node, indices: Sequence[jax.Array]) -> jax.Array:
         """Gathers elements; the program has made sure that the indices are in range."""
         ref = self.refs[node.value]
-        x = plgpu.load(ref.at[tuple(indices)]) if indices else ref[...]
+        x = language.load(self.route, ref.at[tuple(indices)]) if indices else ref[...]
         return x != 0 if node.dtype == np.bool_ else x
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """One FMA instruction."""
-        return a * b + c if self.interpret else of_elements("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+        return language.multiply_add(self.route, a, b, c)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
         """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
-        return {"tanh": _approximate_tanh} if self._has_sfu(kind) and not self.interpret else {}
+        has_tanh = self._has_sfu(kind) and self.route != "interpreted"
+        return {"tanh": functools.partial(_approximate_tanh, self.route)} if has_tanh else {}
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
         """The logistic by two SFU functions, under the same rule."""
-        logistic = _interpreted_logistic if self.interpret else _logistic
+        logistic = functools.partial(_logistic, self.route)
         return {"logistic": OfMultiple(-LOG2_E, logistic)} if self._has_sfu(kind) else {}
 
     def _has_sfu(self, kind: str) -> bool:
         return self.approximate and kind != Axes.UNIFORM  # inline PTX takes no scalars
 
 
-def _approximate_tanh(x: jax.Array, **_: object) -> jax.Array:
-    return plgpu.approx_tanh(x) if x.dtype == jnp.float32 else jnp.tanh(x)
+def _approximate_tanh(route: Route, x: jax.Array, **_: object) -> jax.Array:
+    return language.element(route, "tanh", x) if x.dtype == jnp.float32 else jnp.tanh(x)
 
 
-def _logistic(exponent: jax.Array) -> jax.Array:
+def _logistic(route: Route, exponent: jax.Array) -> jax.Array:
     """``1 / (1 + 2 ** exponent)``, with a relative error of 2 ** -21, for weights near 0 too; 0 below 2 ** -126.
 
     The rounding of the exponent adds 2 ** -24 for each unit of the argument, as a rounding of the score would. A tanh
     would take one SFU function, not two, but has an absolute error of 2 ** -12, and a weight of sigmoid attention may
     be 2 ** -14 for all keys.
     """
-    asm = "{ ex2.approx.ftz.f32 $0, $1; add.rn.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
-    return of_elements(asm, exponent)
-
-
-def _interpreted_logistic(exponent: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp2(exponent))
+    if route == "interpreted":
+        return 1.0 / (1.0 + jnp.exp2(exponent))
+    return language.element(route, "logistic", exponent)
 
 
 def evaluation(
@@ -127,7 +107,7 @@ def evaluation(
     *,
     transposed: bool = False,
     approximate: bool = False,
-    interpret: bool = False,
+    route: Route = "pallas",
 ) -> Evaluation:
     """Starts to evaluate a program.
 
@@ -138,9 +118,9 @@ def evaluation(
       indices: Those of ``b``, ``h``, ``q``, ``k`` that are loop-invariant.
       transposed: Whether tiles are held as (keys, queries).
       approximate: Whether approximate SFU functions may be used: the inputs have 16 bits.
-      interpret: Run by Pallas' interpreter, which has no inline PTX.
+      route: Who runs the kernel.
     """
-    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, interpret=interpret)
+    space = TileSpace(refs, *tile, transposed=transposed, approximate=approximate, route=route)
     return Evaluation(space, {n: indices[n.value] for n in program.arguments if n.value in indices})
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.tuning import triton_rules
 
 KERNELS = ("forward", "dkv", "dq")  # of Triton
 HOPPER_KERNELS = ("forward_sm90", "one_pass_sm90", "dkv_sm90", "dq_sm90")  # of Mosaic GPU; one pass: dK, dV and dQ
+OFFICIAL_KERNELS = tuple(f"{kernel}_official" for kernel in KERNELS)  # the same kernels, of official Triton
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 MODS = ("none", "arithmetic", "functions", "elements")  # and "other", of which no table has an entry
 LENGTHS = ("short", "long")
@@ -100,6 +101,18 @@ def look_up(device_kind: str, key: Key) -> Tiles | None:
     """The fastest tiles measured on a device, or None if there is no entry."""
     name = table_name(device_kind)
     return None if name is None else entries(name).get(key)
+
+
+def official(key: Key) -> Key:
+    """The bucket of the same problem for official Triton."""
+    return key._replace(kernel=f"{key.kernel}_official")
+
+
+def microseconds(device_kind: str, key: Key) -> float | None:
+    """How long the fastest tiles took where they were measured, or None if there is no entry."""
+    name = table_name(device_kind)
+    found = () if name is None else read(name).get("entries", ())
+    return next((entry["microseconds"] for entry in found if Key(**entry["key"]) == key), None)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from jflex._call import kv_lengths
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
+from jflex.backends.gpu.official_triton import triton_here
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.mosaic_gpu.limits import limit_of_machine
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -33,7 +34,7 @@ class MosaicGpu(Backend):
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes, and which gradients the Triton kernels compute."""
         reason = limit_of_machine(spec)  # depends on more than the call: not cached
-        return _plan(spec, requested) if reason is None else Refusal(reason)
+        return _plan(triton_here(spec).own(spec), requested) if reason is None else Refusal(reason)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -63,7 +64,7 @@ class MosaicGpu(Backend):
         own = _own(spec, requested)
         rest = None
         if own.left is not None:
-            rest = triton.Triton().backward(spec, inputs, saved, d_saved, own.left)
+            rest = triton_here(spec).backward(spec, inputs, saved, d_saved, own.left)
             if own.backward is None:
                 return rest
         gradients = _own_gradients(spec, own, inputs, saved, d_saved)
@@ -90,27 +91,33 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
     own = plan(kv_lengths.spec_without_lengths(spec, _LISTS), requested)
     if isinstance(own, Refusal):
         return own
+    if own.spec.needs_marks and (missing := triton_here(spec).limit_of_compiler(spec)) is not None:
+        return Refusal(f"the kernels of Triton recompute what NaN reached, and {missing} (or `contain_nan=False`)")
     if own.left is not None:
-        others = triton.Triton().plan(spec, own.left)
+        others = triton_here(spec).plan(spec, own.left)
         if isinstance(others, Refusal):
             return dataclasses.replace(
-                others, reason=f"for gradients, {own.left_reason}; and of 'triton': {others.reason}", mod=None
+                others,
+                reason=f"for gradients, {own.left_reason}; and of '{triton_here(spec).name}': {others.reason}",
+                mod=None,
             )
     all_left = own.left is not None and own.backward is None
     return Plan(
-        functools.partial(_describe, own), own, GradientsBy(triton.Triton.name, own.left_reason) if all_left else None
+        functools.partial(_describe, own),
+        own,
+        GradientsBy(triton_here(spec).name, own.left_reason) if all_left else None,
     )
 
 
 def _describe(own: mosaic_plan.Plan) -> str:
     if own.left is None or own.backward is None:
         return own.describe()
-    return f"{own.describe()}; gradients of arrays that {own.left_reason} by 'triton'"
+    return f"{own.describe()}; gradients of arrays that {own.left_reason} by '{triton_here(own.spec).name}'"
 
 
 def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:
     """The plan of the Hopper kernels, for a call that they support."""
-    plan = _plan(spec, requested)
+    plan = _plan(triton_here(spec).own(spec), requested)
     assert isinstance(plan, Plan), plan
     return plan.kernels
 

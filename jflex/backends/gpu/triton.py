@@ -1,7 +1,8 @@
-"""Adapter of the Triton kernels: plans a call, and passes its arrays to the kernels."""
+"""Adapter of the Triton kernels: plans a call, and passes its arrays to the kernels, which Pallas compiles."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
-from pallas_kernels.plan import GradientRequest, Refusal
-from pallas_kernels.spec import AttentionSpec, Operands, as_int8
+from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
+from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
 
 if TYPE_CHECKING:
@@ -26,15 +27,28 @@ if TYPE_CHECKING:
     from pallas_kernels.triton import plan as triton_plan
 
 
-class Triton(Backend):
-    """Fused kernels for NVIDIA GPUs from Ampere on, through Pallas and Triton."""
+class TritonKernels(Backend):
+    """The Triton kernels, whoever compiles them.
 
-    name: ClassVar[str] = "triton"
+    Attributes:
+      compiler: Who does.
+    """
+
+    compiler: ClassVar[Compiler]
+
+    @abc.abstractmethod
+    def limit_of_compiler(self, spec: AttentionSpec) -> str | None:
+        """What of the compiler stands in the way of a call, or None."""
 
     @isolated_trace
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes. Lengths become a mask, except in decoding."""
-        return _plan(spec, requested)
+        reason = limit_of_device(spec) or self.limit_of_compiler(spec)  # the second depends on more than the call
+        return _plan(self.own(spec), requested) if reason is None else Refusal(reason)
+
+    def own(self, spec: AttentionSpec) -> AttentionSpec:
+        """The call, compiled by this compiler."""
+        return spec if spec.compiler == self.compiler else dataclasses.replace(spec, compiler=self.compiler)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -42,6 +56,7 @@ class Triton(Backend):
         from pallas_kernels.triton import forward
         from pallas_kernels.triton.decode.kernel import decode
 
+        spec = self.own(spec)
         planned = _planned(spec, None)
         if isinstance(inputs, PagedInputs):
             return _attend_paged(planned, inputs)
@@ -66,6 +81,7 @@ class Triton(Backend):
         from pallas_kernels.gradients import RequestedGradients
         from pallas_kernels.triton.backward import gradients
 
+        spec = self.own(spec)
         plan = _planned(spec, requested).backward
         assert plan is not None  # gradients were requested
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
@@ -81,10 +97,28 @@ class Triton(Backend):
         result = requested_gradients(found, requested)
         return kv_lengths.sum_shared_batch(spec, result) if spec.kv_lengths else result
 
+
+class Triton(TritonKernels):
+    """Fused kernels for NVIDIA GPUs from Ampere on, through Pallas and Triton."""
+
+    name: ClassVar[str] = "triton"
+    compiler: ClassVar[Compiler] = "pallas"
+
+    def limit_of_compiler(self, spec: AttentionSpec) -> str | None:
+        """A JAX whose Pallas has no Triton; Pallas' interpreter needs none."""
+        return None if spec.config.interpret else limit_of_pallas()
+
+    @isolated_trace
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-        """Nothing later in the order is faster."""
-        del spec, requested
-        return None
+        """Calls that official Triton was measured to run faster."""
+        from pallas_kernels.official_triton import preference
+
+        if spec.paging is not None:
+            return None
+        plan = _planned(spec, requested)
+        if requested is not None:
+            return None if plan.backward is None else preference.faster(plan.backward.spec, ("dkv", "dq"))
+        return None if plan.decodes else preference.faster(plan.spec, ("forward",))
 
 
 def _saved(spec: AttentionSpec, results: Sequence[jax.Array]) -> Saved:
@@ -126,9 +160,6 @@ def repairs_of(
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-    reason = limit_of_device(spec)
-    if reason is not None:
-        return Refusal(reason)
     from pallas_kernels.triton.plan import plan
 
     lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))

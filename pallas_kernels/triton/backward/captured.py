@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.ref import addupdate
 
 from pallas_kernels import block_walk
@@ -29,7 +28,7 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, reads_once
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores
+from pallas_kernels.triton import language, scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.types import Index, Ref
@@ -78,7 +77,7 @@ def captured(
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
         tiles=_tiles(spec, tiles, work),
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )
     return [x.sum(axis=0) if _stores(spec, work, load) else x for x, load in zip(outs, work.loads, strict=True)]
@@ -203,7 +202,9 @@ class _Program(NamedTuple):
         rows_end, keys_end = spec.T % tile != 0, spec.S % tile != 0
         of_rows = functools.partial(load_queries, spec, b=b, h=h, first=query, rows=tile, may_end=rows_end)
         of_keys = functools.partial(load_keys, spec, b=b, h=h, first=key, rows=tile, may_end=keys_end)
-        vector = functools.partial(load_vector, at=(b, h), first=query, rows=tile, length=spec.T, may_end=rows_end)
+        vector = functools.partial(
+            load_vector, spec, at=(b, h), first=query, rows=tile, length=spec.T, may_end=rows_end
+        )
         q, d_out = of_rows(arrays.query), of_rows(rows.d_out)
         prepared = self._scores(at, self.derivative.nodes)
         outs = scores.compute(prepared, q, of_keys(arrays.key), key, is_partial)
@@ -243,7 +244,7 @@ class _Program(NamedTuple):
         if spec.config.interpret:  # it also writes masked elements, with their old values
             addupdate(ref, index, jnp.where(exists, total, 0.0).astype(ref.dtype))
         else:
-            plgpu.store(ref.at[index], total.astype(ref.dtype), mask=exists)
+            language.store(spec.route, ref.at[index], total.astype(ref.dtype), mask=exists)
 
     def _scores(self, at: tuple[jax.Array, jax.Array, jax.Array, jax.Array], nodes: Sequence[Node]) -> scores.Scores:
         b, h, query, _ = at

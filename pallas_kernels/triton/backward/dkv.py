@@ -81,7 +81,7 @@ def dkv(
         name="jflex_backward_dkv",
         grid=(pl.cdiv(spec.S, tiles.block_kv), spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
     )
     if spec.needs_marks:
         *columns, marks = columns
@@ -100,7 +100,7 @@ def repair(
 ) -> tuple[jax.Array, jax.Array]:
     """Recomputes dK and dV of the tiles with marked keys; `marks` is float32 [B, Hkv, S]; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(spec.Hkv, spec.B, spec.S, tiles.block_kv)
+    marked = Marked(spec, spec.Hkv, spec.B, spec.S, tiles.block_kv)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     d_key, d_value = launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
@@ -109,7 +109,7 @@ def repair(
         name="jflex_backward_dkv_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count: 0, count + 1: 1},
     )
     return d_key, d_value
@@ -136,13 +136,13 @@ def _kernel(
         start = (*state, tuple(jnp.zeros((tiles.block_kv,), jnp.float32) for _ in groups.columns))
         d_k, d_v, sums = head.walk(start, head.step())
         for ref, total in zip(columns, sums, strict=False):
-            store_vector(ref, (b, head.h), keys.first, total, spec.S, may_end=keys.keys_end)
+            store_vector(spec, ref, (b, head.h), keys.first, total, spec.S, may_end=keys.keys_end)
         return d_k, d_v
 
     d_k, d_v = keys.over_heads(keys.zeros, one_head)
     keys.store(d_key, d_value, d_k, keys.scaled_up(d_v))
     if spec.needs_marks:
-        store_vector(columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
+        store_vector(spec, columns[-1], (b, kv_h), keys.first, mark(*d_k, *d_v), spec.S, may_end=keys.keys_end)
 
 
 def _repair_kernel(
@@ -301,5 +301,5 @@ class _Head(NamedTuple):
         spec, rows, b = self.keys.spec, self.keys.tiles.block_q, self.keys.at[0]
         end = {"rows": rows, "length": spec.T, "may_end": is_partial and spec.walk_passes_end("q", rows)}
         load = functools.partial(load_rows, spec, b=b, h=self.h, first=query, **end)
-        vector = functools.partial(load_vector, at=(b, self.h), first=query, **end)
+        vector = functools.partial(load_vector, spec, at=(b, self.h), first=query, **end)
         return load(self.keys.arrays.query), load(self.rows.d_out), vector

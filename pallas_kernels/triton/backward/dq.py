@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.ref import addupdate
 
 from pallas_kernels import block_walk
@@ -26,7 +25,7 @@ from pallas_kernels.program.cotangents import LoadGroups
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores
+from pallas_kernels.triton import language, scores
 from pallas_kernels.triton.containment import Marked, cleared, repair_tiles
 from pallas_kernels.triton.head_chunks import (
     Columns,
@@ -90,7 +89,7 @@ def dq(
         name="jflex_backward_dq",
         grid=(pl.cdiv(spec.T, tiles.block_q), spec.Hq, spec.B),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases=aliases,
     )
     d_query, captured = result[0], result[1 : 1 + len(groups.rows) + len(zeros)]
@@ -110,7 +109,7 @@ def repair(
 ) -> jax.Array:
     """Recomputes dQ of the tiles with marked rows; `marks` is float32 [B, Hq, T]; see `containment`."""
     tiles = repair_tiles(tiles)
-    marked = Marked(spec.Hq, spec.B, spec.T, tiles.block_q)
+    marked = Marked(spec, spec.Hq, spec.B, spec.T, tiles.block_q)
     count = len(jax.tree.leaves((arrays, rows, marks)))
     [d_query] = launch(
         functools.partial(_repair_kernel, spec, tiles, derivative, marked),
@@ -119,7 +118,7 @@ def repair(
         name="jflex_backward_dq_repair",
         grid=(marked.programs,),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count: 0},
     )
     return d_query
@@ -155,7 +154,7 @@ def _kernel(
     queries.store(d_query, d_q)
     vectors = zip(captured, sums, strict=False)
     for ref, x in [*vectors, (captured[-1], mark(*d_q))] if spec.needs_marks else vectors:
-        store_vector(ref, (b, h), queries.first, x, spec.T, may_end=queries.rows_end)
+        store_vector(spec, ref, (b, h), queries.first, x, spec.T, may_end=queries.rows_end)
 
 
 def _repair_kernel(
@@ -223,7 +222,7 @@ class _Queries(NamedTuple):
         first, rows_end = tile * tiles.block_q, spec.T % tiles.block_q != 0
         load = functools.partial(load_queries, spec, b=b, h=h, first=first, rows=tiles.block_q, may_end=rows_end)
         vector = functools.partial(
-            load_vector, at=(b, h), first=first, rows=tiles.block_q, length=spec.T, may_end=rows_end
+            load_vector, spec, at=(b, h), first=first, rows=tiles.block_q, length=spec.T, may_end=rows_end
         )
         q, d_out = load(arrays.query), load(rows.d_out)
         lse_log2, delta = log2_lse(vector(rows.lse, other=-jnp.inf)), vector(rows.delta, other=0.0)
@@ -290,4 +289,4 @@ def _write(
     if add or spec.config.interpret:
         addupdate(ref, at, jnp.where(exists, cotangent, 0.0).astype(ref.dtype))
     else:
-        plgpu.store(ref.at[at], cotangent.astype(ref.dtype), mask=exists)
+        language.store(spec.route, ref.at[at], cotangent.astype(ref.dtype), mask=exists)

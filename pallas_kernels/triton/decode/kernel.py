@@ -20,12 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores, split_kv
+from pallas_kernels.triton import language, scores, split_kv
 from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode import merge, ragged
@@ -71,7 +70,7 @@ def _repair(
         name="jflex_decode_repair",
         grid=(spec.Hkv, spec.B),
         tiles=dataclasses.replace(tiles, num_stages=1),
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count + n: n for n in range(len(result))},
     )
 
@@ -89,7 +88,7 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Arra
         name="jflex_decode",
         grid=(splits, spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
     )
     return merge.merge_uniform(spec, splits, partials, arrays.query.dtype)
 
@@ -103,7 +102,7 @@ def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]
         name="jflex_decode",
         grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
     )
 
 
@@ -122,7 +121,7 @@ def _decode_ragged(
         name="jflex_decode",
         grid=(plan.heads, plan.num_items),
         tiles=tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
     )
     whole, splits = found[: len(result)], found[len(result) :]
     return whole if plan.max_splits == 1 else merge.merge_ragged(plan, extents, splits, whole)
@@ -150,9 +149,9 @@ def _uniform_kernel(
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (tiles.block_q, width), 0)
-        plgpu.store(out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
+        language.store(spec.route, out.at[(b * splits + split, kv_h, line, column)], x, mask=column < spec.Dv)
     for ref, x in zip(of_vectors, vectors, strict=True):
-        plgpu.store(ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
+        language.store(spec.route, ref.at[(b * splits + split, kv_h, pl.ds(0, tiles.block_q))], x)
 
 
 def _ragged_kernel(
@@ -169,7 +168,7 @@ def _ragged_kernel(
     walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
     rows, vectors = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
     count = 2 + len(spec.stats)
-    ragged.store_partial(row, head, rows, vectors, refs[count:])
+    ragged.store_partial(spec, row, head, rows, vectors, refs[count:])
     ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
 
 
@@ -242,7 +241,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
         at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return plgpu.load(ref.at[at], mask=column < spec.D, other=0.0)
+        return language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0)
 
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import split_kv
+from pallas_kernels.triton import language, split_kv
 from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan, SplitRow
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
@@ -47,7 +46,7 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
         name="jflex_decode_merge",
         grid=(lines, spec.Hkv, spec.B),
         tiles=Tiles(run, run, warps, 1),
-        interpret=spec.config.interpret,
+        spec=spec,
     )
 
 
@@ -70,7 +69,7 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
         name="jflex_decode_merge",
         grid=(min(rows, split_kv.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={first_output + n: n for n in range(len(result))},
     )
 
@@ -119,4 +118,4 @@ def _merge_line(
     for (first, width), x in zip(chunks(spec.Dv), columns, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
-        plgpu.store(out.at[at], x.astype(out.dtype), mask=column < spec.Dv)
+        language.store(spec.route, out.at[at], x.astype(out.dtype), mask=column < spec.Dv)

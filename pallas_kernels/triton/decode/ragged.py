@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import split_kv
+from pallas_kernels.triton import language, split_kv
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.types import A, Index, Ref, S
@@ -47,7 +46,7 @@ class KvExtents(NamedTuple, Generic[A]):
         """Where the keys of a batch entry end; None where all end at S."""
         if self.lengths is None:
             return None
-        return jnp.minimum(jnp.maximum(plgpu.load(self.lengths.at[b]), 0), spec.S)
+        return jnp.minimum(jnp.maximum(language.load(spec.route, self.lengths.at[b]), 0), spec.S)
 
 
 class WorkItem(NamedTuple):
@@ -149,7 +148,7 @@ class SplitPlan:
             assert spec.block_size is not None
             max_blocks_ = max_blocks(spec, end)
             at = (*_list_position(spec, b, kv_h), jnp.zeros_like(row))
-            listed = [plgpu.load(counts.at[at]) for counts in (extents.counts, extents.full_counts)]
+            listed = [language.load(spec.route, counts.at[at]) for counts in (extents.counts, extents.full_counts)]
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
         return tiles, split_kv.row_splits(tiles, (index < self.rows).astype(jnp.int32), self.num_splits)
@@ -196,24 +195,30 @@ def _slots_before(splits: jax.Array, row: Index) -> jax.Array:
     return jnp.sum(jnp.where(earlier & (splits > 1), splits, 0))
 
 
-def store_partial(row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]) -> None:
+def store_partial(
+    spec: AttentionSpec, row: WorkItem, head: Index, rows: Columns, vectors: RowVectors, splits: Sequence[Ref]
+) -> None:
     """Stores the partial result of a split: its rows [block_q, Dv] in float32, and their lse and stats [block_q]."""
     partial_out, *of_vectors = splits
     kept, block_q = row.exists & ~row.unsplit, vectors[0].shape[0]
     slot = jnp.minimum(row.slot, partial_out.shape[0] - 1)
     line = lax.broadcasted_iota(jnp.int32, (block_q,), 0)
     for ref, x in zip(of_vectors, vectors, strict=True):
-        plgpu.store(ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
+        language.store(spec.route, ref.at[(slot, head, line)], x, mask=jnp.broadcast_to(kept, (block_q,)))
     for (first, width), x in zip(chunks(partial_out.shape[-1]), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         line = lax.broadcasted_iota(jnp.int32, (block_q, width), 0)
-        plgpu.store(partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept)
+        language.store(
+            spec.route, partial_out.at[(slot, head, line, column)], x, mask=(column < partial_out.shape[-1]) & kept
+        )
 
 
 def load_lse(spec: AttentionSpec, row: WorkItem, block_q: int, lse: Ref) -> jax.Array:
     """Loads the lse of the queries of a key head; lines past the last query repeat it."""
     line = jnp.minimum(lax.broadcasted_iota(jnp.int32, (block_q,), 0), spec.group * spec.T - 1)
-    return plgpu.load(lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))])
+    return language.load(
+        spec.route, lse.at[(row.b, row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T))]
+    )
 
 
 def store_unsplit(
@@ -235,13 +240,13 @@ def store_unsplit(
 
     h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q,), 0))
     for ref, x in zip(of_vectors, vectors, strict=True):
-        plgpu.store(ref.at[(row.b, h, t)], x, mask=exists)
+        language.store(spec.route, ref.at[(row.b, h, t)], x, mask=exists)
     for (first, width), x in zip(chunks(spec.Dv), rows, strict=True):
         column = first + lax.broadcasted_iota(jnp.int32, (block_q, width), 1)
         h, t, exists = batch_and_head(lax.broadcasted_iota(jnp.int32, (block_q, width), 0))
         at = (row.b, t, h, column) if spec.layout == "BTNH" else (row.b, h, t, column)
         exists = exists if keeps is None else exists & ~keeps[:, None]
-        plgpu.store(out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
+        language.store(spec.route, out.at[at], x.astype(out.dtype), mask=(column < spec.Dv) & exists)
 
 
 def over_keys(

@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import scores, split_kv, vectors
+from pallas_kernels.triton import language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks
@@ -94,7 +93,7 @@ def _launch(
         name=name,
         grid=(spec.Hkv * work.num_items(spec),),
         tiles=work.tiles,
-        interpret=spec.config.interpret,
+        spec=spec,
         aliases={count + n: n for n in range(len(before))},
     )
 
@@ -156,7 +155,7 @@ class _Program(NamedTuple):
         row, whole, spec = self.row, jnp.broadcast_to(whole, row_vectors[0].shape), self.attention.prepared.spec
         out, *of_rows = refs
         for ref, x in zip(of_rows, row_vectors, strict=True):
-            plgpu.store(ref.at[(row.n, row.h)], x, mask=whole)
+            language.store(spec.route, ref.at[(row.n, row.h)], x, mask=whole)
         mask = whole if keeps is None else whole & ~keeps
         _store(spec, out, (row.n[:, None], row.h[:, None]), columns, mask)
 
@@ -179,7 +178,7 @@ def _kernel(
     i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
     is_split = program.row.exists & (item.splits > 1)
     for ref, x in zip(of_rows, row_vectors, strict=True):
-        plgpu.store(ref.at[(item.slot, kv_h, i)], x, mask=is_split)
+        language.store(spec.route, ref.at[(item.slot, kv_h, i)], x, mask=is_split)
     _store(spec, partial_out, (item.slot, kv_h, i[:, None]), columns, is_split)
 
 
@@ -190,7 +189,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
         columns, row_vectors, attended = program.attention.repair()
         program.store(refs, columns, row_vectors, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
 
-    marked = any_nan(plgpu.load(before[1].at[(program.row.n, program.row.h)]))
+    marked = any_nan(language.load(spec.route, before[1].at[(program.row.n, program.row.h)]))
     pl.when(marked & (program.item.queries > 0))(fix)
 
 
@@ -199,7 +198,7 @@ def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Column
     for (first, _, step), x in zip(mod_chunks(size, spec.vector_programs.value), columns, strict=True):
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
-        plgpu.store(ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
+        language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))
 
 
 def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> Columns:
@@ -209,7 +208,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
         shape = (n.shape[0], width)
         column = first + step * lax.broadcasted_iota(jnp.int32, shape, 1)
         at = (jnp.broadcast_to(n[:, None], shape), jnp.broadcast_to(h[:, None], shape), column)
-        return plgpu.load(ref.at[at], mask=column < spec.D, other=0.0)
+        return language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0)
 
     return tuple(load(*chunk) for chunk in key_chunks(spec))
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns, key_chunks, mod_chunks
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
 from pallas_kernels.triton.vectors import PreparedVectors
@@ -61,7 +61,7 @@ class KeyRows(NamedTuple):
             page, row = arrays.table[(work_item.request, lax.div(first, page_size))], lax.rem(first, page_size)
         else:
             at = arrays.table.at[(work_item.request, lax.div(position, page_size))]
-            page = plgpu.load(at, mask=exists, other=0) if may_end else plgpu.load(at)
+            page = language.load(spec.route, at, mask=exists, other=0) if may_end else language.load(spec.route, at)
             row = lax.rem(position, page_size)
         page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
         return cls(spec, h, first, exists, page, row, may_end)
@@ -82,7 +82,9 @@ class KeyRows(NamedTuple):
     def _load_chunk(self, ref: Ref, start: int, width: int) -> jax.Array:
         count, size = self.exists.shape[0], ref.shape[3]
         if self._is_one_page and not self.may_end and start + width <= size:
-            return plgpu.load(ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))])
+            return language.load(
+                self.spec.route, ref.at[(self.page, pl.ds(self.row, count), self.h, pl.ds(start, width))]
+            )
         column = start + lax.broadcasted_iota(jnp.int32, (count, width), 1)
         return self._load_lanes(ref, column, column < size)
 
@@ -97,7 +99,11 @@ class KeyRows(NamedTuple):
             exists = jnp.broadcast_to(self.exists[:, None], lanes.shape)
             mask = exists if mask is None else mask & exists
         at = ref.at[(pages, rows, self.h, lanes)]
-        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
+        return (
+            language.load(self.spec.route, at)
+            if mask is None
+            else language.load(self.spec.route, at, mask=mask, other=0.0)
+        )
 
     @property
     def _is_one_page(self) -> bool:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.triton import split_kv
+from pallas_kernels.triton import language, split_kv
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.work import (
@@ -39,7 +38,6 @@ def merge_splits(
     splits: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
-    a = spec
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
     run, warps = partials_at_once(work.max_splits(spec), rows)
     return launch(
@@ -49,7 +47,7 @@ def merge_splits(
         name="jflex_paged_merge",
         grid=(min(rows, split_kv.MAX_MERGE_PROGRAMS),),
         tiles=Tiles(run, run, warps, 1),
-        interpret=a.config.interpret,
+        spec=spec,
         aliases={2 + len(splits) + n: n for n in range(len(result))},
     )
 
@@ -79,6 +77,6 @@ def _kernel(
             ref[n, h] = x
         for (first, width), x in zip(chunks(a.Dv), columns, strict=True):
             column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
-            plgpu.store(out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
+            language.store(spec.route, out.at[(n, h, column)], x.astype(out.dtype), mask=column < a.Dv)
 
     split_kv.grid_stride(rows, merge)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import split_kv
+from pallas_kernels.triton import language, split_kv
 from pallas_kernels.types import A, Index, Ref
 
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
@@ -144,9 +143,11 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     """Loads the lengths of all requests, and plans their tiles and splits."""
     R, N = spec.B, spec.T
     i = lax.broadcasted_iota(jnp.int32, (1 << R.bit_length(),), 0)
-    start = plgpu.load(arrays.indptr.at[i], mask=i <= R, other=N)
-    end = plgpu.load(arrays.indptr.at[i + 1], mask=i < R, other=N)
-    return planned_requests(spec, work, start, end, plgpu.load(arrays.lengths.at[i], mask=i < R, other=0))
+    start = language.load(spec.route, arrays.indptr.at[i], mask=i <= R, other=N)
+    end = language.load(spec.route, arrays.indptr.at[i + 1], mask=i < R, other=N)
+    return planned_requests(
+        spec, work, start, end, language.load(spec.route, arrays.lengths.at[i], mask=i < R, other=0)
+    )
 
 
 def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
