@@ -9,12 +9,14 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
@@ -22,9 +24,10 @@ from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
-from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
-from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, lists_from_states, states_from_lists
+from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size, checked_width
+from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
 from jflex.block_mask.states import block_states
+from jflex.block_mask.tables import block_lists, is_compact
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index
@@ -69,13 +72,13 @@ class BlockMask:
     """
 
     kv_num_blocks: Int32[Array, "B H R"]
-    kv_indices: Int32[Array, "B H R C"]
+    kv_indices: Int32[Array, "B H R _"]
     full_kv_num_blocks: Int32[Array, "B H R"]
-    full_kv_indices: Int32[Array, "B H R C"]
+    full_kv_indices: Int32[Array, "B H R _"]
     q_num_blocks: Int32[Array, "B H C"]
-    q_indices: Int32[Array, "B H C R"]
+    q_indices: Int32[Array, "B H C _"]
     full_q_num_blocks: Int32[Array, "B H C"]
-    full_q_indices: Int32[Array, "B H C R"]
+    full_q_indices: Int32[Array, "B H C _"]
     mask_operands: tuple[jax.Array, ...]
     traced: TracedMod | None = dataclasses.field(metadata={"static": True})
     seq_lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
@@ -325,6 +328,7 @@ def create_block_mask(
     KV_LEN: int,
     *,
     block_size: BlockSize = 128,
+    max_blocks: int | None = None,
 ) -> BlockMask:
     """Makes the BlockMask of a mask_mod: exact, inside or outside ``jit``, without a dense mask in memory.
 
@@ -361,6 +365,7 @@ def create_block_mask(
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
     block_size = checked_block_size(block_size)
+    max_blocks = None if max_blocks is None else checked_width(max_blocks, "max_blocks")
     traced, operands = trace_mask_mod(mask_mod)
     for size, argument, index in ((B, "B", "b"), (H, "H", "h")):
         if size is None and uses_index(traced, index):
@@ -369,7 +374,11 @@ def create_block_mask(
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
     check_mask_shape(mask_mod, shape, "a BlockMask")
-    lists = lists_from_states(block_states(traced, operands, shape, block_size))._asdict()
+    # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
+    known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
+    with jax.core.eval_context() if known else contextlib.nullcontext():
+        states = block_states(traced, operands, shape, block_size)
+        lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
         lists_follow_mod=True,
@@ -381,7 +390,8 @@ def _assemble(mask: BlockMatrix) -> BlockMask:
     traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
     if traced is not None and mask.source is not None:
         traced = dataclasses.replace(traced, source=mask.source)
-    lists = lists_from_states(demote_tails(mask.states, mask.seq_lengths, mask.block_size))._asdict()
+    states = demote_tails(mask.states, mask.seq_lengths, mask.block_size)
+    lists = block_lists(states, follow_mod=mask.lists_follow_mod)._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=mask.seq_lengths, block_size=mask.block_size,
         lists_follow_mod=mask.lists_follow_mod,
