@@ -224,7 +224,7 @@ def states(spec: AttentionSpec, lists: Sequence[jax.Array]) -> jax.Array:
     counts, indices, full_counts, full_indices = lists[:4]
     result = jnp.zeros((*counts.shape, columns), jnp.int32)
     outer = jnp.indices(counts.shape, sparse=True)
-    column = jnp.arange(columns, dtype=jnp.int32)
+    column = jnp.arange(columns, dtype=jnp.int32)[None, None, None]
     for count, index, state in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
         count, width = count[..., None], index.shape[-1]
         listed = jax.lax.broadcasted_iota(jnp.int32, index.shape, 3) < count

@@ -218,7 +218,7 @@ def listed_blocks(
     listed = listed.reshape(batch, heads, rows, columns)
     if not runs or width >= columns:
         return listed
-    column, last = jnp.arange(columns, dtype=jnp.int32), indices[..., -1:]
+    column, last = jnp.arange(columns, dtype=jnp.int32)[None, None, None], indices[..., -1:]
     return listed | ((column > last) & (column <= last + counts[..., None] - width))
 
 
