@@ -457,8 +457,9 @@ ROWS = [
     ("mask_width", lambda: causal_mask(max_blocks=2.0), TypeError, r"`max_blocks` must be a Python int.*Got 2.0"),
     (
         "mask_too_narrow",
-        lambda: jflex.create_block_mask(lambda b, h, q, k: q // 32 % 2 == k // 32 % 2, None, None, 256, 256,
-                                        block_size=32, max_blocks=3),
+        lambda: jflex.create_block_mask(
+            lambda b, h, q, k: q // 32 % 2 == k // 32 % 2, None, None, 256, 256, block_size=32, max_blocks=3
+        ),
         ValueError,
         r"`max_blocks` is 3, but a query block.*needs 4 entries for its full key blocks.*Pass `max_blocks=4` or more",
     ),

@@ -32,7 +32,7 @@ class BlockLists(NamedTuple):
 
     A table may be narrower than the axis that it indexes. Then a count may exceed its width: the last entry begins a
     run, and the blocks after it follow one by one. So a causal row, whose full blocks are all in sequence, needs one
-    entry. `block_at` reads such a table.
+    entry. `pallas_kernels.block_walk.block_at` reads such a table.
     """
 
     kv_num_blocks: Int32[Array, "B H R"]
@@ -133,7 +133,7 @@ def _split(words: list[jax.Array]) -> list[BitRows]:
 
 
 @jax.jit
-def entries_needed(packed: PackedStates) -> Int32[Array, "4"]:
+def entries_needed(packed: PackedStates) -> Int32[Array, " 4"]:
     """How many entries the most crowded row of each table needs, if its last one may begin a run."""
     return jnp.stack([jnp.max(bits.counts - jnp.maximum(bits.run() - 1, 0), initial=0) for bits in packed])
 
@@ -167,7 +167,7 @@ def _cut_lists(partial: BitRows, full: BitRows, widths: tuple[int, int]) -> list
     """As `_plain_lists`; a row that needs more entries ends in a run of partial blocks from its `cut` on."""
     never = jnp.int32(np.iinfo(np.int32).max)
     fits, cut = jnp.bool_(True), never
-    # Before the cut there must be room: for all full blocks, and for all partial ones and the entry that begins the run.
+    # There must be room for what lies before the cut: for its full blocks, and for its partial ones and the run.
     for bits, width, last in ((partial, widths[0], widths[0] - 1), (full, widths[1], widths[1])):
         fits &= bits.counts - jnp.maximum(bits.run() - 1, 0) <= width
         at = bits.nth(jnp.full((bits.counts.shape[0], 1), last, jnp.int32))[:, 0]

@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
@@ -48,7 +48,8 @@ class BlockMask:
 
     Attributes:
       kv_num_blocks: Number of partial key blocks of each query block.
-      kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list.
+      kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list. A table
+        narrower than the number of blocks may have rows with more blocks than entries: the last entry begins a run.
       full_kv_num_blocks: Number of full key blocks of each query block.
       full_kv_indices: Their indices.
       q_num_blocks: Number of query blocks of which a key block is a partial one; the backward pass walks these.
@@ -111,7 +112,7 @@ class BlockMask:
           seq_lengths: ``(Q_LEN, KV_LEN)``. None: as many whole blocks as the arrays have rows and columns.
 
         Returns:
-          The mask, with ascending lists of full width.
+          The mask, with ascending lists; see `create_block_mask` for the widths of the tables.
 
         Raises:
           TypeError: The lists are not integers, or `mask_mod` is not a mask_mod.
@@ -332,8 +333,16 @@ def create_block_mask(
 ) -> BlockMask:
     """Makes the BlockMask of a mask_mod: exact, inside or outside ``jit``, without a dense mask in memory.
 
-    Every element is evaluated, a bounded number at a time. A mask_mod with the same program and captured arrays of the
-    same shapes is not compiled again, whatever the values of the arrays.
+    Interval arithmetic on the program of the mask_mod decides most blocks of causal masks, windows, documents, prefixes
+    and padding, and of what ``&``, ``|`` and ``~`` make of them. Of the others elements are evaluated, a bounded number
+    at a time. A mask_mod that computes with floats, or reads a dense mask, has every element evaluated. A mask_mod with
+    the same program and captured arrays of the same shapes is not compiled again, whatever the values of the arrays.
+
+    Tables of up to 1024 blocks are as wide as the sequence. Beyond, they are as wide as the most crowded row, so that
+    a causal mask of 1,048,576 tokens takes 1.2 MB. Blocks in sequence at the end of a row take one entry. Inside
+    ``jit``, the values of a traced mask are unknown: tables get `max_blocks` entries, or 128. A row that needs more
+    ends in a run of partial blocks, which covers all that it attends to from there on: nothing is dropped, but the run
+    is evaluated element by element, also where it attends to nothing. Pass more `max_blocks` if that takes long.
 
     Args:
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query attends to a key; called on int32 scalars; ``h``
@@ -343,6 +352,7 @@ def create_block_mask(
       Q_LEN: Number of queries; may be 0.
       KV_LEN: Number of keys; may be 0.
       block_size: Of queries and keys, one number or a pair. Lengths need not be multiples of it.
+      max_blocks: Entries of a row of each index table, so that its shape does not follow from values. None: see above.
 
     Returns:
       The mask. A block is full if all of it is visible and it lies wholly within the lengths.
@@ -350,7 +360,8 @@ def create_block_mask(
     Raises:
       TypeError: `mask_mod` is not a mask_mod, or a size is not an integer.
       ValueError: A size is negative; `mask_mod` branches in Python on its arguments; or it uses ``b`` while `B` is
-        None, or ``h`` while `H` is None; or a ready mask was made for other sizes.
+        None, or ``h`` while `H` is None; or a ready mask was made for other sizes; or `max_blocks` is zero, or less
+        than a row needs whose values are known.
 
     >>> documents = jnp.array([0] * 200 + [1] * 312)
     >>> def same_document(b, h, q_idx, kv_idx):
@@ -376,7 +387,7 @@ def create_block_mask(
     check_mask_shape(mask_mod, shape, "a BlockMask")
     # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
     known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
-    with jax.core.eval_context() if known else contextlib.nullcontext():
+    with eval_context() if known else contextlib.nullcontext():
         states = block_states(traced, operands, shape, block_size)
         lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)._asdict()
     return BlockMask(

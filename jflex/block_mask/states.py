@@ -43,8 +43,8 @@ def block_states(
     rows, columns = map(block_count, lengths, block_size)
     if 0 in (batch, heads, rows, columns):
         return jnp.zeros((batch, heads, rows, columns), jnp.int8)
-    own = tuple(size if uses_index(traced, index) else 1 for size, index in ((batch, "b"), (heads, "h")))
-    own_shape = (*own, lengths[0], lengths[1])
+    own_batch, own_heads = (n if uses_index(traced, index) else 1 for n, index in ((batch, "b"), (heads, "h")))
+    own_shape = own_batch, own_heads, lengths[0], lengths[1]
     # What one step evaluates is not worth bounds, which take 0.1 s to compile.
     bounded = math.prod(own_shape) > _ELEMENTS_PER_STEP
     states = _bounded_states(traced, operands, own_shape, block_size) if bounded else None

@@ -72,8 +72,8 @@ class _Positions(Space):
 
     def __init__(self, operands: Sequence[jax.Array], grid: Grid) -> None:
         self.operands = operands
-        sizes = zip(grid.shape, grid.block_size, strict=True)
-        self.shapes = dict(zip((Axes.ROW, Axes.COLUMN), sizes, strict=True))
+        (rows, columns), (queries, keys) = grid.shape, grid.block_size
+        self.shapes: dict[str, tuple[int, int]] = {Axes.ROW: (rows, queries), Axes.COLUMN: (columns, keys)}
 
     def literal(self, node: Node) -> jax.Array:
         return jnp.full((), node.value.item(), node.dtype)
@@ -86,7 +86,7 @@ class _Positions(Space):
 
 
 class _BlockAnalysis:
-    """Intervals of the nodes of one program: of row values [rows, 1], of column values [1, columns]; None: no bounds."""
+    """Intervals of the nodes of one program: [rows, 1] of row values, [1, columns] of column values; None: unknown."""
 
     def __init__(self, evaluation: Evaluation, grid: Grid) -> None:
         self.evaluation, self.grid = evaluation, grid
