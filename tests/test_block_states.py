@@ -16,7 +16,10 @@ from jflex.block_mask import lists, states, tables
 from jflex.block_mask.bits import BitRows, pack, transpose
 from jflex.block_mask.states import block_states
 from jflex.mods.trace import trace_mask_mod
+from tests import evaluation
+from tests.cases import CASES
 from tests.dense_masks import causal, pooled_states
+from tests.ready_masks import READY
 from tests.test_intervals import LARGE, MASKS, evaluate
 
 SIZES = {"T": 61, "S": 83, "B": 2, "H": 2}
@@ -81,6 +84,16 @@ KNOWN = {
 }
 
 
+def test_doubt_of_known_masks_is_settled(monkeypatch):
+    monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1 << 12)
+    ids, shape = jnp.asarray((IDS * 536870909) % 2**31 - 2**30, jnp.int32), (1, 1, 480, 448)
+    for mod in (causal, lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: jnp.sin((q * k).astype(float)) > 0.9):
+        made = states.known_block_states(*trace_mask_mod(mod), shape, (32, 64))
+        np.testing.assert_array_equal(made, by_elements(mod, shape, (32, 64)))
+    block_states.clear_cache()  # of the sizes above
+
+
 def test_documents_in_no_order(monkeypatch):
     """Minimum and maximum of a block that holds two of them leave doubt."""
     ids = jnp.asarray((IDS * 536870909) % 2**31 - 2**30, jnp.int32)
@@ -95,6 +108,58 @@ def test_no_element_is_evaluated_of_masks_of_structure(name, monkeypatch):
     expected = by_elements(KNOWN[name], shape, (32, 32))
     monkeypatch.setattr(states, "_settled", lambda traced, operands, found, *rest: found)
     np.testing.assert_array_equal(by_bounds(monkeypatch, KNOWN[name], shape, (32, 32)), expected)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_masks(name, monkeypatch):
+    mask_mod, dense = READY[name]
+    dense = np.broadcast_to(dense, (2, *dense.shape[-2:]))[:, None]
+    found = by_bounds(monkeypatch, mask_mod, dense.shape, (8, 16), per_step=1 << 12)
+    np.testing.assert_array_equal(found, pooled_states(dense, (8, 16)))
+
+
+MASKED = {(case.mask, case.sizes): pytest.param(case, id=case.name) for case in CASES if case.mask is not None}.values()
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_of_the_table(case, monkeypatch):
+    n, captures = case.sizes, evaluation.draw(case).mask
+    at = np.ix_(*map(np.arange, (n.B, n.Hq, n.T, n.S)))
+    dense = np.broadcast_to(case.mask.exact(*at, captures), (n.B, n.Hq, n.T, n.S))
+    mod = case.mask.jax(jax.tree.map(jnp.asarray, captures))
+    found = by_bounds(monkeypatch, mod, dense.shape, (16, 32), few=True)
+    np.testing.assert_array_equal(found, pooled_states(dense, (16, 32)))
+
+
+def documents_of(ids):
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
+
+
+def test_with_64_bits(monkeypatch):
+    """Of 64-bit numbers elements are evaluated; others are bounded as ever."""
+    shape = (1, 1, 512, 512)
+    expected = by_elements(documents_of(jnp.asarray(IDS, jnp.int32)), shape, (32, 32))
+    with jax.enable_x64(True):
+        for dtype in (jnp.int32, jnp.int64):
+            found = by_bounds(monkeypatch, documents_of(jnp.asarray(IDS, dtype)), shape, (32, 32))
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_under_vmap_and_inside_shard_map(monkeypatch):
+    monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1)
+    ids = np.stack([np.roll(IDS, 40 * i) for i in range(8)]).astype(np.int32)
+    shape = (1, 1, 512, 512)
+
+    def of_row(row):
+        traced, operands = trace_mask_mod(documents_of(row))
+        return inspect.unwrap(block_states)(traced, operands, shape, (64, 64))
+
+    expected = np.stack([by_elements(documents_of(jnp.asarray(row)), shape, (64, 64)) for row in ids[:2]])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(of_row))(jnp.asarray(ids[:2])), expected)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.shard_map(lambda x: of_row(x[0])[None], mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    np.testing.assert_array_equal(jax.jit(rows)(jnp.asarray(ids[:2])), expected)
 
 
 # --- bits

@@ -10,7 +10,7 @@ from benchmarks.environment import gpu_facts
 from benchmarks.questions import command
 from benchmarks.questions.command import Measured, Questions
 from benchmarks.results.schema import Record
-from benchmarks.run.jobs import SHARED_GPU, Job, run_job
+from benchmarks.run.jobs import Job, RunJob, run_job
 
 QUESTIONS = Questions()
 LENGTHS = (4096, 16384, 131072, 1048576)
@@ -31,16 +31,16 @@ _FIELDS = {
     "create_block_mask, blocks of 128, one mask for all heads: 64 causal documents, their ids traced inside jit; a "
     "causal window of 4096; causal; each in fresh processes"
 )
-def long_masks(lengths: Sequence[int] = LENGTHS) -> Measured:
+def long_masks(lengths: Sequence[int] = LENGTHS, run: RunJob = run_job) -> Measured:
     """How long does it take to make the BlockMask of a long sequence, and how many bytes are its tables?"""
     records = []
     for length in lengths:
         for kind in KINDS:
             shape = {"length": length, "kind": kind}
-            runs = [run_job(Job(kind, __name__, "probe", shape, SHARED_GPU)) for _ in range(3)]
+            found = [run(Job(kind, __name__, "probe", shape)) for _ in range(3)]
             for field, label in _FIELDS.items():
                 unit, _, name = label.partition(", ")
-                values = [run[field] for run in runs if run[field] is not None]
+                values = [answer[field] for answer in found if answer[field] is not None]
                 if values:
                     records.append(Record.of(f"{name}, {kind}, S {length}", values, unit, 3))
     return records, []

@@ -26,7 +26,7 @@ from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
 from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size, checked_width
 from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
-from jflex.block_mask.states import block_states
+from jflex.block_mask.states import block_states, known_block_states
 from jflex.block_mask.tables import block_lists, is_compact
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
@@ -388,7 +388,7 @@ def create_block_mask(
     # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
     known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
     with eval_context() if known else contextlib.nullcontext():
-        states = block_states(traced, operands, shape, block_size)
+        states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
         lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,

@@ -34,11 +34,26 @@ _DOUBT = 3  # the state of a block that bounds and corners leave undecided
 Shape = tuple[int, int, int, int]
 
 
-@jax.jit(static_argnames=("traced", "shape", "block_size"))
-def block_states(
+def known_block_states(
     traced: TracedMod, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int]
 ) -> Int8[Array, "B H R C"]:
-    """Classifies every block of a mask of `shape` ``(B, H, Q_LEN, KV_LEN)``, exactly."""
+    """As `block_states`, of known operands: what evaluates blocks in doubt is compiled only if there are any."""
+    states = block_states(traced, operands, shape, block_size, settle=False)
+    if not states.size or int(jnp.max(states)) < _DOUBT:
+        return states
+    return block_states(traced, operands, shape, block_size)
+
+
+@jax.jit(static_argnames=("traced", "shape", "block_size", "settle"))
+def block_states(
+    traced: TracedMod,
+    operands: tuple[jax.Array, ...],
+    shape: Shape,
+    block_size: tuple[int, int],
+    *,
+    settle: bool = True,
+) -> Int8[Array, "B H R C"]:
+    """Classifies every block of a mask of `shape` ``(B, H, Q_LEN, KV_LEN)``, exactly unless not `settle`."""
     batch, heads, *lengths = shape
     rows, columns = map(block_count, lengths, block_size)
     if 0 in (batch, heads, rows, columns):
@@ -47,16 +62,16 @@ def block_states(
     own_shape = own_batch, own_heads, lengths[0], lengths[1]
     # What one step evaluates is not worth bounds, which take 0.1 s to compile.
     bounded = math.prod(own_shape) > _ELEMENTS_PER_STEP
-    states = _bounded_states(traced, operands, own_shape, block_size) if bounded else None
+    states = _bounded_states(traced, operands, own_shape, block_size, settle=settle) if bounded else None
     if states is None:
         states = _evaluated_states(traced, operands, own_shape, block_size)
     return jnp.broadcast_to(states, (batch, heads, rows, columns))
 
 
 def _bounded_states(
-    traced: TracedMod, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int]
+    traced: TracedMod, operands: tuple[jax.Array, ...], shape: Shape, block_size: tuple[int, int], *, settle: bool
 ) -> Int8[Array, "B H R C"] | None:
-    """The states by bounds, with elements evaluated where they leave doubt; None if bounds decide no block."""
+    """The states by bounds, and of what these leave in doubt by elements if `settle`; None if bounds decide nothing."""
     batch, heads, *lengths = shape
     grid = Grid((lengths[0], lengths[1]), block_size)
     if varying_axes(*operands):  # inside a `jax.shard_map` programs would need the types of its mesh
@@ -84,10 +99,16 @@ def _bounded_states(
     numbers = jnp.arange(units, dtype=jnp.int32)
     if math.prod(shape) <= _FEW_ELEMENTS:
         states = jax.vmap(classify)(numbers).reshape(batch, heads, rows, columns)
+        if not settle:
+            return states
         evaluate = lambda _: _evaluated_states(traced, operands, shape, block_size)
         return lax.cond(_any_doubtful(states), evaluate, lambda states: states, states)
     width = min(units, max(1, _ELEMENTS_PER_STEP // (rows * columns)))
-    of_units = lambda some: _settled(traced, operands, jax.vmap(classify)(some), some, heads, grid)
+
+    def of_units(some: Int32[Array, " N"]) -> Int8[Array, "N R C"]:
+        states = jax.vmap(classify)(some)
+        return _settled(traced, operands, states, some, heads, grid) if settle else states
+
     steps = block_count(units, width)
     padded = jnp.minimum(jnp.arange(steps * width, dtype=jnp.int32), units - 1)
     states = of_units(numbers) if steps == 1 else lax.map(of_units, padded.reshape(steps, width))
