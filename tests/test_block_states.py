@@ -145,6 +145,21 @@ def test_with_64_bits(monkeypatch):
             np.testing.assert_array_equal(found, expected)
 
 
+def test_inside_of_a_gradient(monkeypatch):
+    """States are data: a captured array that is differentiated elsewhere goes through the loop over doubtful blocks."""
+    monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1)
+
+    def loss(slope):
+        mod = lambda b, h, q, k: ((q * k) % 7 < 3) & (q >= k) & (slope[0] * k.astype(jnp.float32) < 90.0)
+        traced, operands = trace_mask_mod(mod)
+        found = inspect.unwrap(block_states)(traced, operands, (1, 1, 64, 64), (16, 16))
+        return jnp.sum(slope) * jnp.sum(found).astype(jnp.float32)
+
+    total, gradient = jax.jit(jax.value_and_grad(loss))(jnp.ones(1))
+    assert gradient.tolist() == [float(total)]
+
+
 def test_under_vmap_and_inside_shard_map(monkeypatch):
     monkeypatch.setattr(states, "_FEW_ELEMENTS", 0)
     monkeypatch.setattr(states, "_ELEMENTS_PER_STEP", 1)

@@ -60,6 +60,7 @@ def block_states(
         return jnp.zeros((batch, heads, rows, columns), jnp.int8)
     own_batch, own_heads = (n if uses_index(traced, index) else 1 for n, index in ((batch, "b"), (heads, "h")))
     own_shape = own_batch, own_heads, lengths[0], lengths[1]
+    operands = lax.stop_gradient(operands)  # states have no derivative, and a loop of unknown length cannot be reversed
     # What one step evaluates is not worth bounds, which take 0.1 s to compile.
     bounded = math.prod(own_shape) > _ELEMENTS_PER_STEP
     states = _bounded_states(traced, operands, own_shape, block_size, settle=settle) if bounded else None
