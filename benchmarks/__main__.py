@@ -10,6 +10,7 @@ COMMANDS = {
     "attention": ("benchmarks.run.suite", "speed of attention beside peers, by suites"),
     "gpu": ("benchmarks.questions.gpu", "memory, mask creation and the first call on a GPU"),
     "cpu": ("benchmarks.questions.cpu", "the same and more on a CPU"),
+    "masks": ("benchmarks.questions.masks", "making BlockMasks of up to a million tokens, on a CPU or a GPU"),
     "numerics": ("benchmarks.questions.numerics", "errors of 16-bit attention against float64"),
     "training": ("benchmarks.questions.training", "training steps of whole models beside peers"),
     "generation": ("benchmarks.questions.generation", "prefill and decoding with a whole model beside torch"),

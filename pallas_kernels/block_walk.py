@@ -72,7 +72,7 @@ def walk(
 
         def body(t, state, indices=indices, is_partial=is_partial):
             i, within = (t, 0) if per_block == 1 else (lax.div(t, per_block), lax.rem(t, per_block))
-            block_id = indices[(*row.at, i)]
+            block_id = block_at(indices, row.at, i, last + 1)
             block_id = jnp.minimum(jnp.maximum(block_id, 0), last)  # lists from the user may hold anything
             return step(state, block_id * block + within * tile, is_partial)
 
@@ -82,6 +82,23 @@ def walk(
             state = lax.fori_loop(jnp.minimum(start, tiles), jnp.minimum(end, tiles), body, state)
             start, end = jnp.maximum(start - tiles, 0), jnp.maximum(end - tiles, 0)
     return state
+
+
+def block_at(indices: Ref | jax.Array, at: tuple[Index, ...], i: Index, blocks: int) -> jax.Array:
+    """The ith block of a row of a table of blocks; a narrow table ends in a run.
+
+    Args:
+      indices: The table. If it has fewer entries than there are blocks, the last entry of a row begins a run: the
+        blocks after it follow one by one.
+      at: The row.
+      i: Which block, below the count of the row.
+      blocks: How many blocks there are.
+    """
+    last = indices.shape[-1] - 1
+    if last + 1 >= blocks:
+        return indices[(*at, i)]
+    entry = jnp.minimum(i, last)
+    return indices[(*at, entry)] + (i - entry)
 
 
 def walk_all(
@@ -207,8 +224,13 @@ def states(spec: AttentionSpec, lists: Sequence[jax.Array]) -> jax.Array:
     counts, indices, full_counts, full_indices = lists[:4]
     result = jnp.zeros((*counts.shape, columns), jnp.int32)
     outer = jnp.indices(counts.shape, sparse=True)
+    column = jnp.arange(columns, dtype=jnp.int32)[None, None, None]
     for count, index, state in ((counts, indices, PARTIAL), (full_counts, full_indices, FULL)):
-        listed = jax.lax.broadcasted_iota(jnp.int32, index.shape, 3) < count[..., None]
+        count, width = count[..., None], index.shape[-1]
+        listed = jax.lax.broadcasted_iota(jnp.int32, index.shape, 3) < count
         at = (*(x[..., None] for x in outer), jnp.clip(index, 0, columns - 1))
         result = result.at[at].max(jnp.where(listed, state, EMPTY))
+        if width < columns:  # a narrow table ends in a run, see `block_at`
+            in_run = (column > index[..., -1:]) & (column <= index[..., -1:] + count - width)
+            result = jnp.where(in_run, state, result)
     return result

@@ -45,6 +45,7 @@ class Case:
       mask: The mask mod, likewise.
       sizes: Of the arrays.
       block: Block size of a BlockMask; None to pass the mask as `mask_mod`.
+      max_blocks: Width of its tables. They are made inside of `jit`, so that rows that need more entries are cut.
       by_batch: Whether the BlockMask has lists for each batch entry.
       by_head: Whether it has lists for each query head.
       states: Blocks for `BlockMask.from_kv_blocks`, [B or 1, Hq or 1, R, C]: 0 empty, 1 partial, 2 full.
@@ -65,6 +66,7 @@ class Case:
     mask: MaskPair | None = None
     sizes: Sizes = Sizes()
     block: int | tuple[int, int] | None = None
+    max_blocks: int | None = None
     by_batch: bool = False
     by_head: bool = False
     states: Any = None
@@ -230,6 +232,11 @@ MASKED = [
     Case("table_of_booleans", mask=masks.table, sizes=N(T=70), block=32, **BF16),
     Case("wide_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(64, 128), **BF16),
     Case("high_blocks", mask=masks.causal, sizes=N(B=1, T=257), block=(128, 32), **BF16),
+    Case("narrow_runs", captured.bias_kv, masks.causal, N(T=256), block=32, max_blocks=1, **BF16),
+    Case("narrow_documents", scores.alibi, masks.documents, N(T=200), block=32, by_batch=True, max_blocks=2),
+    Case("narrow_cut", captured.table, masks.scattered(32), N(T=250, S=200, Hq=4, Hkv=2), block=32, max_blocks=2),
+    Case("narrow_cut_to_one", mask=masks.scattered(32), sizes=N(T=130, S=260), block=32, max_blocks=1, **BF16),
+    Case("narrow_decode", mask=masks.scattered(64), sizes=N(T=3, S=600, Hq=4, Hkv=2), block=64, max_blocks=2, **BF16),
     Case("blocks_of_one_call", mask=masks.causal, sizes=N(T=33), block=256, **BF16),
     Case(
         "own_lists",

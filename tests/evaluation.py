@@ -122,15 +122,22 @@ def block_mask(case: Case) -> jflex.BlockMask | None:
     if case.block is None:
         return None
     n, captures = case.sizes, jax.tree.map(jnp.asarray, draw(case).mask)
+    if case.max_blocks is not None:
+        return jax.jit(lambda captures: _made_mask(case, case.mask.jax(captures)))(captures)
     mod = None if case.mask is None else case.mask.jax(captures)
     if case.states is None:
-        by_batch, by_head = n.B if case.by_batch else None, n.Hq if case.by_head else None
-        return jflex.create_block_mask(mod, by_batch, by_head, n.T, n.S, block_size=case.block)
+        return _made_mask(case, mod)
     lists = []
     for kind in (1, 2):
         is_kind = case.states == kind
         lists += [is_kind.sum(-1), np.argsort(~is_kind, axis=-1, stable=True)]
     return jflex.BlockMask.from_kv_blocks(*lists, block_size=case.block, mask_mod=mod, seq_lengths=(n.T, n.S))
+
+
+def _made_mask(case: Case, mod: Any) -> jflex.BlockMask:
+    n = case.sizes
+    by_batch, by_head = n.B if case.by_batch else None, n.Hq if case.by_head else None
+    return jflex.create_block_mask(mod, by_batch, by_head, n.T, n.S, block_size=case.block, max_blocks=case.max_blocks)
 
 
 def call(case: Case, backend: str, query, key, value, score_captures, mask_captures, blocks) -> tuple[Any, Any]:

@@ -40,6 +40,8 @@ WIDE = [
     Case("two_groups_table", captured.table, masks.causal, Sizes(B=1, T=390, D=64), block=128, **BF16),
     Case("two_groups_empty_rows", mask=masks.first_half_only, sizes=Sizes(T=400, D=64), block=128, **BF16),
     Case("two_groups_documents", mask=masks.documents, sizes=Sizes(T=384, D=128), block=128, by_batch=True, **BF16),
+    Case("narrow_runs_wide", mask=masks.causal, sizes=Sizes(B=1, T=512, D=64), block=128, max_blocks=1, **BF16),
+    Case("narrow_cut_wide", mask=masks.scattered(128), sizes=Sizes(B=1, T=640, D=64), block=128, max_blocks=1, **BF16),
     # Weights without a maximum, of up to exp(50), which float16 does not hold.
     Case("softcap_far", scores.softcap_far, masks.causal, Sizes(T=260, D=64), block=128, scale=10.0, **BF16),
     Case(

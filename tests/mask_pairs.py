@@ -70,3 +70,16 @@ neighborhood = MaskPair(  # 5 x 5 around the query, on a grid of 16 columns; win
     ),
 )
 table = same(lambda b, h, q, k, c: c["seen"][q, k], lambda rng, n: {"seen": rng.random((n.T, n.S)) < 0.3})
+
+
+def scattered(block: int) -> MaskPair:
+    """Empty, mixed and full blocks in no order, so that few of a row are in sequence."""
+
+    def visible(b, h, q, k, c):
+        kind = c["kind"][q // block, k // block]
+        return (kind == 2) | ((kind == 1) & ((q + k) % 3 == 0))
+
+    def kinds(rng, n):
+        return {"kind": rng.integers(0, 3, (-(-n.T // block), -(-n.S // block))).astype(np.int32)}
+
+    return same(visible, kinds)

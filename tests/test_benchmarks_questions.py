@@ -10,7 +10,7 @@ import pytest
 from benchmarks import environment
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import square
-from benchmarks.questions import command, cpu, gpu, numerics, probes
+from benchmarks.questions import command, cpu, gpu, masks, numerics, probes
 from benchmarks.questions.command import Questions
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
@@ -52,6 +52,14 @@ def test_block_mask():
     assert found["time, jflex, documents"].value.runs == 3
     assert value(found, "sparsity, jflex, causal") == 37.5
     assert len(remarks) == 4
+
+
+def test_long_masks():
+    found = by_name(masks.long_masks((256,), run_here)[0])
+    for kind in masks.KINDS:
+        eager, in_jit = (value(found, f"index tables, made {how}, {kind}, S 256") for how in ("eagerly", "inside jit"))
+        assert eager == in_jit > 0
+    assert all(record.value.median > 0 for record in found.values())
 
 
 def test_first_call(monkeypatch):

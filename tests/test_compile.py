@@ -22,6 +22,7 @@ KNOWN_SPILLS = {
     "edge_bias": 96,
     # Tiles that fill the registers; measured beside smaller ones, they win.
     "own_lists": 32,
+    "narrow_cut": 24,  # as many with wide tables
     "decode_sees_nothing": 160,
     "head_size_96": 96,
     "head_size_128": 256,

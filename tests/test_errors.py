@@ -49,6 +49,10 @@ class Holder:
 
 
 # Name, how to provoke it, type, what the message holds.
+def causal_mask(**options):
+    return jflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, block_size=32, **options)
+
+
 ROWS = [
     # --- arrays
     (
@@ -449,6 +453,16 @@ ROWS = [
         r"cascade_attention\(\) got an unexpected keyword argument 'layout'",
     ),
     # --- jflex.create_block_mask with a mask for this call
+    ("mask_zero_width", lambda: causal_mask(max_blocks=0), ValueError, r"`max_blocks` must be positive. Got 0"),
+    ("mask_width", lambda: causal_mask(max_blocks=2.0), TypeError, r"`max_blocks` must be a Python int.*Got 2.0"),
+    (
+        "mask_too_narrow",
+        lambda: jflex.create_block_mask(
+            lambda b, h, q, k: q // 32 % 2 == k // 32 % 2, None, None, 256, 256, block_size=32, max_blocks=3
+        ),
+        ValueError,
+        r"`max_blocks` is 3, but a query block.*needs 4 entries for its full key blocks.*Pass `max_blocks=4` or more",
+    ),
     ("mask_uses_b", lambda: block_mask(mod=lambda b, h, q, k: q + b >= k), ValueError, r"`B` is None.*uses `b`"),
 ]
 

@@ -104,8 +104,13 @@ def test_a_circle_is_seen(names: dict[str, set[str]], expected: set[str]):
     assert set(circle(names)) == expected
 
 
-# What both packages speak of: plain dataclasses, without Pallas.
-SHARED = ("pallas_kernels.config", "pallas_kernels.plan", "pallas_kernels.spec")
+# What both packages speak of, plain dataclasses, and the bounds of blocks; all without Pallas.
+SHARED = (
+    "pallas_kernels.config",
+    "pallas_kernels.plan",
+    "pallas_kernels.program.block_intervals",
+    "pallas_kernels.spec",
+)
 
 
 def test_only_backends_import_kernels_and_only_inside_functions():

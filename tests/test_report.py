@@ -11,7 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks import roofline
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import SUITES, Problem, suite
-from benchmarks.questions import cpu, gpu, numerics
+from benchmarks.questions import cpu, gpu, masks, numerics
 from benchmarks.results import report, schema, targets
 from benchmarks.results.schema import Record, ResultFile, Summary
 from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
@@ -19,7 +19,7 @@ from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
 COMMANDS = {"training", "generation", "engine", "serving", "streaming"}
-QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *numerics.QUESTIONS, *COMMANDS}
+QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *COMMANDS}
 ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
          "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
 

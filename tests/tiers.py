@@ -28,6 +28,7 @@ TABLES = {
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
 SHORT = {
     "test_block_mask": r"^(?!.*(random_masks|many_steps|building|offset_causal))",
+    "test_block_states": r"known_tables|never_cut|in_no_order|(masks|table)\[(c|p)|structure\[(causal|doc|padding)",
     "test_oracle": r"causal|tolerance|names",
     "test_readme": r"^(?!.*blocks_run)|\[README",
     "test_64_bits": r"refused|stay_so",

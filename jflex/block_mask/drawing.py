@@ -34,7 +34,9 @@ def sparsity(states: np.ndarray, seq_lengths: tuple[int, int], block_size: tuple
     total = states.shape[0] * states.shape[1] * seq_lengths[0] * seq_lengths[1]
     if total == 0:
         return 0.0
-    listed = int(np.einsum("bhrc,r,c->", (states > 0).astype(np.int64), heights, widths))
+    seen = states > 0  # counted without a copy in 64 bits: 67 million blocks of a million tokens would take 0.5 GB
+    keys = np.count_nonzero(seen, axis=-1) * block_size[1] - seen[..., -1] * (block_size[1] - widths[-1])
+    listed = int(np.sum(keys * heights))
     return 100.0 * (total - listed) / total
 
 

@@ -27,6 +27,22 @@ def checked_size(size: SupportsIndex, name: str) -> int:
     return number
 
 
+def checked_width(width: SupportsIndex, name: str) -> int:
+    """A positive size as a Python int.
+
+    Raises:
+      TypeError: It is not an integer.
+      ValueError: It is zero or negative.
+
+    >>> checked_width(64, "max_blocks")
+    64
+    """
+    number = checked_size(width, name)
+    if number == 0:
+        raise ValueError(f"`{name}` must be positive. Got 0.")
+    return number
+
+
 def checked_shape(
     batch: SupportsIndex | None, heads: SupportsIndex | None, q_length: SupportsIndex, kv_length: SupportsIndex
 ) -> tuple[int, int, int, int]:

@@ -8,12 +8,15 @@ reason about, the lists are what a kernel walks.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
+from jflex.block_mask.bits import BitRows, pack, transpose
 from jflex.mods.types import MaskMod
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -26,16 +29,20 @@ class BlockLists(NamedTuple):
     ``kv_indices[b, h, r, :kv_num_blocks[b, h, r]]`` (partial ones) and likewise those of the ``full_`` pair. The ``q_``
     arrays are the transpose: the query blocks that visit a key block, for the backward pass. Entries past a count are
     arbitrary.
+
+    A table may be narrower than the axis that it indexes. Then a count may exceed its width: the last entry begins a
+    run, and the blocks after it follow one by one. So a causal row, whose full blocks are all in sequence, needs one
+    entry. `pallas_kernels.block_walk.block_at` reads such a table.
     """
 
     kv_num_blocks: Int32[Array, "B H R"]
-    kv_indices: Int32[Array, "B H R C"]
+    kv_indices: Int32[Array, "B H R _"]
     full_kv_num_blocks: Int32[Array, "B H R"]
-    full_kv_indices: Int32[Array, "B H R C"]
+    full_kv_indices: Int32[Array, "B H R _"]
     q_num_blocks: Int32[Array, "B H C"]
-    q_indices: Int32[Array, "B H C R"]
+    q_indices: Int32[Array, "B H C _"]
     full_q_num_blocks: Int32[Array, "B H C"]
-    full_q_indices: Int32[Array, "B H C R"]
+    full_q_indices: Int32[Array, "B H C _"]
 
 
 class BlockMatrix(NamedTuple):
@@ -67,9 +74,22 @@ def block_count(length: int, block: int) -> int:
     return -(-length // block)
 
 
+class PackedStates(NamedTuple):
+    """The blocks of each list as bits: partial and full ones of every row, then of every column."""
+
+    kv_partial: BitRows
+    kv_full: BitRows
+    q_partial: BitRows
+    q_full: BitRows
+
+
+Widths = tuple[int, int, int, int]
+"""Entries of a row of each table: partial and full key blocks, partial and full query blocks."""
+
+
 @jax.jit
 def lists_from_states(states: Int8[Array, "B H R C"]) -> BlockLists:
-    """Lists the partial and the full blocks of every row and of every column, in ascending order.
+    """Lists the partial and the full blocks of every row and of every column, in ascending order, at full width.
 
     >>> lists = lists_from_states(jnp.array([[[[FULL, EMPTY], [PARTIAL, FULL]]]], jnp.int8))
     >>> lists.full_kv_num_blocks.tolist(), lists.full_kv_indices[0, 0, 1, :1].tolist()
@@ -93,11 +113,82 @@ def _list_row(listed: Bool[Array, "*rows C"]) -> tuple[Int32[Array, "*rows"], In
 
 
 @jax.jit
+def pack_states(states: Int8[Array, "B H R C"]) -> PackedStates:
+    """Packs the matrix of states by rows and by columns."""
+    batch, heads, rows, columns = states.shape
+    flat = states.reshape(batch * heads * rows, columns)
+    words = [pack(flat == state) for state in (PARTIAL, FULL)]
+    turned = [transpose(x.reshape(batch * heads, rows, x.shape[1]), columns) for x in words]
+    words += [x.reshape(batch * heads * columns, x.shape[2]) for x in turned]
+    if words[0].shape[1] != words[2].shape[1]:
+        return PackedStates(*_split(words[:2]), *_split(words[2:]))
+    return PackedStates(*_split(words))
+
+
+def _split(words: list[jax.Array]) -> list[BitRows]:
+    """Counts the bits of several matrices at once: a cumulative sum takes 0.1 s to compile for a CPU."""
+    ends = list(itertools.accumulate(len(x) for x in words))
+    parts = (jnp.split(x, ends[:-1]) for x in BitRows.of(jnp.concatenate(words)))
+    return [BitRows(*part) for part in zip(*parts, strict=True)]
+
+
+@jax.jit
+def entries_needed(packed: PackedStates) -> Int32[Array, " 4"]:
+    """How many entries the most crowded row of each table needs, if its last one may begin a run."""
+    return jnp.stack([jnp.max(bits.counts - jnp.maximum(bits.run() - 1, 0), initial=0) for bits in packed])
+
+
+@jax.jit(static_argnames=("shape", "widths", "may_cut"))
+def lists_of_width(
+    packed: PackedStates, shape: tuple[int, int, int, int], widths: Widths, *, may_cut: bool = False
+) -> BlockLists:
+    """Lists of the given widths.
+
+    Args:
+      packed: Of `pack_states`.
+      shape: Of the matrix of states.
+      widths: Of the tables. A row that needs more entries than its table has loses blocks, unless `may_cut`.
+      may_cut: Whether such a row may end in a run of partial blocks that covers all that it lists from some block on.
+        It is walked where it lists nothing, too; so the mask_mod must be what hides those blocks.
+    """
+    batch, heads, *sides = shape
+    tables = []
+    for (partial, full), side, width in zip((packed[:2], packed[2:]), sides, (widths[:2], widths[2:]), strict=True):
+        made = _cut_lists(partial, full, width) if may_cut else _plain_lists(partial, full, width)
+        tables += [x.reshape(batch, heads, side, *x.shape[1:]) for x in made]
+    return BlockLists(*tables)
+
+
+def _plain_lists(partial: BitRows, full: BitRows, widths: tuple[int, int]) -> list[jax.Array]:
+    return [x for bits, width in zip((partial, full), widths, strict=True) for x in (bits.counts, bits.first(width))]
+
+
+def _cut_lists(partial: BitRows, full: BitRows, widths: tuple[int, int]) -> list[jax.Array]:
+    """As `_plain_lists`; a row that needs more entries ends in a run of partial blocks from its `cut` on."""
+    never = jnp.int32(np.iinfo(np.int32).max)
+    fits, cut = jnp.bool_(True), never
+    # There must be room for what lies before the cut: for its full blocks, and for its partial ones and the run.
+    for bits, width, last in ((partial, widths[0], widths[0] - 1), (full, widths[1], widths[1])):
+        fits &= bits.counts - jnp.maximum(bits.run() - 1, 0) <= width
+        at = bits.nth(jnp.full((bits.counts.shape[0], 1), last, jnp.int32))[:, 0]
+        cut = jnp.minimum(cut, jnp.where(bits.counts > last, at, never))
+    cut = jnp.where(fits, never, cut)
+    kept = partial.rank(cut)
+    end = jnp.maximum(partial.last(), full.last()) + 1
+    in_run = jnp.arange(widths[0], dtype=jnp.int32)[None] - kept[:, None]
+    listed = partial.first(widths[0])
+    listed = jnp.where(fits[:, None] | (in_run < 0), listed, jnp.minimum(cut[:, None] + in_run, end[:, None] - 1))
+    count = jnp.where(fits, partial.counts, kept + end - cut)
+    full_count = jnp.where(fits, full.counts, full.rank(cut))
+    return [count, listed, full_count, full.first(widths[1])]
+
+
+@jax.jit
 def states_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
-    """The matrix of states of the ``kv_`` lists; their last axis must be as wide as the matrix."""
-    columns = lists.kv_indices.shape[-1]
-    partial = listed_blocks(lists.kv_num_blocks, lists.kv_indices, columns)
-    full = listed_blocks(lists.full_kv_num_blocks, lists.full_kv_indices, columns)
+    """The matrix of states of the ``kv_`` lists, as wide as the ``q_`` lists are long."""
+    columns = lists.q_num_blocks.shape[-1]
+    partial = listed_blocks(lists.kv_num_blocks, lists.kv_indices, columns, runs=True)
+    full = listed_blocks(lists.full_kv_num_blocks, lists.full_kv_indices, columns, runs=True)
     return join_states(partial, full)
 
 
@@ -106,18 +197,29 @@ def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -
     return jnp.where(full, jnp.int8(FULL), jnp.where(partial, jnp.int8(PARTIAL), jnp.int8(EMPTY)))
 
 
-@jax.jit(static_argnames="columns")
+@jax.jit(static_argnames=("columns", "runs"))
 def listed_blocks(
-    counts: Int[Array, "B H R"], indices: Int[Array, "B H R W"], columns: int
+    counts: Int[Array, "B H R"], indices: Int[Array, "B H R W"], columns: int, *, runs: bool = False
 ) -> Bool[Array, "B H R {columns}"]:
-    """A boolean matrix of the listed blocks; entries past a count or outside the matrix are ignored."""
+    """A boolean matrix of the listed blocks; entries past a count or outside the matrix are ignored.
+
+    Args:
+      counts: Number of blocks of each row.
+      indices: Their indices.
+      columns: Of the matrix.
+      runs: Whether a row with more blocks than entries continues from the last entry, block by block.
+    """
     batch, heads, rows, width = indices.shape
     valid = jax.lax.broadcasted_iota(jnp.int32, indices.shape, 3) < counts[..., None]
     valid &= (indices >= 0) & (indices < columns)
     flat = jnp.where(valid, indices, columns).reshape(batch * heads * rows, width)
     row = jnp.arange(batch * heads * rows, dtype=jnp.int32)[:, None]
     listed = jnp.zeros((batch * heads * rows, columns), jnp.bool_).at[row, flat].set(True, mode="drop")
-    return listed.reshape(batch, heads, rows, columns)
+    listed = listed.reshape(batch, heads, rows, columns)
+    if not runs or width >= columns:
+        return listed
+    column, last = jnp.arange(columns, dtype=jnp.int32)[None, None, None], indices[..., -1:]
+    return listed | ((column > last) & (column <= last + counts[..., None] - width))
 
 
 @jax.jit(static_argnames=("seq_lengths", "block_size"))

@@ -9,12 +9,14 @@ After FlexAttention (Dong et al., 2024, https://arxiv.org/abs/2412.05496, sectio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int8, Int32
 
@@ -22,9 +24,10 @@ from jflex.block_mask import algebra, drawing
 from jflex.block_mask.dense import elements_at
 from jflex.block_mask.from_lists import states_from_given
 from jflex.block_mask.indexing import AxisIndex, select
-from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size
-from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, lists_from_states, states_from_lists
-from jflex.block_mask.states import block_states
+from jflex.block_mask.lengths import checked_block_size, checked_shape, checked_size, checked_width
+from jflex.block_mask.lists import BlockLists, BlockMatrix, demote_tails, states_from_lists
+from jflex.block_mask.states import block_states, known_block_states
+from jflex.block_mask.tables import block_lists, is_compact
 from jflex.mods.array_sizes import check_mask_shape
 from jflex.mods.compose import BoundMask, noop_mask
 from jflex.mods.dependence import uses_index
@@ -45,7 +48,8 @@ class BlockMask:
 
     Attributes:
       kv_num_blocks: Number of partial key blocks of each query block.
-      kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list.
+      kv_indices: Their indices, ascending; entries past the count are arbitrary, here and in every list. A table
+        narrower than the number of blocks may have rows with more blocks than entries: the last entry begins a run.
       full_kv_num_blocks: Number of full key blocks of each query block.
       full_kv_indices: Their indices.
       q_num_blocks: Number of query blocks of which a key block is a partial one; the backward pass walks these.
@@ -69,13 +73,13 @@ class BlockMask:
     """
 
     kv_num_blocks: Int32[Array, "B H R"]
-    kv_indices: Int32[Array, "B H R C"]
+    kv_indices: Int32[Array, "B H R _"]
     full_kv_num_blocks: Int32[Array, "B H R"]
-    full_kv_indices: Int32[Array, "B H R C"]
+    full_kv_indices: Int32[Array, "B H R _"]
     q_num_blocks: Int32[Array, "B H C"]
-    q_indices: Int32[Array, "B H C R"]
+    q_indices: Int32[Array, "B H C _"]
     full_q_num_blocks: Int32[Array, "B H C"]
-    full_q_indices: Int32[Array, "B H C R"]
+    full_q_indices: Int32[Array, "B H C _"]
     mask_operands: tuple[jax.Array, ...]
     traced: TracedMod | None = dataclasses.field(metadata={"static": True})
     seq_lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
@@ -108,7 +112,7 @@ class BlockMask:
           seq_lengths: ``(Q_LEN, KV_LEN)``. None: as many whole blocks as the arrays have rows and columns.
 
         Returns:
-          The mask, with ascending lists of full width.
+          The mask, with ascending lists; see `create_block_mask` for the widths of the tables.
 
         Raises:
           TypeError: The lists are not integers, or `mask_mod` is not a mask_mod.
@@ -325,11 +329,20 @@ def create_block_mask(
     KV_LEN: int,
     *,
     block_size: BlockSize = 128,
+    max_blocks: int | None = None,
 ) -> BlockMask:
     """Makes the BlockMask of a mask_mod: exact, inside or outside ``jit``, without a dense mask in memory.
 
-    Every element is evaluated, a bounded number at a time. A mask_mod with the same program and captured arrays of the
-    same shapes is not compiled again, whatever the values of the arrays.
+    Interval arithmetic on the program of the mask_mod decides most blocks of causal masks, windows, documents, prefixes
+    and padding, and of what ``&``, ``|`` and ``~`` make of them. Of the others elements are evaluated, a bounded number
+    at a time. A mask_mod that computes with floats, or reads a dense mask, has every element evaluated. A mask_mod with
+    the same program and captured arrays of the same shapes is not compiled again, whatever the values of the arrays.
+
+    Tables of up to 1024 blocks are as wide as the sequence. Beyond, they are as wide as the most crowded row, so that
+    a causal mask of 1,048,576 tokens takes 1.2 MB. Blocks in sequence at the end of a row take one entry. Inside
+    ``jit``, the values of a traced mask are unknown: tables get `max_blocks` entries, or 128. A row that needs more
+    ends in a run of partial blocks, which covers all that it attends to from there on: nothing is dropped, but the run
+    is evaluated element by element, also where it attends to nothing. Pass more `max_blocks` if that takes long.
 
     Args:
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, True where a query attends to a key; called on int32 scalars; ``h``
@@ -339,6 +352,7 @@ def create_block_mask(
       Q_LEN: Number of queries; may be 0.
       KV_LEN: Number of keys; may be 0.
       block_size: Of queries and keys, one number or a pair. Lengths need not be multiples of it.
+      max_blocks: Entries of a row of each index table, so that its shape does not follow from values. None: see above.
 
     Returns:
       The mask. A block is full if all of it is visible and it lies wholly within the lengths.
@@ -346,7 +360,8 @@ def create_block_mask(
     Raises:
       TypeError: `mask_mod` is not a mask_mod, or a size is not an integer.
       ValueError: A size is negative; `mask_mod` branches in Python on its arguments; or it uses ``b`` while `B` is
-        None, or ``h`` while `H` is None; or a ready mask was made for other sizes.
+        None, or ``h`` while `H` is None; or a ready mask was made for other sizes; or `max_blocks` is zero, or less
+        than a row needs whose values are known.
 
     >>> documents = jnp.array([0] * 200 + [1] * 312)
     >>> def same_document(b, h, q_idx, kv_idx):
@@ -361,6 +376,7 @@ def create_block_mask(
     """
     shape = checked_shape(B, H, Q_LEN, KV_LEN)
     block_size = checked_block_size(block_size)
+    max_blocks = None if max_blocks is None else checked_width(max_blocks, "max_blocks")
     traced, operands = trace_mask_mod(mask_mod)
     for size, argument, index in ((B, "B", "b"), (H, "H", "h")):
         if size is None and uses_index(traced, index):
@@ -369,7 +385,11 @@ def create_block_mask(
                 f"Pass `{argument}=` the number of {'batch entries' if index == 'b' else 'query heads'}."
             )
     check_mask_shape(mask_mod, shape, "a BlockMask")
-    lists = lists_from_states(block_states(traced, operands, shape, block_size))._asdict()
+    # Tables whose widths follow from values are made while tracing if they can be: then the values are known.
+    known = is_compact(shape[2:], block_size, max_blocks) and not any(isinstance(x, Tracer) for x in operands)
+    with eval_context() if known else contextlib.nullcontext():
+        states = (known_block_states if known else block_states)(traced, operands, shape, block_size)
+        lists = block_lists(states, follow_mod=True, max_blocks=max_blocks)._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=shape[2:], block_size=block_size,
         lists_follow_mod=True,
@@ -381,7 +401,8 @@ def _assemble(mask: BlockMatrix) -> BlockMask:
     traced, operands = (None, ()) if mask.mask_mod is None else trace_mask_mod(mask.mask_mod)
     if traced is not None and mask.source is not None:
         traced = dataclasses.replace(traced, source=mask.source)
-    lists = lists_from_states(demote_tails(mask.states, mask.seq_lengths, mask.block_size))._asdict()
+    states = demote_tails(mask.states, mask.seq_lengths, mask.block_size)
+    lists = block_lists(states, follow_mod=mask.lists_follow_mod)._asdict()
     return BlockMask(
         **lists, mask_operands=operands, traced=traced, seq_lengths=mask.seq_lengths, block_size=mask.block_size,
         lists_follow_mod=mask.lists_follow_mod,

@@ -19,9 +19,10 @@ from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import known_lengths
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
-from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count, lists_from_states
+from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.block_mask.mask import BlockMask, BlockSize
 from jflex.block_mask.states import visible_elements
+from jflex.block_mask.tables import block_lists
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import Positions, ReindexedMod
@@ -63,8 +64,8 @@ def varlen_block_mask(
 
     Without a `mask_mod` no element is evaluated: the boundaries decide which blocks have a sequence in common and which
     lie within one. A `mask_mod` is evaluated in these blocks only, so the work grows with the squares of the sequence
-    lengths, not with the square of their sum. Memory grows with the number of blocks of the whole matrix, about 20
-    bytes for each.
+    lengths, not with the square of their sum. While it is made, memory grows with the number of blocks of the whole
+    matrix, about 20 bytes for each; `create_block_mask` says how wide its tables are.
 
     Args:
       cu_seqlens_q: As in `flex_attention_varlen`; may be traced.
@@ -111,7 +112,7 @@ def varlen_block_mask(
     states = _boundary_states(q_ends, kv_ends, lengths, size)
     states = states[None] if mask_mod is None else _evaluated_states(states, traced, operands, heads, lengths, size)
     return VarlenBlockMask(
-        **lists_from_states(states[None])._asdict(),
+        **block_lists(states[None], follow_mod=True)._asdict(),
         mask_operands=operands,
         traced=traced,
         seq_lengths=lengths,

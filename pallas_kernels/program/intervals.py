@@ -8,7 +8,7 @@ wraps) leaves a tile undecided (partial), which is always safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -105,7 +105,7 @@ class _IntervalAnalysis:
         if node.op == "call":
             return self._interval(node.inputs[0])
         is_boolean = node.dtype == np.bool_
-        if node.op not in _RULES or node.dtype not in (np.int32, np.bool_):
+        if node.op not in RULES or node.dtype not in (np.int32, np.bool_):
             return self._undecided() if is_boolean else None
         if node.op in ("and", "or", "not") and not is_boolean:
             return None
@@ -115,8 +115,8 @@ class _IntervalAnalysis:
         if any(x is None for x in ins):
             return self._undecided() if is_boolean else None
         intervals = [x for x in ins if x is not None]
-        bounds = (0, 1) if is_boolean else self._bounds(node, intervals)
-        made = None if bounds is None else _RULES[node.op](*intervals)
+        bounds = (0, 1) if is_boolean else result_bounds(node, intervals)
+        made = None if bounds is None else RULES[node.op](*intervals)
         if made is None or bounds is None:
             return self._undecided() if is_boolean else None
         low, high = made
@@ -127,15 +127,16 @@ class _IntervalAnalysis:
         first, last = (jnp.minimum(x, bounds[1]) for x in self.spans[axis])
         return Interval(first, last, bounds)
 
-    def _bounds(self, node: Node, ins: list[Interval]) -> Bounds | None:
-        """Static bounds of an integer; None if it might wrap."""
-        evaluation = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
-        low, high = RANGES[node.op](*evaluation)
-        return (low, high) if _INT32.min <= low and high <= _INT32.max else None
-
     def _undecided(self) -> Interval:
         first = self.spans["k"].first
         return Interval(jnp.zeros_like(first), jnp.ones_like(first), (0, 1))
+
+
+def result_bounds(node: Node, ins: Sequence[Interval]) -> Bounds | None:
+    """Static bounds of the integer that a node computes from these inputs; None if it might wrap."""
+    evaluated = [x.bounds for x in (ins[1:] if node.op == "select_n" else ins)]
+    low, high = RANGES[node.op](*evaluated)
+    return (low, high) if _INT32.min <= low and high <= _INT32.max else None
 
 
 Ends = tuple[jax.Array, jax.Array]
@@ -210,7 +211,7 @@ def _within(low: Interval, x: Interval, high: Interval) -> Ends:
     return tuple(jnp.minimum(jnp.maximum(x[end], low[end]), high[end]) for end in (0, 1))  # pyright: ignore
 
 
-_RULES: dict[str, Callable[..., Ends | None]] = {
+RULES: dict[str, Callable[..., Ends | None]] = {
     "add": lambda a, b: (a.low + b.low, a.high + b.high),
     "sub": lambda a, b: (a.low - b.high, a.high - b.low),
     "mul": _product,

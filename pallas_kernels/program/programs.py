@@ -24,7 +24,7 @@ def with_programs(spec: AttentionSpec) -> AttentionSpec | Refusal:
     sizes = Sizes(spec.B, spec.Hq, spec.T, spec.S, spec.heads_in_rows)
     programs: list[Program | None] = []
     for mod in (spec.score_mod, spec.mask_mod, None if spec.dropout is None else spec.dropout.mod):
-        program = None if mod is None else _program_of(mod, sizes)
+        program = None if mod is None else program_of(mod, sizes)
         if isinstance(program, Refusal):
             return program
         programs.append(program)
@@ -57,7 +57,8 @@ def derivative_of(spec: AttentionSpec, requested: Sequence[bool]) -> Derivative 
 
 
 @functools.lru_cache(maxsize=256)
-def _program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
+def program_of(mod: Mod, sizes: Sizes) -> Program | Refusal:
+    """The tile program of a score or mask mod, or why it has none."""
     reason = _operand_reason(mod)
     if reason is not None:
         return _refusal(mod.role, reason)

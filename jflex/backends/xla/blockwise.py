@@ -192,6 +192,8 @@ class Walk:
 
     def over_columns(self, unit: Unit, carry: S, step: Callable[[S, Column, bool], S]) -> S:
         """Folds ``step(carry, column, is_partial)`` over the blocks that the unit visits."""
+        from pallas_kernels.block_walk import block_at
+
         lists, last = self.lists, block_count(self.spec.S, self.size[1]) - 1
         at = (*unit.lists, unit.row)
         for counts, indices, is_partial in (
@@ -200,7 +202,8 @@ class Walk:
         ):
             here = lax.dynamic_slice(indices, (*at, jnp.zeros_like(unit.row)), (1, 1, 1, indices.shape[3]))[0, 0, 0]
             count = lax.dynamic_slice(counts, at, (1, 1, 1))[0, 0, 0]
-            columns = lambda i, here=here, count=count: Column(jnp.clip(here[i], 0, last), i < count)
+            at_i = lambda i, here=here: jnp.clip(block_at(here, (), i, last + 1), 0, last)
+            columns = lambda i, at_i=at_i, count=count: Column(at_i(i), i < count)
             body = lambda i, c, columns=columns, is_partial=is_partial: step(c, columns(i), is_partial)
             carry = lax.fori_loop(jnp.int32(0), count, body, carry)
         return carry
