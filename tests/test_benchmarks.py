@@ -152,6 +152,17 @@ def test_raw_keys_are_rotated_as_they_are_loaded():
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
 
 
+@pytest.mark.parametrize("keys", EIGHT_BITS)
+def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
+    problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]
+    programs = [jax_peers.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    whole, rounded = (np.asarray(attend(*inputs)) for attend, inputs in programs)
+    assert 0 < np.linalg.norm(rounded - whole) / np.linalg.norm(whole) < 0.1
+    work = roofline.served_work(problems[1])
+    rows, tokens = problems[1].B * problems[1].Hq, problems[1].B * problems[1].S * problems[1].Hkv
+    assert work.forward_bytes == 4 * rows * 2 * problems[1].D + tokens * (2 * problems[1].D + 8)
+
+
 @pytest.mark.parametrize("T", [1, 2])
 def test_latents_and_the_same_rows_as_keys_and_values(T):
     problem = small(

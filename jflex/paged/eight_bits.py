@@ -68,7 +68,8 @@ def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Arra
     [[1.5, -1.0]]
     """
     exact = jnp.promote_types(dtype, jnp.float32)
-    return (rows.astype(exact) * scale[..., None].astype(exact)).astype(dtype)
+    scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
+    return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
 
 
 def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
@@ -81,7 +82,8 @@ def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array
     >>> static_scale("k_scale", 0.5, (2,)).tolist()
     [0.5, 0.5]
     """
-    x = np.asarray(scale) if isinstance(scale, int | float) and not isinstance(scale, bool) else scale
+    is_number = isinstance(scale, int | float | np.generic) and not isinstance(scale, bool)
+    x = np.asarray(scale) if is_number else scale
     kinds = jnp.floating, jnp.integer
     if not isinstance(x, jax.Array | np.ndarray) or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
         raise TypeError(f"`{name}` must be a number, or an array of them. Got {scale!r}.")
