@@ -526,7 +526,7 @@ CASES = [
     PagedCase("values_by_position", (1, 20), (150, 48), page_size=48, value=vector_pairs.by_position, Dv=80),
     PagedCase("norms_of_values", (2, 1), (50, 130), key=vector_pairs.norm, value=vector_pairs.norm, mask=window, Hq=8),
     PagedCase("e4m3", **MIXED, mask=mask_pairs.causal, held="float8_e4m3fn", layers=2),
-    PagedCase("e4m3_of_heads", **MIXED, mask=window, score=slopes, held="float8_e4m3fn", scales="head", layers=2, Dv=80),
+    PagedCase("e4m3_of_heads", **MIXED, mask=window, score=slopes, held="float8_e4m3fn", scales="head", layers=2),
     PagedCase("e5m2_pages_of_1", (1, 18), (21, 18), page_size=1, mask=mask_pairs.causal, held="float8_e5m2"),
     PagedCase("int8_rotated", (1, 4), (40, 70), held="int8", key=vector_pairs.rope_of_halves, value=vector_pairs.norm),
     PagedCase("divided_int8", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents, held="int8"),

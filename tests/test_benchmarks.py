@@ -14,7 +14,7 @@ from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers import jax_peers
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import SUITES, Problem, parts_of_mixed, requests_of, square, suite
+from benchmarks.problems import EIGHT_BITS, SUITES, Problem, parts_of_mixed, requests_of, square, suite
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)

@@ -84,6 +84,7 @@ SHORT = {
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*triton.*causal_grouped",
     "test_paged_dropout": r"pages_drop.*\[16-(xla|triton-interpret)|levels_drop.*16-xla|tree.*xla|requests_share.*xla"
     r"|rate_of_0.*xla|wrong|need|shape",
+    "test_paged_eight_bits": r"bit_for_bit.*float32|finite|move|e4m3-xla|widened|accuracy|wrong",
     "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\]|group_5|divided_with_empty)"
     r"|levels.*append.*xla|splits_of.*(lengths-BTNH-4|alike-BNTH-16)|wrong|no_levels|layers",
     "test_paged_without_softmax": r"ends1-triton|lse|wrong",

@@ -16,7 +16,7 @@ import numpy as np
 
 import jflex
 from benchmarks import roofline
-from benchmarks.problems import Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
 _ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}

@@ -28,9 +28,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 
     used = j[None] < inputs.lengths[:, None]  # [R, S]
 
-    def keys(
-        pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...], scale: jax.Array | None
-    ) -> jax.Array:
+    def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...], scale: jax.Array | None) -> jax.Array:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
@@ -44,7 +42,8 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
 
     key = keys(inputs.key, p.key_mod, inputs.key_operands, inputs.key_scale)
-    value = keys(inputs.value, p.value_mod, inputs.value_operands, inputs.value_scale)[..., : p.Dv]  # of a latent cache, the keys
+    value = keys(inputs.value, p.value_mod, inputs.value_operands, inputs.value_scale)
+    value = value[..., : p.Dv]  # of a latent cache, the keys
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)

@@ -37,8 +37,8 @@ class PagedAccount(Choice):
       splits_keys: Whether the kernels can split the keys of a request among CTAs.
       flops: Floating-point operations, 2 for a multiply-add, over all keys of a query's request: the mask is not
         evaluated.
-      bytes: Lower bound on the bytes moved: each query and output once, keys and values once for each request, without their
-        scales.
+      bytes: Lower bound on the bytes moved: each query and output once, keys and values, without scales, once for each
+        request.
     """
 
     requests: int

@@ -103,7 +103,8 @@ def paged_attention(
     is read out of range. There is no derivative, except on ``"reference"``.
 
     Args:
-      q: Packed queries, in the dtype of the cache; over eight bits in bfloat16, float16 or float32. Query head ``h`` attends to key head ``h // (Hq // Hkv)``.
+      q: Packed queries, in the dtype of the cache; over eight bits in bfloat16, float16 or float32. Query head ``h``
+        attends to key head ``h // (Hq // Hkv)``.
       cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
       batch: The queries and keys of each request.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.

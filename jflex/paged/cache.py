@@ -26,10 +26,10 @@ from jflex.paged.cache_checks import check_copies, check_int32, check_slots_diff
 from jflex.paged.eight_bits import (
     LARGEST,
     check_scale,
+    first_scale,
     is_eight_bits,
     quantised,
     row_scales,
-    static_scale,
 )
 from jflex.paged.sizes import checked_pages, checked_positive
 from jflex.paged.store import PageStore
@@ -50,8 +50,8 @@ class PagedCache(PageStore):
     Attributes:
       k: Keys, [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers that share one page table.
       v: Values, the same with Dv.
-      k_scale: Of keys of eight bits, float32: of each head, [Hkv] or [L, Hkv], or of each token and head, [P, page_size,
-        Hkv] or [L, P, page_size, Hkv]; a key is what is held times its scale. None for other dtypes.
+      k_scale: Of keys of eight bits, float32: of each head, [Hkv] or [L, Hkv], or of each token and head, [P,
+        page_size, Hkv] or [L, P, page_size, Hkv]; a key is what is held times its scale. None for other dtypes.
       v_scale: Of the values, likewise; it may be of the other kind.
 
     >>> cache = PagedCache.create(64, 16, 8, 128, dtype=jnp.bfloat16, layers=4)
@@ -102,8 +102,8 @@ class PagedCache(PageStore):
         Raises:
           TypeError: A size is not an integer, `dtype` is another one, or a scale is not a number or does not belong to
             `dtype`.
-          ValueError: A size is not positive, a page is too large, ``num_pages * page_size`` reaches ``2**31``, or a scale
-            has another shape or is not positive.
+          ValueError: A size is not positive, a page is too large, ``num_pages * page_size`` reaches ``2**31``, or a
+            scale has another shape or is not positive.
 
         >>> PagedCache.create(10, 1, 2, 8, v_head_dim=4, dtype="float32").v.shape
         (10, 1, 2, 4)
@@ -117,12 +117,8 @@ class PagedCache(PageStore):
                 f"({', '.join(LARGEST)}). Got {jnp.dtype(dtype)}."
             )
         stack = () if layers is None else (checked_positive(layers, "layers"),)
-        shape, scales = (*stack, num_pages, page_size, heads), [k_scale, v_scale]
-        for i, (name, scale) in enumerate((("k_scale", k_scale), ("v_scale", v_scale))):
-            if is_eight_bits(dtype):
-                scales[i] = jnp.ones(shape, jnp.float32) if scale is None else static_scale(name, scale, (*stack, heads))
-            elif scale is not None:
-                raise TypeError(f"`{name}` must be None: keys and values of {jnp.dtype(dtype)} have no scales.")
+        shape = (*stack, num_pages, page_size, heads)
+        scales = (first_scale(name, x, shape, dtype) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
         return cls(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype), *scales)
 
     @property
@@ -147,8 +143,7 @@ class PagedCache(PageStore):
         >>> [x.shape for x in jax.tree.leaves(cache.map_tokens(lambda x: x[1:]))]
         [(3, 2, 1, 1), (3, 2, 1, 1), (3, 2, 1), (1,)]
         """
-        of_tokens = lambda x: x is not None and x.shape == self.k.shape[:-1]
-        scales = (function(x) if of_tokens(x) else x for x in self.scales)
+        scales = (function(x) if x is not None and x.shape == self.k.shape[:-1] else x for x in self.scales)
         return PagedCache(function(self.k), function(self.v), *scales)
 
     def check(self) -> None:
@@ -192,10 +187,10 @@ def write(
     Under ``jit`` with the cache donated, no second cache is made, whatever `layer` is.
 
     To a cache of eight bits a row ``x`` of a token and head is written as ``x / scale``, computed as
-    ``x * (1 / scale)`` in float32, cut to the range of the dtype, and rounded to the nearest number, ties to even. Where
-    the cache has a scale for each token and head, that is ``max(abs(x)) / largest``, by multiplication likewise, with
-    the largest number of the dtype: 448 of ``float8_e4m3fn``, 57344 of ``float8_e5m2``, 127 of ``int8``. A row with NaN
-    or an infinity then becomes NaN. With a scale of each head NaN stays NaN, but becomes 0 in ``int8``.
+    ``x * (1 / scale)`` in float32, cut to the range of the dtype, and rounded to the nearest number, ties to even.
+    Where the cache has a scale for each token and head, that is ``max(abs(x)) / largest``, by multiplication likewise,
+    with the largest number of the dtype: 448 of ``float8_e4m3fn``, 57344 of ``float8_e5m2``, 127 of ``int8``. A row
+    with NaN or an infinity then becomes NaN. With a scale of each head NaN stays NaN, but becomes 0 in ``int8``.
 
     Args:
       cache: The cache.
@@ -375,9 +370,7 @@ def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> Non
         )
 
 
-def _copied(
-    cache: PageStore, x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]
-) -> jax.Array:
+def _copied(cache: PageStore, x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]) -> jax.Array:
     """Copies from and to indices of pages, or of pages and offsets, in all layers."""
     layers = () if cache.layers is None else (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None],)
     at = lambda index: (*layers, *(i[None] for i in index)) if layers else index

@@ -72,6 +72,24 @@ def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Arra
     return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
 
 
+def first_scale(name: str, scale: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | None:
+    """The scale of a new cache of pages [*L, P, page_size, Hkv]: that of each head, or ones for each token and head.
+
+    Raises:
+      TypeError: It is not a number or an array, or keys of this dtype have none.
+      ValueError: It has another shape, or is not positive.
+
+    >>> first_scale("k_scale", 0.5, (4, 2, 3), jnp.int8).shape, first_scale("k_scale", None, (4, 2, 3), jnp.int8).shape
+    ((3,), (4, 2, 3))
+    """
+    if is_eight_bits(dtype):
+        heads = (*shape[:-3], shape[-1])
+        return jnp.ones(shape, jnp.float32) if scale is None else static_scale(name, scale, heads)
+    if scale is not None:
+        raise TypeError(f"`{name}` must be None: keys and values of {jnp.dtype(dtype)} have no scales. Leave it out.")
+    return None
+
+
 def static_scale(name: str, scale: Any, shape: tuple[int, ...]) -> Float32[Array, "*L Hkv"]:
     """A given scale as one number for each head, checked.
 
@@ -150,4 +168,3 @@ def check_positive(name: str, scale: Any) -> None:
             "magnitude that must be held, divided by that of the dtype: 448 of float8_e4m3fn, 57344 of float8_e5m2, "
             "127 of int8."
         )
-

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 
-
 class PageStore(abc.ABC):
     """Pages of tokens: `PagedCache` or `LatentCache`. Pools, batches and page tables serve both."""
 

@@ -161,8 +161,9 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
-    arrays = PagedOperands(*inputs[:7], *captured, inputs.key_scale, inputs.value_scale)
+    *captured, key_scale, value_scale = inputs[7:]
+    captured = (tuple(map(as_int8, group)) for group in captured)
+    arrays = PagedOperands(*inputs[:7], *captured, key_scale=key_scale, value_scale=value_scale)
     return _saved(plan.spec, paged(plan.spec, plan.paged, arrays))
 
 

@@ -70,10 +70,11 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 
 
 def _by_layer(p: AttentionSpec, pages: Pages) -> Pages:
-    """Pages, or scales of their tokens, as [L, P, page_size, Hkv, D] if there are several layers, which undoes the reshape of a stacked cache.
+    """Pages, or scales of their tokens, as [L, P, page_size, ...] if there are several layers.
 
-    XLA's CPU compiler copies an argument that is reshaped before a loop (JAX 0.10.2 and 0.11.2): 4 requests of 20 keys
-    in a cache of two layers and 2049 pages of 64 tokens took 24 ms that way, and take 0.2 ms.
+    This undoes the reshape of a stacked cache. XLA's CPU compiler copies an argument that is reshaped before a loop
+    (JAX 0.10.2 and 0.11.2): 4 requests of 20 keys in a cache of two layers and 2049 pages of 64 tokens took 24 ms that
+    way, and take 0.2 ms.
     """
     if pages is None or pages.ndim == 1 or len(pages) == p.num_pages:  # a scale of each head has one axis
         return pages
