@@ -10,6 +10,7 @@ import numpy as np
 
 PAPER = "Dong et al. 2024, arXiv:2412.05496"
 SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
+EIGHT_BITS = ("float8_e4m3fn", "int8")  # of `Problem.keys`
 NEIGHBORHOODS = ("neighborhood", "neighborhood_tiled", "neighborhood_morton")
 _KV_BYTES = 256 * 2**20  # The paper keeps key and value together at this size (section 6.2).
 
@@ -31,8 +32,9 @@ class Problem:
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
       keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
-        neighbours; ``"latent"``: pages hold latent vectors, whose first `Dv` columns are the values (MLA, absorbed); ""
-        for keys as they are, rotated before they were written.
+        neighbours; ``"latent"``: pages hold latent vectors, whose first `Dv` columns are the values (MLA, absorbed);
+        ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token and
+        head; "" for keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       source: Where the problem comes from.
     """
@@ -286,6 +288,16 @@ def _paged() -> list[Problem]:
 def _raw_keys() -> list[Problem]:
     kinds = ("", "raw", "raw neighbours")
     return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page, keys=x) for page in (64, 16) for x in kinds]
+
+
+@_suite(
+    "one token against pages of keys and values in eight bits, with a scale for each token and head, beside bfloat16",
+    "jflex",
+    served=True,
+)
+def _paged_fp8() -> list[Problem]:
+    kinds = ("", *EIGHT_BITS)
+    return [Problem(32, 1, 16384, **_HEADS, variant="noop", page=64, keys=x) for x in kinds]
 
 
 @_suite(

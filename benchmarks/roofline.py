@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.problems import Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 
@@ -71,7 +71,8 @@ def served_work(problem: Problem) -> Work:
     item = 4 if problem.dtype == "float32" else _ITEM
     both = problem.D + problem.value_size
     of_key = problem.D if problem.keys == "latent" else both
-    moved = item * (rows * problem.Hq * both + distinct * problem.Hkv * of_key)
+    of_token = both + 2 * 4 if problem.keys in EIGHT_BITS else item * of_key  # scales are float32
+    moved = item * rows * problem.Hq * both + distinct * problem.Hkv * of_token
     return Work(2.0 * both * problem.Hq * visible, 0.0, float(moved), 0.0)
 
 

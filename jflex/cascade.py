@@ -32,7 +32,8 @@ from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import check_queries, pages_of
 from jflex.paged.batch import check_batch
 from jflex.paged.batch_checks import check_rules, indptr_rules
-from jflex.paged.cache import check_int32, checked_layer, is_known
+from jflex.paged.cache import checked_layer
+from jflex.paged.cache_checks import check_int32, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.state import AttentionState, Normalize

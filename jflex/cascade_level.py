@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int, Int32
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import check_kv_lengths
 from jflex.paged.batch import PagedBatch, check_fields
-from jflex.paged.cache import PagedCache, check_int32
+from jflex.paged.cache import PagedCache
+from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 

@@ -9,7 +9,8 @@ from jaxtyping import Array, Int, Int32
 from jflex._call.checks import describe_array
 from jflex.cascade_level import CascadeLevel
 from jflex.paged.batch import PagedBatch, check_fields
-from jflex.paged.cache import PagedCache, check_int32, is_known
+from jflex.paged.cache import PagedCache
+from jflex.paged.cache_checks import check_int32, is_known
 from jflex.types import AnyArray
 
 

@@ -105,10 +105,12 @@ class Paging:
     Attributes:
       page_size: Keys in a page.
       num_pages: Physical pages that a table may name (of one layer).
+      dtype: Of keys and values with scales; None for that of the query, without scales.
     """
 
     page_size: int
     num_pages: int
+    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class AttentionSpec:
       D: Head size of query and key.
       Dv: Head size of value.
       Bkv: Batch of key and value: B, or 1 if it is shared.
-      dtype: Of query, key and value.
+      dtype: Of query, key and value; keys and values with scales have that of `paging`.
       scale: Of the scores.
       score_mod: The traced score mod.
       mask_mod: The traced mask.

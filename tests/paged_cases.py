@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from tests import dropout_bits, evaluation, mask_pairs, oracle, score_pairs, tolerance, vector_pairs
+from tests import dropout_bits, eight_bits_model, evaluation, mask_pairs, oracle, score_pairs, tolerance, vector_pairs
 from tests.mask_pairs import MaskPair, same
 from tests.score_pairs import F32, ScorePair
 from tests.vector_pairs import VectorPair
@@ -50,7 +50,9 @@ class PagedCase:
       rope: Columns of the rotated key of a latent cache, whose values are its other columns; None for a cache of both.
       normalize: As in the call; without a softmax, the lse is 0 here.
       dropout: The rate; the key is that of `dropout_bits.KEY`.
-      dtype: Of all arrays.
+      dtype: Of all arrays, but for keys and values of eight bits.
+      held: The dtype of eight bits of keys and values; None for `dtype`.
+      scales: Of these: one for each token and head, or for each head.
     """
 
     name: str
@@ -73,6 +75,8 @@ class PagedCase:
     normalize: Literal["softmax", "none"] = "softmax"
     dropout: float = 0.0
     dtype: str = "float32"
+    held: str | None = None
+    scales: Literal["token", "head"] = "token"
 
     def __str__(self) -> str:
         return self.name if self.dtype == "float32" else f"{self.name}_{self.dtype}"
@@ -107,8 +111,32 @@ def in_dtype(case: PagedCase, dtype: str) -> PagedCase:
     return dataclasses.replace(case, dtype=dtype)
 
 
+class Held(NamedTuple):
+    """Keys or values of each request in eight bits, [length, Hkv, D], and their scales, [length, Hkv]."""
+
+    rows: list[np.ndarray]
+    scales: list[np.ndarray]
+
+    @classmethod
+    def of(cls, case: PagedCase, rows: list[np.ndarray]) -> Held:
+        """Rounds what was drawn; scales of heads cut some numbers off."""
+        assert case.held is not None  # it is asked for
+        of_heads = np.float32(2.5 + np.arange(case.Hkv)) / eight_bits_model.LARGEST[case.held]
+        by_token = lambda x: eight_bits_model.scales_of_rows(x, case.held)
+        made = [by_token(x) if case.scales == "token" else np.tile(of_heads, (len(x), 1)) for x in rows]
+        return cls([eight_bits_model.quantised(x, s, case.held) for x, s in zip(rows, made, strict=True)], made)
+
+    @property
+    def dequantised(self) -> list[np.ndarray]:
+        """The rows as attention takes them, float32."""
+        return [eight_bits_model.dequantised(x, scale) for x, scale in zip(self.rows, self.scales, strict=True)]
+
+
 class Drawn(NamedTuple):
-    """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values, before their mods."""
+    """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values, before their mods.
+
+    Those of eight bits are dequantised.
+    """
 
     query: np.ndarray
     keys: list[np.ndarray]
@@ -117,6 +145,7 @@ class Drawn(NamedTuple):
     mask: dict[str, np.ndarray]
     key: dict[str, np.ndarray]
     value: dict[str, np.ndarray]
+    held: tuple[Held, Held] | None = None
 
     @property
     def captured(self) -> tuple[dict[str, np.ndarray], ...]:
@@ -143,6 +172,10 @@ def draw(case: PagedCase) -> Drawn:
     of_requests = lambda size: [rng.normal(size=(n, case.Hkv, size)).astype(dtype) for n in case.lengths]
     keys = of_requests(case.D)
     values = of_requests(case.Dv or case.D) if case.rope is None else [x[..., : case.Dv] for x in keys]
+    held = None
+    if case.held is not None:
+        held = Held.of(case, keys), Held.of(case, values)
+        keys, values = (x.dequantised for x in held)
     captured = [
         {} if pair is None else {name: np.asarray(x) for name, x in pair.captures(rng, case).items()}
         for pair in (case.score, case.mask)
@@ -150,7 +183,7 @@ def draw(case: PagedCase) -> Drawn:
     for pair, size in ((case.key, case.D), (case.value, case.Dv or case.D)):
         drawn = {} if pair is None else pair.captures(rng, case.R, case.Hkv, case.S, size)
         captured.append({name: x.astype(np.float32) for name, x in drawn.items()})
-    return Drawn(query, keys, values, *captured)
+    return Drawn(query, keys, values, *captured, held)
 
 
 def modified(pair: VectorPair | None, rows: np.ndarray, r: int, captured: dict[str, np.ndarray]) -> np.ndarray:
@@ -171,18 +204,25 @@ def placed(case: PagedCase, seed: int = 0) -> tuple[Any, np.ndarray]:
     free = list(rng.permutation(np.arange(1, num_pages)))
     table = np.full((case.R, max(needed, default=0) + SPARE_ENTRIES), 10**6, np.int32)
     table[:, -1] = -7
-    pages = [np.full((num_pages, case.page_size, *a[0].shape[1:]), np.nan, a[0].dtype) for a in (x.keys, x.values)]
+    rows = [x.keys, x.values] if x.held is None else [of for held in x.held for of in held]
+    unused = lambda dtype: 127 if dtype == np.int8 else np.nan
+    pages = [np.full((num_pages, case.page_size, *a[0].shape[1:]), unused(a[0].dtype), a[0].dtype) for a in rows]
     for r, length in enumerate(case.lengths):
         for i in range(needed[r]):
             table[r, i] = free.pop()
         at = np.arange(length)
-        for to, of in zip(pages, (x.keys, x.values), strict=True):
+        for to, of in zip(pages, rows, strict=True):
             to[table[r, at // case.page_size], at % case.page_size] = of[r]
     if case.layers is not None:
-        stack = lambda a: np.stack([a if i == LAYER else np.full_like(a, np.nan) for i in range(case.layers)])
+        stack = lambda a: np.stack([a if i == LAYER else np.full_like(a, unused(a.dtype)) for i in range(case.layers)])
         pages = [stack(a) for a in pages]
     if case.rope is not None:
         return jflex.paged.LatentCache(jnp.asarray(pages[0]), case.rope), table
+    if x.held is not None:  # rows and scales of keys, then of values
+        pages = [*pages[::2], *pages[1::2]]
+        if case.scales == "head":
+            stack = (lambda a: a) if case.layers is None else lambda a: np.tile(a, (case.layers, 1))
+            pages[2:] = [stack(held.scales[0][0]) for held in x.held]
     return jflex.paged.PagedCache(*map(jnp.asarray, pages)), table
 
 
@@ -485,5 +525,11 @@ CASES = [
     PagedCase("gains_of_heads", (1, 4), (40, 20), key=vector_pairs.by_head, value=vector_pairs.by_batch, page_size=4),
     PagedCase("values_by_position", (1, 20), (150, 48), page_size=48, value=vector_pairs.by_position, Dv=80),
     PagedCase("norms_of_values", (2, 1), (50, 130), key=vector_pairs.norm, value=vector_pairs.norm, mask=window, Hq=8),
+    PagedCase("e4m3", **MIXED, mask=mask_pairs.causal, held="float8_e4m3fn", layers=2),
+    PagedCase("e4m3_of_heads", **MIXED, mask=window, score=slopes, held="float8_e4m3fn", scales="head", layers=2),
+    PagedCase("e5m2_pages_of_1", (1, 18), (21, 18), page_size=1, mask=mask_pairs.causal, held="float8_e5m2"),
+    PagedCase("int8_rotated", (1, 4), (40, 70), held="int8", key=vector_pairs.rope_of_halves, value=vector_pairs.norm),
+    PagedCase("divided_int8", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents, held="int8"),
+    PagedCase("e5m2_sigmoid", (1, 4), (60, 40), score=score_pairs.sigmoid, normalize="none", held="float8_e5m2"),
     PagedCase("divided_and_rotated", (1, 1, 2), (1500, 40, 700), page_size=64, key=vector_pairs.rope_of_halves, D=32),
 ]

@@ -14,7 +14,7 @@ from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers import jax_peers
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import SUITES, Problem, parts_of_mixed, requests_of, square, suite
+from benchmarks.problems import EIGHT_BITS, SUITES, Problem, parts_of_mixed, requests_of, square, suite
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)
@@ -150,6 +150,17 @@ def test_raw_keys_are_rotated_as_they_are_loaded():
     assert not any(np.allclose(x, y, atol=0.01) for x, y in itertools.combinations(outs, 2))
     assert by_library(problems[1], tuple(PEERS.values())).keys() == {"jax"}
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
+
+
+@pytest.mark.parametrize("keys", EIGHT_BITS)
+def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
+    problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]
+    programs = [jax_peers.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    whole, rounded = (np.asarray(attend(*inputs)) for attend, inputs in programs)
+    assert 0 < np.linalg.norm(rounded - whole) / np.linalg.norm(whole) < 0.1
+    work = roofline.served_work(problems[1])
+    rows, tokens = problems[1].B * problems[1].Hq, problems[1].B * problems[1].S * problems[1].Hkv
+    assert work.forward_bytes == 4 * rows * 2 * problems[1].D + tokens * (2 * problems[1].D + 8)
 
 
 @pytest.mark.parametrize("T", [1, 2])

@@ -23,7 +23,9 @@ FIRST_USE = 1  # of Pallas' interpreter: on JAX 0.12 it adds a setting on which 
 BY_NAME = {case.name: case for case in CASES}
 # The interpreter is slow: what differs from others in the mask alone is left to xla, and to a GPU.
 NOT_INTERPRETED = ["sinks", "random_elements", "prefix_by_request", "layers", "divided"]
-BFLOAT16 = ["mixed", "softcap_group_8", "rotated_pages_of_16", "norms_of_values"]  # on the CPU; a GPU runs all
+EIGHT_BITS = ["e4m3", "e4m3_of_heads", "divided_int8"]
+# On the CPU; a GPU runs all.
+BFLOAT16 = ["mixed", "softcap_group_8", "rotated_pages_of_16", "norms_of_values", *EIGHT_BITS]
 
 
 @pytest.fixture(autouse=True)

@@ -345,7 +345,7 @@ WRONG = [
     ("head size", lambda: PagedCache.create(8, 4, 2, -8, dtype=F32), ValueError, r"`head_dim` must not be negative"),
     ("value size", lambda: create(v_head_dim=0, dtype=F32), ValueError, r"`v_head_dim` must be at least 1. Got 0"),
     ("layers", lambda: create(layers=0, dtype=F32), ValueError, r"`layers` must be at least 1. Got 0"),
-    ("dtype", lambda: create(dtype=jnp.int8), TypeError, r"`dtype` must be floating-point \(.*\). Got int8"),
+    ("dtype", lambda: create(dtype=jnp.int16), TypeError, r"`dtype` must be floating-point \(.*\). Got int16"),
     ("no cache", lambda: write(CACHE.k, K, V, NEW), TypeError, r"`cache` must be a `PagedCache`. Got ArrayImpl. Make"),
     ("no arrays", lambda: write(PagedCache(0, 0), K, V, NEW), TypeError, r"`cache.k` must be an array. Got int"),
     ("dtypes", lambda: write(PagedCache(CACHE.k, CACHE.v.astype(jnp.float16)), K, V, NEW), TypeError,

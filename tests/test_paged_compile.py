@@ -39,15 +39,22 @@ def part_of_streaming(number, score_mod):
     return {"score_mod": part.score_mod, "mask_mod": part.mask_mod}
 
 
-def program(R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=None, rope=None, **options):
+def program(
+    R=32, N=32, D=128, Hq=32, page_size=64, dtype=jnp.bfloat16, nodes=None, rope=None, held=None, of="token", **options
+):
     """`paged_attention` of up to 4096 keys, and the shapes of its arguments; with trees if there are nodes.
 
+    Keys and values are held in eight bits, if their dtype is given, with scales of tokens or of heads.
     With a size of rotated keys, `mla_attention` over latent vectors of 512 columns.
     """
     max_pages = 4096 // page_size
     shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
     integers = functools.partial(shape, dtype=jnp.int32)
     cache = jflex.paged.PagedCache(*[shape(1 + R * max_pages, page_size, 8, D)] * 2)
+    if held is not None:
+        pages = shape(*cache.k.shape, dtype=jnp.dtype(held))
+        scale = shape(*(cache.k.shape[:3] if of == "token" else (8,)), dtype=jnp.float32)
+        cache = jflex.paged.PagedCache(pages, pages, scale, scale)
     if rope is not None:
         D = 512 + rope
         cache = jflex.paged.LatentCache(shape(1 + R * max_pages, page_size, 1, D), rope)
@@ -85,6 +92,13 @@ CASES = {
     "decode_norm_and_rope": {"key_mod": lambda x, b, h, i: jflex.rope()(norm(x), b, h, i)},
     "decode_gains_and_values": {"key_mod": lambda x, b, h, i: x * GAINS[h], "value_mod": lambda x, b, h, i: norm(x)},
     "mixed_rope": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, "key_mod": jflex.rope()},
+    "decode_e4m3": {"held": "float8_e4m3fn"},
+    "decode_e4m3_of_heads_pages_of_16": {"held": "float8_e4m3fn", "of": "head", "page_size": 16},
+    "decode_e5m2_pages_of_1": {"held": "float8_e5m2", "page_size": 1},
+    "decode_int8": {"held": "int8", "mask_mod": WINDOW},
+    "decode_e4m3_float16": {"held": "float8_e4m3fn", "dtype": jnp.float16},
+    "decode_int8_rope": {"held": "int8", "key_mod": jflex.rope(), "value_mod": lambda x, b, h, i: norm(x)},
+    "mixed_e4m3": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, "held": "float8_e4m3fn"},
     "latent_128_heads": {"Hq": 128, "rope": 64, "mask_mod": CAUSAL},
     "latent_16_heads": {"Hq": 16, "rope": 64},
     "latent_mixed": {"N": 2048 + 63, "R": 64, "Hq": 16, "rope": 64, "mask_mod": CAUSAL},

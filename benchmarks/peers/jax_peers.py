@@ -16,7 +16,7 @@ import numpy as np
 
 import jflex
 from benchmarks import roofline
-from benchmarks.problems import Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem, requests_of
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
 _ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
@@ -275,8 +275,18 @@ def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
         cache = jflex.paged.LatentCache(_normal(1, shape, problem), problem.D - problem.value_size)
     else:
         cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
+    if problem.keys in EIGHT_BITS:
+        cache = jax.jit(functools.partial(_in_eight_bits, problem.keys))(cache)
     batch = jflex.paged.PagedBatch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
     return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
+
+
+def _in_eight_bits(dtype: str, cache: Any) -> Any:
+    """The same pages in eight bits, with a scale for each token and head."""
+    pages, size, heads, D = cache.k.shape
+    rows = lambda x: x.reshape(pages * size, heads, D)
+    empty = jflex.paged.PagedCache.create(pages, size, heads, D, dtype=dtype)
+    return jflex.paged.write(empty, rows(cache.k), rows(cache.v), jnp.arange(pages * size, dtype=jnp.int32))
 
 
 def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing: bool = False) -> Program:
@@ -287,7 +297,8 @@ def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing
         if problem.keys == "latent":
             how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192}
             return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation())
-        rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if problem.keys else None
+        is_raw = problem.keys.startswith("raw")
+        rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if is_raw else None
         return jflex.paged_attention(
             query,
             cache,

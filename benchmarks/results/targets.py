@@ -73,6 +73,7 @@ TARGETS = (
     *(Target("paged", "forward", {"page": page}, "time", "jflex-contiguous", at_most=1.03) for page in (256, 128, 64)),
     Target("paged", "forward", {"page": 16}, "time", "jflex-contiguous", at_most=1.08),
     Target("raw_keys", "forward", {"keys": "raw"}, "time", {"keys": ""}, at_most=1.05),
+    Target("paged_fp8", "forward", {"keys": "float8_e4m3fn"}, "time", {"keys": ""}, at_most=0.6),
     Target("mla", "forward", {"Hq": 16}, "TB/s", None, 3.4),  # 80 % of what a copy reaches
     *(Target("mla", "forward", {"Hq": 128}, "TFLOP/s", None, x) for x in (480.0, 600.0)),
     *(Target("cascade", "forward", {"Hkv": x, "prefix": 8192}, "speed", "jflex-flat", 15.0) for x in (32, 8)),

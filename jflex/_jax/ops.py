@@ -143,9 +143,11 @@ class PagedOp:
 
     def axes(self, inputs: PagedInputs, outputs: Saved) -> tuple[list[Axes], list[Axes]]:
         """Axes of the flat inputs and outputs: heads alone, because requests share pages; those of MLA, heads too."""
-        others = len(jax.tree.leaves(inputs)) - 3
+        scales = [x for x in (inputs.key_scale, inputs.value_scale) if x is not None]
+        of_heads = [Axes(None, x.ndim - 1, per_key=True) for x in scales]
+        others = len(jax.tree.leaves(inputs)) - 3 - len(scales)
         pages = Axes() if self.spec.values_in_keys else _PAGES
-        return [_ROWS, pages, pages, *[Axes()] * others], [_ROWS] * len(jax.tree.leaves(outputs))
+        return [_ROWS, pages, pages, *[Axes()] * others, *of_heads], [_ROWS] * len(jax.tree.leaves(outputs))
 
     def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""

@@ -57,6 +57,8 @@ class PagedInputs(NamedTuple):
       key_operands: The arrays that the key mod captures.
       value_operands: The arrays that the value mod captures.
       dropout_operands: The arrays that the mod of dropout captures.
+      key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
+      value_scale: Likewise.
     """
 
     query: jax.Array
@@ -71,6 +73,8 @@ class PagedInputs(NamedTuple):
     key_operands: tuple[jax.Array, ...] = ()
     value_operands: tuple[jax.Array, ...] = ()
     dropout_operands: tuple[jax.Array, ...] = ()
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.dense_scores import stats_of
+from jflex.paged.eight_bits import dequantised
 from pallas_kernels.spec import AttentionSpec, Mod
 
 
@@ -27,18 +28,22 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 
     used = j[None] < inputs.lengths[:, None]  # [R, S]
 
-    def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...]) -> jax.Array:
+    def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...], scale: jax.Array | None) -> jax.Array:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
+        if scale is not None:
+            scale = scale if scale.ndim == 1 else scale[pages_of].reshape(p.B, p.S, p.Hkv)
+            rows = dequantised(rows, scale, exact)
         if mod is not None:  # of ones past the end: zero times the derivative of NaN would be NaN
             at = jnp.broadcast_arrays(jnp.arange(p.B, dtype=jnp.int32)[:, None], j[None])
             rows = modified_keys(functools.partial(mod, operands), jnp.where(used[..., None, None], rows, 1), *at)
         own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
         return jnp.where(visible.swapaxes(1, 2)[..., None], own, 0)
 
-    key = keys(inputs.key, p.key_mod, inputs.key_operands)
-    value = keys(inputs.value, p.value_mod, inputs.value_operands)[..., : p.Dv]  # of a latent cache, the keys
+    key = keys(inputs.key, p.key_mod, inputs.key_operands, inputs.key_scale)
+    value = keys(inputs.value, p.value_mod, inputs.value_operands, inputs.value_scale)
+    value = value[..., : p.Dv]  # of a latent cache, the keys
     s = jnp.einsum("nhd,nshd->nhs", inputs.query.astype(exact), key, precision="highest") * p.scale
     if p.score_mod is not None:
         s = _modified(p.score_mod, inputs.score_operands, s.astype(jnp.float32), visible, request).astype(exact)

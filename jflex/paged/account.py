@@ -37,7 +37,8 @@ class PagedAccount(Choice):
       splits_keys: Whether the kernels can split the keys of a request among CTAs.
       flops: Floating-point operations, 2 for a multiply-add, over all keys of a query's request: the mask is not
         evaluated.
-      bytes: Lower bound on the bytes moved: each query and output once, keys and values once for each request.
+      bytes: Lower bound on the bytes moved: each query and output once, keys and values, without scales, once for each
+        request.
     """
 
     requests: int
@@ -196,10 +197,11 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
         return _Work(None, None)
     keys = lengths.astype(np.int64)
     pairs = spec.Hq * int((np.diff(indptr) * keys).sum())
+    eight_bits = spec.paging is not None and spec.paging.dtype is not None
     width, out_width = (jnp.dtype(dtype).itemsize for dtype in (spec.dtype, spec.out_dtype))
     of_queries = spec.T * spec.Hq * (width * spec.D + out_width * spec.Dv)
     row = spec.D if spec.values_in_keys else spec.D + spec.Dv
-    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * width * row
+    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * (1 if eight_bits else width) * row
     return _Work(2 * pairs * (spec.D + spec.Dv), of_queries + of_keys)
 
 

@@ -22,6 +22,7 @@ from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.batch import PagedBatch, check_batch, token_positions, token_requests
 from jflex.paged.cache import PagedCache, checked_layer
+from jflex.paged.eight_bits import WRITTEN, is_eight_bits
 from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore
@@ -102,7 +103,8 @@ def paged_attention(
     is read out of range. There is no derivative, except on ``"reference"``.
 
     Args:
-      q: Packed queries, in the dtype of the cache. Query head ``h`` attends to key head ``h // (Hq // Hkv)``.
+      q: Packed queries, in the dtype of the cache; over eight bits in bfloat16, float16 or float32. Query head ``h``
+        attends to key head ``h // (Hq // Hkv)``.
       cache: Keys and values, those of these queries included: `jflex.paged.write` them first.
       batch: The queries and keys of each request.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars, as in `flex_attention`.
@@ -240,7 +242,11 @@ def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pa
     if layer is not None:
         assert cache.layers is not None  # checked by `checked_layer`
         first = (jnp.clip(layer, 0, cache.layers - 1) * cache.num_pages).reshape(1)
-    return Pages(cache.keys, cache.values, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table)
+    k_scale, v_scale = cache.scales
+    return Pages(
+        cache.keys, cache.values, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table,
+        key_scale=k_scale, value_scale=v_scale,
+    )  # fmt: skip
 
 
 def of_packed(mod: Any, batch: PagedBatch, role: Literal["score", "mask"]) -> Any:
@@ -289,7 +295,12 @@ def check_queries(q: AnyArray, cache: object) -> None:
             f"`q` must have three axes, [N, Hq, D]: the queries of all requests, packed. {got} Reshape [B, T, Hq, D] "
             "to [B * T, Hq, D], with `qo_indptr` in steps of T."
         )
-    if q.dtype != cache.k.dtype or q.dtype != cache.v.dtype:
+    if is_eight_bits(cache.k.dtype):
+        if str(q.dtype) not in WRITTEN:
+            raise TypeError(
+                f"`q` must be one of {', '.join(WRITTEN)}: the cache holds {cache.k.dtype} with scales. {got} Cast `q`."
+            )
+    elif q.dtype != cache.k.dtype or q.dtype != cache.v.dtype:
         raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
     heads = cache.num_kv_heads
     if q.shape[2] != cache.k.shape[-1]:

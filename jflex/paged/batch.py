@@ -15,7 +15,8 @@ from jaxtyping import Array, Int32
 from jflex._call.checks import describe_array
 from jflex.block_mask.lengths import checked_size
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
-from jflex.paged.cache import check_cache, check_int32, is_known
+from jflex.paged.cache import check_cache
+from jflex.paged.cache_checks import check_int32, is_known
 from jflex.paged.sizes import checked_page_size
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees, check_ancestors, tree_rules

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int32
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from jflex._call.checks import DTYPES, current_device, describe_array
 from jflex.backends.xla.narrow import read, set_rows
+from jflex.paged.cache_checks import check_copies, check_int32, check_slots_differ, check_tokens
+from jflex.paged.eight_bits import (
+    LARGEST,
+    check_scale,
+    first_scale,
+    is_eight_bits,
+    quantised,
+    row_scales,
+)
 from jflex.paged.sizes import checked_pages, checked_positive
 from jflex.paged.store import PageStore
 from jflex.types import AnyArray
@@ -40,14 +50,22 @@ class PagedCache(PageStore):
     Attributes:
       k: Keys, [P, page_size, Hkv, D], or [L, P, page_size, Hkv, D] for L layers that share one page table.
       v: Values, the same with Dv.
+      k_scale: Of keys of eight bits, float32: of each head, [Hkv] or [L, Hkv], or of each token and head, [P,
+        page_size, Hkv] or [L, P, page_size, Hkv]; a key is what is held times its scale. None for other dtypes.
+      v_scale: Of the values, likewise; it may be of the other kind.
 
     >>> cache = PagedCache.create(64, 16, 8, 128, dtype=jnp.bfloat16, layers=4)
     >>> cache.k.shape, cache.num_pages, cache.page_size, cache.num_kv_heads, cache.layers
     ((4, 64, 16, 8, 128), 64, 16, 8, 4)
+    >>> cache = PagedCache.create(64, 16, 8, 128, dtype=jnp.float8_e4m3fn, v_scale=0.02)
+    >>> cache.k_scale.shape, cache.v_scale.shape  # of each token and head, of each head
+    ((64, 16, 8), (8,))
     """
 
-    k: Float[Array, "*L P page_size Hkv D"]
-    v: Float[Array, "*L P page_size Hkv Dv"]
+    k: Shaped[Array, "*L P page_size Hkv D"]
+    v: Shaped[Array, "*L P page_size Hkv Dv"]
+    k_scale: Float32[Array, "*L_or_tokens Hkv"] | None = None
+    v_scale: Float32[Array, "*L_or_tokens Hkv"] | None = None
 
     @classmethod
     def create(
@@ -60,6 +78,8 @@ class PagedCache(PageStore):
         v_head_dim: int | None = None,
         dtype: DTypeLike,
         layers: int | None = None,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
     ) -> PagedCache:
         """A cache of zeros.
 
@@ -69,15 +89,21 @@ class PagedCache(PageStore):
           num_kv_heads: Hkv.
           head_dim: D of keys.
           v_head_dim: Dv of values; None: D.
-          dtype: Floating-point, of keys and values.
+          dtype: Of keys and values: floating-point, or of eight bits with scales: ``float8_e4m3fn``, ``float8_e5m2`` or
+            ``int8``.
           layers: How many layers are stacked in one cache; None for no layer axis.
+          k_scale: With eight bits: one scale, or one for each key head, [Hkv] or [L, Hkv]. None: one for each token and
+            head, which `write` computes.
+          v_scale: Of the values, likewise.
 
         Returns:
           The cache.
 
         Raises:
-          TypeError: A size is not an integer, or `dtype` is not floating-point.
-          ValueError: A size is not positive, a page is too large, or ``num_pages * page_size`` reaches ``2**31``.
+          TypeError: A size is not an integer, `dtype` is another one, or a scale is not a number or does not belong to
+            `dtype`.
+          ValueError: A size is not positive, a page is too large, ``num_pages * page_size`` reaches ``2**31``, or a
+            scale has another shape or is not positive.
 
         >>> PagedCache.create(10, 1, 2, 8, v_head_dim=4, dtype="float32").v.shape
         (10, 1, 2, 4)
@@ -85,29 +111,47 @@ class PagedCache(PageStore):
         num_pages, page_size = checked_pages(num_pages, page_size)
         heads, key_dim = checked_positive(num_kv_heads, "num_kv_heads"), checked_positive(head_dim, "head_dim")
         value_dim = key_dim if v_head_dim is None else checked_positive(v_head_dim, "v_head_dim")
-        if str(jnp.dtype(dtype)) not in DTYPES:
-            raise TypeError(f"`dtype` must be floating-point ({', '.join(DTYPES)}). Got {jnp.dtype(dtype)}.")
-        shape = (num_pages, page_size, heads)
-        if layers is not None:
-            shape = (checked_positive(layers, "layers"), *shape)
-        return cls(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype))
+        if str(jnp.dtype(dtype)) not in (*DTYPES, *LARGEST):
+            raise TypeError(
+                f"`dtype` must be floating-point ({', '.join(DTYPES)}), or of eight bits with scales "
+                f"({', '.join(LARGEST)}). Got {jnp.dtype(dtype)}."
+            )
+        stack = () if layers is None else (checked_positive(layers, "layers"),)
+        shape = (*stack, num_pages, page_size, heads)
+        scales = (first_scale(name, x, shape, dtype) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
+        return cls(jnp.zeros((*shape, key_dim), dtype), jnp.zeros((*shape, value_dim), dtype), *scales)
 
     @property
-    def keys(self) -> Float[Array, "*L P page_size Hkv D"]:
+    def keys(self) -> Shaped[Array, "*L P page_size Hkv D"]:
         """`k`."""
         return self.k
 
     @property
-    def values(self) -> Float[Array, "*L P page_size Hkv Dv"]:
+    def values(self) -> Shaped[Array, "*L P page_size Hkv Dv"]:
         """`v`."""
         return self.v
+
+    @property
+    def scales(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """`k_scale` and `v_scale`."""
+        return self.k_scale, self.v_scale
+
+    def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> PagedCache:
+        """A function of each array [*L, P, page_size, ...]; scales of heads stay.
+
+        >>> cache = PagedCache.create(4, 2, 1, 1, dtype=jnp.int8, v_scale=2.0)
+        >>> [x.shape for x in jax.tree.leaves(cache.map_tokens(lambda x: x[1:]))]
+        [(3, 2, 1, 1), (3, 2, 1, 1), (3, 2, 1), (1,)]
+        """
+        scales = (function(x) if x is not None and x.shape == self.k.shape[:-1] else x for x in self.scales)
+        return PagedCache(function(self.k), function(self.v), *scales)
 
     def check(self) -> None:
         """Raises unless keys and values match.
 
         Raises:
-          TypeError: Their dtypes differ or are not floating-point.
-          ValueError: The shapes do not match.
+          TypeError: Their dtypes differ, or are neither floating-point nor of eight bits with scales.
+          ValueError: The shapes do not match, or a scale of a head, if it is known, is not positive.
 
         >>> PagedCache.create(4, 2, 1, 1, dtype="float32").check()
         """
@@ -115,9 +159,10 @@ class PagedCache(PageStore):
             if not (hasattr(pages, "shape") and hasattr(pages, "dtype")):
                 raise TypeError(f"`{name}` must be an array. Got {type(pages).__name__}.")
         got = f"Got k: {describe_array(self.k)}, v: {describe_array(self.v)}."
-        if str(self.k.dtype) not in DTYPES or self.k.dtype != self.v.dtype:
+        if str(self.k.dtype) not in (*DTYPES, *LARGEST) or self.k.dtype != self.v.dtype:
             raise TypeError(
-                f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}). {got}"
+                f"`cache` must hold keys and values of one floating-point dtype ({', '.join(DTYPES)}), or of one of "
+                f"eight bits ({', '.join(LARGEST)}). {got}"
             )
         if self.k.ndim not in (4, 5) or self.k.shape[:-1] != self.v.shape[:-1]:
             raise ValueError(
@@ -125,6 +170,8 @@ class PagedCache(PageStore):
                 f"axis of layers or neither. {got} Make one with `PagedCache.create`."
             )
         checked_pages(self.num_pages, self.page_size)
+        check_scale("cache.k_scale", self.k_scale, self.k)
+        check_scale("cache.v_scale", self.v_scale, self.v)
 
 
 def write(
@@ -139,9 +186,15 @@ def write(
 
     Under ``jit`` with the cache donated, no second cache is made, whatever `layer` is.
 
+    To a cache of eight bits a row ``x`` of a token and head is written as ``x / scale``, computed as
+    ``x * (1 / scale)`` in float32, cut to the range of the dtype, and rounded to the nearest number, ties to even.
+    Where the cache has a scale for each token and head, that is ``max(abs(x)) / largest``, by multiplication likewise,
+    with the largest number of the dtype: 448 of ``float8_e4m3fn``, 57344 of ``float8_e5m2``, 127 of ``int8``. A row
+    with NaN or an infinity then becomes NaN. With a scale of each head NaN stays NaN, but becomes 0 in ``int8``.
+
     Args:
       cache: The cache.
-      k: Keys of N tokens, in the dtype of the cache.
+      k: Keys of N tokens, in the dtype of the cache; for eight bits, in bfloat16, float16 or float32.
       v: Their values.
       slots: The slot of each token, ``page * page_size + offset``; `jflex.paged.slots_of` and `jflex.paged.token_slots`
         compute them from page tables. A token with slot -1, or any other outside of the cache, is dropped: slots
@@ -164,9 +217,25 @@ def write(
     [0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 1.0, 0.0]
     """
     check_cache(cache, PagedCache)
-    _check_tokens(cache, k, v, slots)
+    check_tokens(cache, k, v, slots)
     index = slot_index(cache, slots, layer)
-    return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
+    if not is_eight_bits(cache.k.dtype):
+        return PagedCache(set_rows(cache.k, index, k), set_rows(cache.v, index, v))
+    k_pages, k_scale = _written(cache, cache.k, cache.k_scale, index, k)
+    v_pages, v_scale = _written(cache, cache.v, cache.v_scale, index, v)
+    return PagedCache(k_pages, v_pages, k_scale, v_scale)
+
+
+def _written(
+    cache: PagedCache, pages: jax.Array, scale: jax.Array | None, index: tuple[jax.Array, ...], rows: AnyArray
+) -> tuple[jax.Array, jax.Array]:
+    """Pages with new rows, quantised, and their scales."""
+    assert scale is not None  # `check_cache` asks for it
+    if scale.shape != pages.shape[:-1]:
+        own = scale if cache.layers is None else scale.at[index[0]].get(mode="clip")
+        return set_rows(pages, index, quantised(rows, own[None], pages.dtype)), scale
+    made = row_scales(rows, pages.dtype)
+    return set_rows(pages, index, quantised(rows, made, pages.dtype)), set_rows(scale, index, made)
 
 
 def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
@@ -193,9 +262,9 @@ def copy_pages(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
     [0.0, 2.0, 2.0]
     """
     _check_pairs(cache, src, dst, "pages")
-    _check_copies(src, dst, cache.num_pages)
+    check_copies(src, dst, cache.num_pages)
     src, dst = jnp.asarray(src), jnp.asarray(dst)
-    return jax.tree.map(lambda pages: _copied(pages, (src,), (dst,)), cache)
+    return cache.map_tokens(lambda pages: _copied(cache, pages, (src,), (dst,)))
 
 
 def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> Cache:
@@ -220,9 +289,9 @@ def copy_slots(cache: Cache, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " 
     [0.0, 2.0, 3.0, 3.0]
     """
     _check_pairs(cache, src, dst, "slots")
-    _check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
+    check_slots_differ(dst, cache.num_pages, cache.page_size, "dst")
     split = lambda slots: (jnp.asarray(slots) // cache.page_size, jnp.asarray(slots) % cache.page_size)
-    return jax.tree.map(lambda x: _copied(x, split(src), split(dst)), cache)
+    return cache.map_tokens(lambda x: _copied(cache, x, split(src), split(dst)))
 
 
 def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyArray | None) -> tuple[jax.Array, ...]:
@@ -235,7 +304,7 @@ def slot_index(cache: PageStore, slots: Int32[AnyArray, " N"], layer: int | AnyA
     >>> [i.tolist() for i in slot_index(PagedCache.create(4, 2, 1, 1, dtype="float32"), jnp.array([6, 3]), None)]
     [[3, 1], [0, 1]]
     """
-    _check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
+    check_slots_differ(slots, cache.num_pages, cache.page_size, "slots")
     slots = jnp.asarray(slots)
     index = (slots // cache.page_size, slots % cache.page_size)
     checked = checked_layer(cache, layer)
@@ -290,30 +359,6 @@ def check_cache(cache: object, kind: type[PageStore] = PageStore) -> None:
     cache.check()
 
 
-def check_int32(name: str, x: object, of: str) -> None:
-    """Raises TypeError unless an argument is an array of int32.
-
-    >>> check_int32("slots", jnp.arange(3), "slots")
-    """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
-        )
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
-        )
-
-
-def is_known(x: AnyArray) -> bool:
-    """Whether the values can be read here: not those of tracers, nor of arrays spread over several hosts.
-
-    >>> is_known(jnp.arange(3))
-    True
-    """
-    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
-
-
 def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> None:
     check_cache(cache)
     for name, x in (("src", src), ("dst", dst)):
@@ -325,60 +370,9 @@ def _check_pairs(cache: PageStore, src: AnyArray, dst: AnyArray, of: str) -> Non
         )
 
 
-def _check_tokens(cache: PagedCache, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
-    for name, x, pages in (("k", k, cache.k), ("v", v, cache.v)):
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
-        if x.dtype != pages.dtype:
-            raise TypeError(
-                f"`{name}` must have the dtype of the cache, {pages.dtype}. Got {describe_array(x)}. Cast it with "
-                "`.astype`."
-            )
-        if x.ndim != 3 or x.shape[1:] != pages.shape[-2:]:
-            raise ValueError(
-                f"`{name}` must be [N, Hkv, {'D' if name == 'k' else 'Dv'}], with the heads of the cache: "
-                f"[N, {pages.shape[-2]}, {pages.shape[-1]}]. Got {describe_array(x)}. Reshape batch and tokens to one "
-                "axis."
-            )
-    check_int32("slots", slots, "slots")
-    if not k.shape[:1] == v.shape[:1] == slots.shape:
-        raise ValueError(
-            "`k`, `v` and `slots` must be of the same tokens: [N, ...], [N, ...] and [N]. Got k: "
-            f"{describe_array(k)}, v: {describe_array(v)}, slots: {describe_array(slots)}. Give padding the slot -1."
-        )
-
-
-def _check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: str) -> None:
-    """Raises if known slots repeat: such a slot would hold either token."""
-    if not is_known(slots):
-        return
-    used, counts = np.unique(np.asarray(slots), return_counts=True)
-    twice = used[(counts > 1) & (used >= page_size) & (used < num_pages * page_size)]
-    if twice.size:
-        raise ValueError(
-            f"`{name}` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
-            f"{counts[used == twice[0]][0]} tokens. Give all but one of them the slot -1."
-        )
-
-
-def _check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
-    if not (is_known(src) and is_known(dst)):
-        return
-    src, dst = np.asarray(src), np.asarray(dst)
-    inside = (dst >= 0) & (dst < num_pages)
-    wrong = src[inside & ((src < 0) | (src >= num_pages))]
-    if wrong.size:
-        raise ValueError(f"`src` must hold pages within 0 and {num_pages - 1}, the last page. Got {wrong[0]}.")
-    pages, counts = np.unique(dst[inside], return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Replace one by -1."
-        )
-
-
-def _copied(x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]) -> jax.Array:
+def _copied(cache: PageStore, x: jax.Array, src: tuple[jax.Array, ...], dst: tuple[jax.Array, ...]) -> jax.Array:
     """Copies from and to indices of pages, or of pages and offsets, in all layers."""
-    layers = () if x.ndim == 4 else (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None],)
+    layers = () if cache.layers is None else (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None],)
     at = lambda index: (*layers, *(i[None] for i in index)) if layers else index
     part = lambda: x.at[at(src)].get(mode="clip")
     return set_rows(x, at(dst), read(part, jnp.any(dst[0] >= 0), current_device(x)[0]))

@@ -227,8 +227,8 @@ def clear_unused(
     tokens = slots.lengths[:, None] - slots.starts  # how many of a page's slots hold a token of the request
     tokens = jnp.max(jnp.where(slots.starts < 0, 0, tokens), axis=0, initial=0)
     used = jnp.arange(cache.page_size, dtype=jnp.int32)[None] < tokens[:, None]
-    cleared = lambda pages: jnp.where(jnp.broadcast_to(used[..., None, None], pages.shape), pages, 0)
-    return jax.tree.map(cleared, cache)
+    of_tokens = lambda x: used.reshape(*used.shape, *[1] * (x.ndim - used.ndim - (cache.layers is not None)))
+    return cache.map_tokens(lambda x: jnp.where(jnp.broadcast_to(of_tokens(x), x.shape), x, jnp.zeros((), x.dtype)))
 
 
 def _of_slots(mod: MaskMod | ScoreMod, slots: SlotMap) -> ReindexedMod:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32
 from jflex._call.checks import describe_array
 from jflex.mods.reindex import Positions
 from jflex.paged.batch_checks import check_rules, length_rules, table_rule
-from jflex.paged.cache import check_int32, is_known
+from jflex.paged.cache_checks import check_int32, is_known
 from jflex.paged.sizes import checked_pages
 from jflex.types import AnyArray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import DTYPES, describe_array
 from jflex.backends.xla.narrow import set_rows
-from jflex.paged.cache import check_cache, check_int32, slot_index
+from jflex.paged.cache import check_cache, slot_index
+from jflex.paged.cache_checks import check_int32
 from jflex.paged.sizes import checked_pages, checked_positive
 from jflex.paged.store import PageStore
 from jflex.types import AnyArray
@@ -79,7 +81,10 @@ class LatentCache(PageStore):
         num_pages, page_size = checked_pages(num_pages, page_size)
         latent, rope = checked_positive(latent_size, "latent_size"), checked_positive(rope_size, "rope_size")
         if str(jnp.dtype(dtype)) not in DTYPES:
-            raise TypeError(f"`dtype` must be floating-point ({', '.join(DTYPES)}). Got {jnp.dtype(dtype)}.")
+            raise TypeError(
+                f"`dtype` must be floating-point ({', '.join(DTYPES)}). Got {jnp.dtype(dtype)}. Eight bits with scales "
+                "are for `PagedCache` alone."
+            )
         shape = (num_pages, page_size, 1, latent + rope)
         if layers is not None:
             shape = (checked_positive(layers, "layers"), *shape)
@@ -94,6 +99,14 @@ class LatentCache(PageStore):
     def values(self) -> Float[Array, "*L P page_size 1 W"]:
         """`rows`, of which the latent columns are the values."""
         return self.rows
+
+    def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> LatentCache:
+        """A function of `rows`.
+
+        >>> LatentCache.create(4, 2, 8, 4, dtype="float32").map_tokens(lambda x: x[1:]).num_pages
+        3
+        """
+        return LatentCache(function(self.rows), self.rope_size)
 
     @property
     def latent_size(self) -> int:

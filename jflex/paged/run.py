@@ -40,6 +40,8 @@ class Pages(NamedTuple):
       lengths: int32 [R], keys of each.
       table: int32 [R, max_pages].
       latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
+      key_scale: Of keys of eight bits, as in a `PagedCache`, or its shape; None for others.
+      value_scale: Likewise.
     """
 
     key: Any
@@ -50,6 +52,8 @@ class Pages(NamedTuple):
     lengths: Any
     table: Any
     latent_size: int | None = None
+    key_scale: Any = None
+    value_scale: Any = None
 
 
 class How(NamedTuple):
@@ -88,7 +92,7 @@ class PagedCall(NamedTuple):
     Attributes:
       caller: Name of the public function, for messages.
       spec: Its static part.
-      query: [N, Hq, D], in the dtype of the pages; or its shape.
+      query: [N, Hq, D], in the dtype of the pages, unless these have eight bits; or its shape.
       pages: The keys and values.
       score_operands: The arrays that the score mod captures.
       mask_operands: The arrays that the mask captures.
@@ -112,7 +116,18 @@ class PagedCall(NamedTuple):
         pages = self.pages
         key, value = (x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value))
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
-        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:])
+        scales = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], *scales)
+
+
+def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
+    """A scale of each head of the layer, [Hkv], or of each token and head, [pages of all layers, page_size, Hkv]."""
+    if scale is None:
+        return None
+    if scale.shape == pages.key.shape[:-1]:
+        return jnp.asarray(scale).reshape(-1, *scale.shape[-2:])
+    stacked = jnp.asarray(scale).reshape(-1, scale.shape[-1])
+    return stacked[0] if len(stacked) == 1 else stacked[pages.first_page[0] // pages.num_pages]
 
 
 def attend(call: PagedCall, implementation: Implementation) -> AttentionState:
@@ -153,7 +168,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         Hkv=Hkv,
         D=D,
         Dv=Dv,
-        paging=Paging(page_size, pages.num_pages),
+        paging=Paging(page_size, pages.num_pages, None if pages.key_scale is None else str(pages.key.dtype)),
         Bkv=R,
         dtype=str(query.dtype),
         out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),

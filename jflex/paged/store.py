@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 
 class PageStore(abc.ABC):
@@ -18,6 +19,15 @@ class PageStore(abc.ABC):
     @abc.abstractmethod
     def values(self) -> Any:
         """The values, likewise; the keys, if these hold them."""
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        """Those of keys and values of eight bits; None where there are none."""
+        return None, None
+
+    @abc.abstractmethod
+    def map_tokens(self, function: Callable[[Any], Any]) -> Self:
+        """The cache that a function makes of each array [*L, P, page_size, ...]."""
 
     @abc.abstractmethod
     def check(self) -> None:

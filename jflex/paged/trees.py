@@ -20,7 +20,7 @@ from jflex.masks.tree import MAX_NODES
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.paged.batch_checks import Rule
-from jflex.paged.cache import check_int32
+from jflex.paged.cache_checks import check_int32
 from jflex.types import AnyArray
 
 

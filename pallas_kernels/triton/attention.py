@@ -23,10 +23,36 @@ from pallas_kernels.types import Index, S
 
 
 class Tile(NamedTuple):
-    """A tile of keys: its scores [rows, Bk], and its values [Bk, Dv]."""
+    """A tile of keys.
+
+    Attributes:
+      scores: Its scores, [rows, Bk].
+      values: Its values, [Bk, Dv].
+      scale: What these are to be multiplied by: a scalar, or [Bk]; None for 1.
+    """
 
     scores: ScoreTile
     values: Columns
+    scale: jax.Array | None = None
+
+    def weigh(self, p: jax.Array) -> jax.Array:
+        """The weights of the values as they are held, from those of the values: dropped, and scaled in float32."""
+        p = self.scores.drop(p)
+        if self.scale is None:
+            return p
+        return p * (self.scale[None, :] if self.scale.ndim else self.scale)
+
+    def cleared(self) -> Tile:
+        """With 0 for values that are NaN or infinite, also by their scale."""
+        return Tile(self.scores, cleared(self.scaled_values))
+
+    @property
+    def scaled_values(self) -> Columns:
+        """The values times their scale, in float32, rounded to their dtype."""
+        if self.scale is None:
+            return self.values
+        scale = self.scale[:, None] if self.scale.ndim else self.scale
+        return tuple((x.astype(jnp.float32) * scale).astype(x.dtype) for x in self.values)
 
 
 class Walk(Protocol):
@@ -64,7 +90,7 @@ class Attention(NamedTuple):
         """
 
         def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
-            return self._fold(state, *self.tile_at(*key))
+            return self._fold(state, self.tile_at(*key))
 
         state = self.walk(self._start, step)
         out, lse = self._finish(state)
@@ -74,8 +100,8 @@ class Attention(NamedTuple):
         """The same from cleared values, with the lse as it is, and which rows must keep the output of `attend`."""
 
         def step(state: tuple[softmax.SoftmaxState, Attended], *key: Index) -> tuple[softmax.SoftmaxState, Attended]:
-            tile, values = self.tile_at(*key)
-            return self._fold(state[0], tile, cleared(values)), state[1].to(values, tile.visible)
+            tile = self.tile_at(*key)
+            return self._fold(state[0], tile.cleared()), state[1].to(tile.scaled_values, tile.scores.visible)
 
         state, attended = self.walk((self._start, Attended.none(self.rows)), step)
         out, lse = self._finish(state)
@@ -104,14 +130,14 @@ class Attention(NamedTuple):
         }
         return tuple(values[name]() for name in self.prepared.spec.stats)
 
-    def _fold(self, state: softmax.SoftmaxState, tile: ScoreTile, values: Columns) -> softmax.SoftmaxState:
+    def _fold(self, state: softmax.SoftmaxState, tile: Tile) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
-        product = lambda p: pv_dot(spec, tile.drop(p), values)
+        product = lambda p: pv_dot(spec, tile.weigh(p), tile.values)
         if spec.normalize == "none":
-            return softmax.add_weights(state, product, linear_weights(self.prepared, tile))
+            return softmax.add_weights(state, product, linear_weights(self.prepared, tile.scores))
         return softmax.update(
             state,
-            tile.s,
+            tile.scores.s,
             log2_scale=log2_scale,
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
             pv_dot=product,

@@ -8,6 +8,9 @@ MAX_DECODED = 16  # queries of a sequence that are decoded
 MAX_DECODED_ROWS = 64  # query heads of a key head times queries, which a tile of the decoding kernel holds
 MAX_HEAD_SIZE = 256
 MAX_LATENT_SIZE, MAX_ROPE_SIZE = 512, 64  # of multi-head latent attention
+# Words, up to a dash, in the names of devices of compute capability 8.0 to 8.7.
+_BEFORE_ADA = ("A100", "A800", "A30", "A10", "A16", "A40", "A2", "A4000", "A4500", "A5000", "A5500", "A6000", "3050",
+               "3060", "3070", "3080", "3090", "Orin")  # fmt: skip
 MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
@@ -20,11 +23,18 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         )
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
+    if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and _lacks_e4m3(spec.device_kind):
+        return f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {spec.device_kind} (take int8)"
     if spec.values_in_keys:
         return _limit_of_latent(spec.Dv, spec.D - spec.Dv)
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
     return None
+
+
+def _lacks_e4m3(device_kind: str) -> bool:
+    """Whether a device of this name is known to be older than compute capability 8.9."""
+    return any(word.split("-")[0] in _BEFORE_ADA for word in device_kind.split())
 
 
 def _limit_of_latent(latent: int, rope: int) -> str | None:

@@ -192,8 +192,10 @@ def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    captured = (tuple(map(as_int8, group)) for group in inputs[7:])
-    return _saved(plan.spec, paged(plan.spec, plan.paged, PagedOperands(*inputs[:7], *captured)))
+    *captured, key_scale, value_scale = inputs[7:]
+    captured = (tuple(map(as_int8, group)) for group in captured)
+    arrays = PagedOperands(*inputs[:7], *captured, key_scale=key_scale, value_scale=value_scale)
+    return _saved(plan.spec, paged(plan.spec, plan.paged, arrays))
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:

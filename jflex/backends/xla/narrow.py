@@ -1,10 +1,11 @@
-"""Reading and writing slices of large bfloat16 arrays on a CPU, without copying the whole array.
+"""Reading and writing slices of large narrow arrays on a CPU, without copying the whole array.
 
 XLA's CPU compiler of jaxlib 0.10.2 has no bfloat16 slices, gathers, updates and scatters: it converts the array to
 float32, slices it, and converts back. If it is sliced in a loop, the conversion is hoisted, and the whole array is
 widened: 2.0 times its memory. A scatter widens it anywhere. `jax.lax.optimization_barrier` is removed too early to stop
 this, and integers through ``bitcast_convert_type`` cost another whole copy. jaxlib 0.11.2 and 0.12.0 do none of this,
-and no version does it for float16 or float32; there, and on other devices, nothing is done here.
+and no version does it for float16 or float32; there, and on other devices, nothing is done here. Arrays of eight-bit
+floating-point numbers are converted to float16 in the same way, by 0.10.2 and 0.11.2 alike; int8 is not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jflex._call.checks import current_device
 from jflex.types import AnyArray
 
 _NATIVE = (0, 11, 2)  # the first version of JAX seen not to widen bfloat16
+_EIGHT_BITS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def is_widened(dtype: DTypeLike, platform: str) -> bool:
@@ -29,7 +31,9 @@ def is_widened(dtype: DTypeLike, platform: str) -> bool:
     >>> is_widened(jnp.float16, "cpu"), is_widened(jnp.bfloat16, "gpu")
     (False, False)
     """
-    return platform == "cpu" and dtype == jnp.bfloat16 and jax.__version_info__ < _NATIVE
+    if platform != "cpu":
+        return False
+    return dtype in _EIGHT_BITS or (dtype == jnp.bfloat16 and jax.__version_info__ < _NATIVE)
 
 
 def read(part: Callable[[], jax.Array], exists: jax.Array, platform: str) -> jax.Array:

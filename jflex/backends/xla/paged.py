@@ -7,7 +7,7 @@ at either end that interval arithmetic proves fully masked are skipped.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,25 @@ from jflex.backends.xla.containment import masked_product
 from jflex.backends.xla.dropout import dropped, scaled_up
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
+from jflex.paged.eight_bits import dequantised
 from pallas_kernels.spec import AttentionSpec, Mod
+
+Pages = TypeVar("Pages", jax.Array, jax.Array | None)
 
 # 32 decoding requests of 1024 keys, Hq 8, Hkv 2, D 64, float32 take 14, 16, 13, 13 and 12 ms on 2 cores with 64, 128,
 # 256, 512 and 1024; smaller tiles waste less on short requests.
 KEYS = 256
 FEW = 16  # a request with more queries takes larger tiles
 _AXES = "kgqs"
+
+
+class _Source(NamedTuple):
+    """Pages of keys or of values, their scale, and the mod of what they hold with the arrays that it captures."""
+
+    pages: jax.Array
+    scale: jax.Array | None
+    mod: Mod | None
+    operands: tuple[jax.Array, ...]
 
 
 class _Work(NamedTuple):
@@ -47,6 +59,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         works.append(_Work(FEW + 1, p.T, spare))
     padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
     inputs = inputs._replace(key=_by_layer(p, inputs.key), value=_by_layer(p, inputs.value))
+    inputs = inputs._replace(key_scale=_by_layer(p, inputs.key_scale), value_scale=_by_layer(p, inputs.value_scale))
     out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
     fill = lambda x: jnp.full((p.T + spare, p.Hq), x, jnp.float32)
     stats = {name: fill(-jnp.inf if name == "max" else 0.0) for name in p.stats}
@@ -56,13 +69,16 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     return jax.tree.map(lambda x: x[: p.T], saved)
 
 
-def _by_layer(p: AttentionSpec, pages: jax.Array) -> jax.Array:
-    """Pages as [L, P, page_size, Hkv, D] if there are several layers, which undoes the reshape of a stacked cache.
+def _by_layer(p: AttentionSpec, pages: Pages) -> Pages:
+    """Pages, or scales of their tokens, as [L, P, page_size, ...] if there are several layers.
 
-    XLA's CPU compiler copies an argument that is reshaped before a loop (JAX 0.10.2 and 0.11.2): 4 requests of 20 keys
-    in a cache of two layers and 2049 pages of 64 tokens took 24 ms that way, and take 0.2 ms.
+    This undoes the reshape of a stacked cache. XLA's CPU compiler copies an argument that is reshaped before a loop
+    (JAX 0.10.2 and 0.11.2): 4 requests of 20 keys in a cache of two layers and 2049 pages of 64 tokens took 24 ms that
+    way, and take 0.2 ms.
     """
-    return pages if len(pages) == p.num_pages else pages.reshape(-1, p.num_pages, *pages.shape[1:])
+    if pages is None or pages.ndim == 1 or len(pages) == p.num_pages:  # a scale of each head has one axis
+        return pages
+    return pages.reshape(-1, p.num_pages, *pages.shape[1:])
 
 
 def _run(spec: AttentionSpec, inputs: PagedInputs, work: _Work, saved: Saved) -> Saved:
@@ -102,8 +118,9 @@ def _tile(p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array,
     def step(number: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
         j = number * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
         exists, j = j < length, jnp.minimum(j, p.S - 1)
-        k = _rows(p, inputs, (inputs.key, p.key_mod, inputs.key_operands), request, j, exists)
-        of_value = (inputs.value, p.value_mod, inputs.value_operands)
+        of_key = _Source(inputs.key, inputs.key_scale, p.key_mod, inputs.key_operands)
+        k = _rows(p, inputs, of_key, request, j, exists)
+        of_value = _Source(inputs.value, inputs.value_scale, p.value_mod, inputs.value_operands)
         v = k[..., : p.Dv] if p.values_in_keys else _rows(p, inputs, of_value, request, j, exists)
         s = jnp.einsum("kgqd,skd->kgqs", q, k, precision=p.precision, preferred_element_type=exact) * p.scale
         at = (request, h.reshape(p.Hkv, p.group), n, j)
@@ -130,7 +147,7 @@ def _tile(p: AttentionSpec, inputs: PagedInputs, count: int, request: jax.Array,
 def _rows(
     p: AttentionSpec,
     inputs: PagedInputs,
-    source: tuple[jax.Array, Mod | None, tuple[jax.Array, ...]],
+    source: _Source,
     request: jax.Array,
     j: jax.Array,
     exists: jax.Array,
@@ -140,15 +157,18 @@ def _rows(
     Args:
       p: The spec.
       inputs: The arrays of the call.
-      source: Pages, and the mod of what they hold with the arrays that it captures.
+      source: Their pages.
       request: The request.
       j: Positions.
       exists: Which of them lie before its length.
     """
-    pages, mod, operands = source
+    pages, scale, mod, operands = source
     page = jnp.clip(inputs.table[request, j // p.page_size], 0, p.num_pages - 1)
     layer = (inputs.first_page[0] // p.num_pages,) if pages.ndim == 5 else ()
-    rows = read(lambda: pages[*layer, page, j % p.page_size], exists[0], p.platform)
+    at = (*layer, page, j % p.page_size)
+    rows = read(lambda: pages[at], exists[0], p.platform)
+    if scale is not None:
+        rows = dequantised(rows, scale if scale.ndim == 1 else scale[at], p.exact)
     if mod is not None:
         rows = modified_keys(functools.partial(mod, operands), rows, jnp.broadcast_to(request, j.shape), j)
     return jnp.where(exists[:, None, None], rows, 0).astype(p.exact)

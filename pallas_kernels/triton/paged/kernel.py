@@ -128,11 +128,11 @@ class _Program(NamedTuple):
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
             rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
-            keys = rows.load(arrays.key, key_vectors)
-            result = scores.compute(prepared, q, keys, key, is_partial)
+            keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
+            result = scores.compute(prepared, q, keys, key, is_partial, key_scale)
             if spec.values_in_keys:
                 return Tile(result, keys[: len(chunks(spec.Dv))])
-            return Tile(result, rows.load(arrays.value, value_vectors))
+            return Tile(result, *rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True))
 
         key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)

@@ -66,15 +66,48 @@ class KeyRows(NamedTuple):
         page = jnp.minimum(jnp.maximum(page, 0), spec.num_pages - 1) + arrays.first_page[0]
         return cls(spec, h, first, exists, page, row, may_end)
 
-    def load(self, ref: Ref, mod: PreparedVectors | None = None) -> Columns:
-        """Rows [count, D or Dv] of key or value, as a mod makes them; zeros past the request's length."""
+    def load_scaled(
+        self, ref: Ref, scales: Ref | None, mod: PreparedVectors | None, *, weighs: bool = False
+    ) -> tuple[Columns, jax.Array | None]:
+        """Rows of key or value, and what is left to multiply scores or weights by: None, a scalar or [count].
+
+        The scales of keys multiply the scores, and those of values the weights: fewer than the elements of the rows,
+        which are then only cast. Under a mod they multiply the rows, and so do those of tokens where weights are
+        float16, which holds no small ones.
+
+        Args:
+          ref: The pages.
+          scales: Their scales, if they have eight bits.
+          mod: Of the rows.
+          weighs: Whether these are values.
+        """
+        scale = self._scales(scales)
+        on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
+        return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
+
+    def _scales(self, ref: Ref | None) -> jax.Array | None:
+        """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
+        if ref is None:
+            return None
+        if len(ref.shape) == 1:
+            return ref[self.h]
+        row = lax.broadcasted_iota(jnp.int32, self.exists.shape, 0) + self.row if self._is_one_page else self.row
+        at = ref.at[(self.page, row, self.h)]
+        return (
+            language.load(self.spec.route, at, mask=self.exists, other=0.0)
+            if self.may_end
+            else language.load(self.spec.route, at)
+        )
+
+    def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
+        """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
         if mod is None:
             of = key_chunks(self.spec) if self.spec.values_in_keys else mod_chunks(ref.shape[3], None)
-            return tuple(self._load_chunk(ref, first, width) for first, width, _ in of)
+            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in of)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
             position = jnp.minimum(position, self.spec.S - 1)
-        made = mod.tile(position, lambda lanes: self._load_lanes(ref, lanes))
+        made = mod.tile(position, lambda lanes: self._scaled(self._load_lanes(ref, lanes), scale))
         if not self.may_end:
             return made
         return tuple(jnp.where(self.exists[:, None], x, jnp.zeros_like(x)) for x in made)  # a mod may make NaN of zeros
@@ -99,12 +132,18 @@ class KeyRows(NamedTuple):
             exists = jnp.broadcast_to(self.exists[:, None], lanes.shape)
             mask = exists if mask is None else mask & exists
         at = ref.at[(pages, rows, self.h, lanes)]
-        return (
-            language.load(self.spec.route, at)
-            if mask is None
-            else language.load(self.spec.route, at, mask=mask, other=0.0)
-        )
+        if mask is None:
+            return language.load(self.spec.route, at)
+        return language.load(self.spec.route, at, mask=mask, other=0 if ref.dtype == jnp.int8 else 0.0)
 
     @property
     def _is_one_page(self) -> bool:
         return not self.page.ndim
+
+    def _scaled(self, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """Rows in the dtype of the query, which holds each number of eight bits; rounded if there is a scale."""
+        if self.spec.paging is None or self.spec.paging.dtype is None:
+            return rows
+        if scale is not None:
+            rows = rows.astype(jnp.float32) * (scale[:, None] if scale.ndim else scale)
+        return rows.astype(self.spec.dtype)

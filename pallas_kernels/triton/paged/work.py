@@ -42,6 +42,8 @@ class PagedOperands(NamedTuple, Generic[A]):
       key_operands: Captured arrays of the key mod; booleans as int8.
       value_operands: Captured arrays of the value mod; booleans as int8.
       dropout_operands: Captured arrays of the mod of dropout.
+      key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
+      value_scale: Likewise.
     """
 
     query: A
@@ -56,6 +58,8 @@ class PagedOperands(NamedTuple, Generic[A]):
     key_operands: tuple[A, ...] = ()
     value_operands: tuple[A, ...] = ()
     dropout_operands: tuple[A, ...] = ()
+    key_scale: A | None = None
+    value_scale: A | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Checks of what is written to a paged cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jflex._call.checks import describe_array
+from jflex.paged.eight_bits import WRITTEN, is_eight_bits
+from jflex.paged.store import PageStore
+from jflex.types import AnyArray
+
+
+def check_int32(name: str, x: object, of: str) -> None:
+    """Raises TypeError unless an argument is an array of int32.
+
+    >>> check_int32("slots", jnp.arange(3), "slots")
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"`{name}` must be an int32 array of {of}. Got {type(x).__name__}. Wrap it in `jnp.asarray(x, jnp.int32)`."
+        )
+    if x.dtype != jnp.int32:
+        raise TypeError(
+            f"`{name}` must be an int32 array of {of}. Got {describe_array(x)}. Cast it with `.astype(jnp.int32)`."
+        )
+
+
+def is_known(x: AnyArray) -> bool:
+    """Whether the values can be read here: not those of tracers, nor of arrays spread over several hosts.
+
+    >>> is_known(jnp.arange(3))
+    True
+    """
+    return isinstance(x, np.ndarray) or (not isinstance(x, Tracer) and x.is_fully_addressable)
+
+
+def check_tokens(cache: PageStore, k: AnyArray, v: AnyArray, slots: AnyArray) -> None:
+    """Raises unless keys and values of tokens fit a cache, and as many slots.
+
+    Raises:
+      TypeError: They are no arrays, or have another dtype.
+      ValueError: Their shapes do not fit.
+
+    >>> from jflex.paged import PagedCache
+    >>> cache, rows = PagedCache.create(4, 2, 1, 8, dtype="float32"), jnp.zeros((3, 1, 8))
+    >>> check_tokens(cache, rows, rows, jnp.arange(3))
+    """
+    for name, x, pages in (("k", k, cache.keys), ("v", v, cache.values)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"`{name}` must be an array. Got {type(x).__name__}.")
+        if is_eight_bits(pages.dtype):
+            if str(x.dtype) not in WRITTEN:
+                raise TypeError(
+                    f"`{name}` must be one of {', '.join(WRITTEN)}: the cache holds {pages.dtype} with scales, and "
+                    f"`write` rounds to it. Got {describe_array(x)}. Pass what is not yet quantised."
+                )
+        elif x.dtype != pages.dtype:
+            raise TypeError(
+                f"`{name}` must have the dtype of the cache, {pages.dtype}. Got {describe_array(x)}. Cast it with "
+                "`.astype`."
+            )
+        if x.ndim != 3 or x.shape[1:] != pages.shape[-2:]:
+            raise ValueError(
+                f"`{name}` must be [N, Hkv, {'D' if name == 'k' else 'Dv'}], with the heads of the cache: "
+                f"[N, {pages.shape[-2]}, {pages.shape[-1]}]. Got {describe_array(x)}. Reshape batch and tokens to one "
+                "axis."
+            )
+    check_int32("slots", slots, "slots")
+    if not k.shape[:1] == v.shape[:1] == slots.shape:
+        raise ValueError(
+            "`k`, `v` and `slots` must be of the same tokens: [N, ...], [N, ...] and [N]. Got k: "
+            f"{describe_array(k)}, v: {describe_array(v)}, slots: {describe_array(slots)}. Give padding the slot -1."
+        )
+
+
+def check_slots_differ(slots: AnyArray, num_pages: int, page_size: int, name: str) -> None:
+    """Raises ValueError if known slots repeat: such a slot would hold either token.
+
+    >>> check_slots_differ(jnp.array([6, 3, -1, -1]), 4, 2, "slots")
+    """
+    if not is_known(slots):
+        return
+    used, counts = np.unique(np.asarray(slots), return_counts=True)
+    twice = used[(counts > 1) & (used >= page_size) & (used < num_pages * page_size)]
+    if twice.size:
+        raise ValueError(
+            f"`{name}` must not give a slot twice. Got slot {twice[0]} (page {twice[0] // page_size}) for "
+            f"{counts[used == twice[0]][0]} tokens. Give all but one of them the slot -1."
+        )
+
+
+def check_copies(src: AnyArray, dst: AnyArray, num_pages: int) -> None:
+    """Raises ValueError if known pages are read outside of the cache, or written twice.
+
+    >>> check_copies(jnp.array([1, 1]), jnp.array([2, -1]), 4)
+    """
+    if not (is_known(src) and is_known(dst)):
+        return
+    src, dst = np.asarray(src), np.asarray(dst)
+    inside = (dst >= 0) & (dst < num_pages)
+    wrong = src[inside & ((src < 0) | (src >= num_pages))]
+    if wrong.size:
+        raise ValueError(f"`src` must hold pages within 0 and {num_pages - 1}, the last page. Got {wrong[0]}.")
+    pages, counts = np.unique(dst[inside], return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"`dst` must not hold a page twice. Got page {pages[counts > 1][0]} more than once. Replace one by -1."
+        )
