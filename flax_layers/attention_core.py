@@ -314,7 +314,8 @@ def decode_paged(
         positions, length = streaming.positions(batch, tokens), streaming.size
     rotate = functools.partial(rotated, layer, length=length, is_far=streaming is not None)
     query, key, value = heads_of(layer, inputs)
-    dtype, slots = cache.k.dtype, jflex.paged.token_slots(batch, tokens, cache.page_size)
+    dtype = query.dtype if cache.k_scale is not None else cache.k.dtype  # `write` quantises to eight bits
+    slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
     requests = jflex.paged.token_requests(batch, tokens)
     key, value = vectors.stored(rotate(key, positions), value, positions, requests)
     key, value = key.astype(dtype), value.astype(dtype)

@@ -212,6 +212,16 @@ def test_a_cache_of_its_own_dtype(flavour):
     assert layer_of(flavour, param_dtype=jnp.bfloat16).init_paged_cache(2, 2, layers=3).k.shape == (3, 2, 2, 2, 8)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_a_paged_cache_of_eight_bits(flavour, dtype):
+    layer, inputs = layer_of(flavour), inputs_of(3)[0]
+    cache = layer.init_paged_cache(8, 4, dtype=dtype)
+    batch = PagedBatch(*(jnp.array(x, jnp.int32) for x in ([0, LENGTH], [LENGTH], [[5, 2, 7, 1, 3, 6]])))
+    output, cache = decode_paged(layer, inputs, cache, batch)
+    assert (output.dtype, cache.k.dtype, cache.k_scale.shape) == (jnp.float32, dtype, (8, 4, 2))
+    np.testing.assert_allclose(output, expected_of(flavour, "plain")[0], rtol=0.1, atol=0.05)
+
+
 def test_no_sequences(flavour):
     layer = layer_of(flavour)
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
