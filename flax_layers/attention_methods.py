@@ -47,8 +47,8 @@ class AttentionMethods(attention_core.Layer):
             page_size: Tokens in a page, 1 to 256.
             layers: Number of layers like this one that share the cache and its page tables. Default: the cache is this
                 layer's own, without an axis of layers.
-            dtype: As for `init_cache`; or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, with a scale for each token and
-                head, over which the dtype of attention is that of the layer's computation.
+            dtype: As for `init_cache`; or ``float8_e4m3fn``, ``float8_e5m2`` or ``int8``, with a scale for each token
+                and head. Attention over these is in the dtype of the layer's computation.
 
         Returns:
             The cache.
