@@ -62,7 +62,6 @@ def test_bfloat16(case, backend):
     paged_cases.check(case, run(case, backend))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", GRID, ids=str)
 @pytest.mark.parametrize("backend", ["xla", GPU])
 def test_grid(case, backend):

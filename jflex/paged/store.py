@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any, Self
 
 
-class PageStore(abc.ABC):
+class PageStore:
     """Pages of tokens: `PagedCache` or `LatentCache`. Pools, batches and page tables serve both."""
 
     @property
-    @abc.abstractmethod
     def keys(self) -> Any:
         """The keys, [P, page_size, Hkv, D] or [L, P, page_size, Hkv, D]."""
+        raise NotImplementedError
 
     @property
-    @abc.abstractmethod
     def values(self) -> Any:
         """The values, likewise; the keys, if these hold them."""
+        raise NotImplementedError
 
     @property
     def scales(self) -> tuple[Any, Any]:
         """Those of keys and values of eight bits; None where there are none."""
         return None, None
 
-    @abc.abstractmethod
     def map_tokens(self, function: Callable[[Any], Any]) -> Self:
         """The cache that a function makes of each array [*L, P, page_size, ...]."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raises TypeError or ValueError unless the arrays match."""
+        raise NotImplementedError
 
     @property
     def num_pages(self) -> int:
