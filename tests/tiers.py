@@ -20,7 +20,7 @@ CASES = {
     "two_groups",
 }  # fmt: skip
 # Of these, `xla` compiles the others without most optimisations: half the time.
-COMPILED_AS_USERS = {"causal", "softcap"}
+COMPILED_AS_USERS = {"causal"}
 TABLES = {
     "test_attention_weights", "test_backward", "test_captured_gradients", "test_forward", "test_hopper", "test_oracle",
 }  # fmt: skip
@@ -34,7 +34,7 @@ SHORT = {
     "test_64_bits": r"refused|stay_so",
     "test_attention_fn": r"refused|every_argument|nnx-grouped|linen-bias of heads",
     "test_attention_fn_blocks": r"skips_blocks\[(nothing|mask_mod of|block_mask, mask)|tiles",
-    "test_attention_fn_layers": r"refused|in_decode_caches\[block_mask",
+    "test_attention_fn_layers": r"refused|in_decode_caches\[block_mask-nnx",
     "test_attention_weights": r"oracle\[(causal|sinks|decode|sorting)|gradients_as_of|nothing\[16",
     "test_batchable": r"branches_take",
     "test_block_mask_algebra": r"getitem.*refuses|join.*both axes-listed\]|cropped|lengths|traced",
@@ -46,16 +46,16 @@ SHORT = {
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_drafts": r"naive|longer|bits|follows.*8",
     "test_dropout": r"rate_of_0.*xla|generator.*triton|lse|new_key|binomial.*0\.1|0\.1-|old_keys|refuses|explain",
-    "test_engine": r"preemption|failed.*3",
+    "test_engine": r"preemption",
     "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
-    r"|\[(mixed|causal_grouped)-triton|append-dense_levels-triton",
+    r"|\[mixed-triton",
     "test_doctests": r"jflex\.(attention|rotary|jax_nn|varlen|cascade|state|lse|merging|explain|config|masks)"
     r"|jflex\.(scores|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
-    r"|long_mask-bfloat16-triton-int|unbatched_res|shared|numbers",
+    r"|long_mask-bfloat16-triton-int|unbatched_res|shared",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
-    "test_generate": r"greedy_tokens|not_the_others\[dense|compile_nothing\[paged|in_place|window|wrong|buckets",
+    "test_generate": r"greedy_tokens|in_place|window|wrong|buckets",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_hopper_emulated": r"results.*slopes|tma|phase",
     "test_hopper": r"refuse|first|explain|two_groups_many",
@@ -66,7 +66,7 @@ SHORT = {
     "test_layer_decoding_steps": r"update_the_cache.*nnx",
     "test_layer_dropout": r"^(?!.*decoding).*nnx|wrong|linen_makes",
     "test_layer_options": r"^(?!.*block_mask_for)",
-    "test_layer_transforms": r"orbax.*nnx",
+    "test_layer_transforms": r"message",
     "test_latent_layers": r"transformers\[latent_queries|scale|nnx_and_linen|the_call\[latent_queries-nnx|paged.*linen"
     r"|gradients.*nnx|form_follows|message|rejected",
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",
@@ -84,14 +84,14 @@ SHORT = {
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
     "test_paged_trees": r"float64.*xla-alibi|refus|dense_masks.*7",
-    "test_parallel_samples": r"once.*\{\}|copied|or_none",
+    "test_parallel_samples": r"copied|or_none",
     "test_prefix_machine": r"^(?!.*10000)",
     "test_primitives": r"\[select-bfloat16-bfloat16",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*triton.*causal_grouped",
     "test_paged_dropout": r"test_pages_drop.*\[16-(xla|triton-interpret)|levels_drop.*16-xla|tree.*xla"
     r"|requests_share.*xla|rate_of_0.*xla|wrong|need|shape",
     "test_paged_eight_bits": r"bit_for_bit.*float32|finite|move|e4m3-xla|widened|accuracy|wrong",
-    "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\]|group_5|divided_with_empty)"
+    "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\]|divided_with_empty)"
     r"|levels.*append.*xla|splits_of.*(lengths-BTNH-4|alike-BNTH-16)|wrong|no_levels|layers",
     "test_paged_without_softmax": r"ends1-triton|lse|wrong",
     "test_random_keys": r"data|primitive|draws\[normal|threefry",
@@ -121,7 +121,7 @@ SHORT = {
     "test_paged_vector_mods": r"nan.*xla|written|messages|default",
     "test_rope": r"float64\[(B|.*8-True)|transformers|yarn|message",
     "test_layer_vector_mods": r"gradients|streaming",
-    "test_types": r"packed|wrong|public|\[(causal|bnth_shared_keys|decode)\]",
+    "test_types": r"wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 
 # What no run takes unless it asks for `-m long`, and the short run does not.
