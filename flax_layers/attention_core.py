@@ -75,16 +75,30 @@ class Mods(NamedTuple):
         return Mods(move(self.score_mod), move(self.mask_mod))
 
 
-class Layer:
+class LayerMods:
+    """The mods and the mask that a layer's constructor got, and those of a call."""
+
+    score_mod: Any
+    mask_mod: Any
+    block_mask: Any
+
+    def _mods(
+        self,
+        score_mod: jflex.ScoreMod | None,
+        mask_mod: jflex.MaskMod | None,
+        block_mask: jflex.BlockMask | None = None,
+    ) -> Mods:
+        """The mods of a call: its own, or else those of the constructor."""
+        return Mods(self.score_mod, self.mask_mod, self.block_mask).replaced_by(score_mod, mask_mod, block_mask)
+
+
+class Layer(LayerMods):
     """The attributes of a layer, nnx or linen, that the functions below and `AttentionMethods` read."""
 
     in_features: Any
     num_heads: Any
     num_kv_heads: Any
     head_dim: Any
-    score_mod: Any
-    mask_mod: Any
-    block_mask: Any
     scale: Any
     rotary_base: Any
     rotary_scaling: Any

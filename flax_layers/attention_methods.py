@@ -161,16 +161,6 @@ class AttentionMethods(attention_core.Layer):
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
         return attention_core.decode_paged(self, inputs, cache, batch, mods, layer, shared_prefix, streaming, vectors)
 
-    def _mods(
-        self,
-        score_mod: jflex.ScoreMod | None,
-        mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | None = None,
-    ) -> attention_core.Mods:
-        """The mods of a call: its own, or else those of the constructor."""
-        own = attention_core.Mods(self.score_mod, self.mask_mod, self.block_mask)
-        return own.replaced_by(score_mod, mask_mod, block_mask)
-
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         """The vector mods of a call."""
         return vectors

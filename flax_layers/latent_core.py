@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
-from flax_layers.attention_core import Mods, check_dense, check_packed
+from flax_layers.attention_core import LayerMods, Mods, check_dense, check_packed
 from flax_layers.dense_cache import known
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.rotary_scaling import YarnScaling
 
 
-class LatentLayer:
+class LatentLayer(LayerMods):
     """The attributes of a layer, nnx or linen, that the functions below and `LatentMethods` read."""
 
     in_features: Any
@@ -33,9 +33,6 @@ class LatentLayer:
     rope_head_dim: Any
     value_head_dim: Any
     scale: Any
-    score_mod: Any
-    mask_mod: Any
-    block_mask: Any
     rotary_base: Any
     rotary_scaling: Any
     rotary_interleaved: Any

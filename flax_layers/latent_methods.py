@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int32
 
 import jflex
 from flax_layers import latent_core
-from flax_layers.attention_core import Mods
 from flax_layers.latent_cache import DenseLatentCache
 
 
@@ -126,15 +125,6 @@ class LatentMethods(latent_core.LatentLayer):
         """
         mods = self._mods(score_mod, mask_mod)
         return latent_core.decode_paged(self, inputs, cache, batch, mods, layer, new_prompts=new_prompts)
-
-    def _mods(
-        self,
-        score_mod: jflex.ScoreMod | None,
-        mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | None = None,
-    ) -> Mods:
-        """The mods of a call: its own, or else those of the constructor."""
-        return Mods(self.score_mod, self.mask_mod, self.block_mask).replaced_by(score_mod, mask_mod, block_mask)
 
     def _compute_dtype(self) -> Dtype:
         """The dtype of the computation, or of the parameters where the layer has none of its own."""

@@ -161,8 +161,8 @@ def flex_attention(
       dropout_key: A random key, for a rate above 0; a new one recompiles nothing. What it drops depends on it and on
         ``b, h, q_idx, kv_idx`` alone, not on tiles, implementation or sharding. Not used at a rate of 0.
       implementation: ``"mosaic_gpu"``, ``"triton"``, ``"official_triton"``, ``"xla"`` or ``"reference"``, or a sequence
-        of names, of which the first that supports the call runs. It never falls back to a backend that is not named,
-        with one exception: ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None
+        of names: the first that supports the call runs. It never falls back to a backend that is not named, with one
+        exception: ``"mosaic_gpu"`` has ``"triton"`` compute gradients that its own kernels cannot. None
         selects, for each pass, the first of ``jflex.ORDER`` that supports the call and is not known to be slower than a
         later one; it warns on a GPU if that is ``"xla"``.
       config: Tile sizes, None for the tuned ones. ``deterministic=True`` fixes the summation order; without it, the

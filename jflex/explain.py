@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jflex import attention, cascade, mla, sparse_mla, varlen
+from jflex import attention, cascade, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade_level import CascadeLevel
 from jflex.config import Config
+from jflex.latent import attention as latent
+from jflex.latent import sparse
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
@@ -137,8 +139,8 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
     attention.flex_attention: _Explained(attention.prepare, _dense),
     varlen.flex_attention_varlen: _Explained(varlen.prepare, lambda packed, how: _dense(packed.call, how)),
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
-    mla.mla_attention: _Explained(mla.prepare, PagedAccount.of),
-    sparse_mla.sparse_mla_attention: _Explained(sparse_mla.prepare, PagedAccount.of),
+    latent.mla_attention: _Explained(latent.prepare, PagedAccount.of),
+    sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.of),
     cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
 }
 

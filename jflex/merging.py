@@ -62,7 +62,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionState:
-    """Attention over the keys of all states, no two of which may have a key in common; see `merge`.
+    """Attention over the keys of all states; a key must be in one state only. See `merge`.
 
     Args:
       states: A sequence of states of the same shapes and dtypes; or one state whose leading axis counts them, as

@@ -155,7 +155,7 @@ def test_gradients_through_the_selected_keys():
         return (out**2).sum()
 
     d_q, d_cache = jax.grad(loss, argnums=(0, 1))(jnp.asarray(x.query), cache)
-    assert np.abs(d_q).min(axis=(1, 2)).max() >= 0
+    assert (np.abs(d_q).max(axis=(1, 2)) > 0).all()
     slots = jflex.paged.slots_of(batch.page_table[0], INT([0, 2, 5, 7, 19]), case.page_size)
     touched = np.flatnonzero(np.abs(np.asarray(d_cache.rows)).sum(axis=(2, 3)).reshape(-1))
     assert sorted(touched) == sorted(np.asarray(slots).tolist())

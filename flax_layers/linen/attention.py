@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 import jflex
 from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
-from flax_layers.linen.mods import check_no_nnx_state, with_parameters
+from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
 from flax_layers.vector_mods import VectorMods
@@ -219,9 +219,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         mask_mod: jflex.MaskMod | None,
         block_mask: jflex.BlockMask | None = None,
     ) -> attention_core.Mods:
-        mods = super()._mods(score_mod, mask_mod, block_mask)
-        score_mod = with_parameters("score_mod", mods.score_mod)
-        return attention_core.Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)
+        return mods_with_parameters(super()._mods(score_mod, mask_mod, block_mask))
 
     def _vectors(self, vectors: VectorMods) -> VectorMods:
         assert self.head_dim is not None  # set by `__post_init__`

@@ -12,7 +12,7 @@ import jflex
 from flax_layers import latent_core
 from flax_layers.attention_core import Mods
 from flax_layers.latent_methods import LatentMethods
-from flax_layers.linen.mods import check_no_nnx_state, with_parameters
+from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
 
@@ -160,9 +160,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         mask_mod: jflex.MaskMod | None,
         block_mask: jflex.BlockMask | None = None,
     ) -> Mods:
-        mods = super()._mods(score_mod, mask_mod, block_mask)
-        score_mod = with_parameters("score_mod", mods.score_mod)
-        return Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)
+        return mods_with_parameters(super()._mods(score_mod, mask_mod, block_mask))
 
     @linen.nowrap
     def _compute_dtype(self) -> Dtype:

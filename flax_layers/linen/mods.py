@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from flax_layers.attention_core import Mods
 from flax_layers.captures import captures
 
 
@@ -64,3 +65,19 @@ def with_parameters(name: str, mod: Any, example: tuple[Any, ...] | None = None)
         scores = [jnp.float32(0)] if name == "score_mod" else []
         mod(*(example or (*scores, *[jnp.int32(0)] * 4)))
     return mod
+
+
+def mods_with_parameters(mods: Mods) -> Mods:
+    """Creates the parameters of the mods of a call, and returns these.
+
+    Args:
+        mods: Of the constructor or of the call.
+
+    Returns:
+        The same mods.
+
+    Raises:
+        ValueError: One of them is an unbound linen module.
+    """
+    score_mod = with_parameters("score_mod", mods.score_mod)
+    return Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)

@@ -124,8 +124,8 @@ def paged_attention(
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
       return_stats: As in `flex_attention`; padding rows have the statistics of a row that attends to no key.
       dropout_rate: As in `flex_attention`.
-      dropout_key: Likewise. What is dropped depends on the request and on absolute positions, those that mods see: so
-        it is what a dense call over the whole sequences drops, if its batch entries are the requests.
+      dropout_key: Likewise. A weight has the request and the absolute positions that mods see. A dense call over the
+        whole sequences drops the same weights, if its batch entries are the requests.
       implementation: As in `flex_attention`.
       config: Its ``decode`` tiles are for requests with few queries, its ``forward`` tiles for the others.
 

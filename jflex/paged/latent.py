@@ -97,7 +97,7 @@ class LatentCache(PageStore):
 
     @property
     def values(self) -> Float[Array, "*L P page_size 1 W"]:
-        """`rows`, of which the latent columns are the values."""
+        """`rows`: their latent columns are the values."""
         return self.rows
 
     def map_tokens(self, function: Callable[[jax.Array], jax.Array]) -> LatentCache:

@@ -128,7 +128,7 @@ def _dot_general(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Valu
 
 
 def _input_precision(emitter: Emitter, eqn: JaxprEqn, dtype: np.dtype) -> str:
-    """TF32 for float32 unless more is asked for, as Pallas' Triton has it."""
+    """TF32 for float32 by default, as in Pallas' Triton."""
     if dtype != np.float32:
         return "ieee"  # products of 16 bits are exact
     asked = eqn.params["precision"]

@@ -62,13 +62,13 @@ def compiled(source: Source, target: Target, num_warps: int, num_stages: int) ->
 
 
 def _check_parameters(made: Compiled, pointers: int) -> None:
-    """A Triton that passes arguments otherwise would read other memory than it was given."""
+    """With another calling convention, a kernel would read memory that is not its own."""
     entry = re.search(rf"\.entry {re.escape(made.name)}\((.*?)\)", made.code, re.DOTALL)
     found = 0 if entry is None else entry[1].count(".param")
     if found != pointers + _HIDDEN_POINTERS:
         raise CompileError(
             f"The kernel `{made.name}` of {pointers} arrays has {found} parameters, not {pointers + _HIDDEN_POINTERS}: "
-            "this version of Triton passes arguments in another way than those that were tested. Install "
+            "this version of Triton has another calling convention than those that were tested. Install "
             "'jflex[jax-triton]', or pass implementation='triton' or 'xla'."
         )
 

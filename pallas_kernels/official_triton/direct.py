@@ -36,7 +36,7 @@ def call(
       source: The kernel.
       target: What it was compiled for.
       outputs: Of the call.
-      aliases: Outputs that are the memory of an argument, and of which: the kernel has no parameters for them.
+      aliases: For outputs in the memory of an argument: which argument. The kernel has no parameters for them.
     """
     # jaxlib hands over arguments and results in order, as many as there are parameters: aliased ones come last.
     order = sorted(range(len(outputs)), key=lambda n: n in aliases)

@@ -66,7 +66,7 @@ class Launched(NamedTuple):
       shapes: Of the whole arrays, inputs and outputs.
       block_index: For each of them the jaxpr from the indices of the grid to those of its block; None where the block
         is the whole array.
-      aliases: Outputs that are the memory of an input, and of which.
+      aliases: For outputs in the memory of an input: which input.
       inputs: How many.
     """
 

@@ -126,7 +126,7 @@ class Emitter:
         return len(self.grid) > 3 or any(n > _MAX_PROGRAMS_YZ for n in self.grid[1:])
 
     def _order(self) -> list[int]:
-        """Axes of a flat grid, the one that varies fastest first: those that `jax.vmap` puts in front come last."""
+        """Axes of a flat grid, fastest first. `jax.vmap` puts its axes in front; they come last here."""
         batched = max(0, len(self.grid) - 3)
         return [*range(batched, len(self.grid)), *range(batched)]
 

@@ -38,9 +38,9 @@ class Target(NamedTuple):
 
 
 _KIB = 1024
-# PTX 8.7 is that of CUDA 12.8, so that the ptxas with which XLA assembles it need not be Triton's own: this one writes
-# what its own takes, up to 9.4, which CUDA 13.0 refuses. Of two targets 8.8 is the first version, and LLVM aborts the
-# process if it is asked for one that does not know the target; so a capability that is not listed is refused.
+# XLA assembles PTX with a ptxas of its own. Triton writes the version of its own ptxas, up to 9.4, which that of CUDA
+# 13.0 refuses. So 8.7 is written, of CUDA 12.8, or 8.8 for the two targets that 8.7 does not have. LLVM aborts the
+# process if a version does not have the target: a compute capability that is not listed is refused.
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 _PTX = {103: 88, 121: 88}
 CUDA_TARGETS = {arch: Target("cuda", arch, size * _KIB, _PTX.get(arch, 87)) for arch, size in _SHARED_KIB.items()}

@@ -38,7 +38,7 @@ class TritonKernels(Backend):
 
     @abc.abstractmethod
     def limit_of_compiler(self, spec: AttentionSpec) -> str | None:
-        """What of the compiler stands in the way of a call, or None."""
+        """Why the compiler cannot compile a call, or None."""
 
     @isolated_trace
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:

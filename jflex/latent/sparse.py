@@ -9,20 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_lse, checked_sinks, describe_array
+from jflex._call.checks import check_lse, describe_array
 from jflex._call.dispatch import Implementation
 from jflex.config import Config
-from jflex.merging import with_sinks
-from jflex.mla import check_absorbed, scale_of
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.latent.call import checked_call, result_of
 from jflex.mods.compose import noop_mask
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.attention import longest_request
-from jflex.paged.batch import PagedBatch, check_batch, slots_of_tokens, token_positions, token_requests
+from jflex.paged.batch import PagedBatch, slots_of_tokens, token_positions, token_requests
 from jflex.paged.cache import check_int32, checked_layer
-from jflex.paged.latent import LatentCache, check_latent_cache
-from jflex.paged.run import How, PagedCall, Pages, attend
+from jflex.paged.latent import LatentCache
+from jflex.paged.run import How, PagedCall, Pages
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
 
@@ -109,10 +106,7 @@ def sparse_mla_attention(
         q, cache, batch, indices, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks,
         scale=scale, layer=layer, config=config,
     )  # fmt: skip
-    state = attend(call, implementation)
-    state = state if sinks is None else with_sinks(state, sinks)
-    out = state.out.astype(call.query.dtype)
-    return (out, state.lse) if return_lse else out
+    return result_of(call, sinks, implementation, return_lse=return_lse)
 
 
 def prepare(
@@ -131,10 +125,7 @@ def prepare(
 ) -> PagedCall:
     """Checks every argument of `sparse_mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    check_latent_cache(cache)
-    check_absorbed(q, cache)
-    scale = scale_of("sparse_mla_attention", qk_head_dim, scale)
-    check_batch(batch, cache, q.shape[0])
+    scale = checked_call("sparse_mla_attention", q, cache, batch, (score_mod, mask_mod), sinks, (qk_head_dim, scale))
     if batch.ancestors is not None:
         raise ValueError(
             "`batch.ancestors` must be None: a tree hides keys by their rows, and `indices` are positions. Got trees. "
@@ -146,11 +137,6 @@ def prepare(
             f"`indices` must be [N, K], a row for each of the {q.shape[0]} queries. Got {describe_array(indices)}. Pad "
             "rows with -1."
         )
-    longest = longest_request(batch)
-    for mod in (score_mod, mask_mod):
-        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
-    if sinks is not None:
-        checked_sinks(sinks, q.shape[1])
     chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
     mods = chosen.score(score_mod), chosen.mask(mask_mod)
     pages = chosen.pages(cache, checked_layer(cache, layer))

@@ -8,19 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_lse, check_scale, checked_sinks, describe_array
+from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex.config import Config
-from jflex.merging import with_sinks
-from jflex.mods.array_sizes import check_mod_sizes
+from jflex.latent.call import checked_call, result_of
 from jflex.mods.types import MaskMod, ScoreMod
-from jflex.paged.attention import longest_request, of_packed, pages_of
-from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.attention import of_packed, pages_of
+from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import checked_layer
-from jflex.paged.latent import LatentCache, check_latent_cache
-from jflex.paged.run import How, PagedCall, attend
+from jflex.paged.latent import LatentCache
+from jflex.paged.run import How, PagedCall
 from jflex.paged.run import prepare as prepare_pages
-from jflex.paged.sizes import checked_positive
 from jflex.types import AnyArray
 
 
@@ -111,10 +109,7 @@ def mla_attention(
         q, cache, batch, qk_head_dim=qk_head_dim, score_mod=score_mod, mask_mod=mask_mod, sinks=sinks, scale=scale,
         layer=layer, config=config,
     )  # fmt: skip
-    state = attend(call, implementation)
-    state = state if sinks is None else with_sinks(state, sinks)
-    out = state.out.astype(call.query.dtype)
-    return (out, state.lse) if return_lse else out
+    return result_of(call, sinks, implementation, return_lse=return_lse)
 
 
 def prepare(
@@ -132,60 +127,7 @@ def prepare(
 ) -> PagedCall:
     """Checks every argument of `mla_attention`; q and the rows of the cache may be shapes."""
     q = jnp.asarray(q) if isinstance(q, np.ndarray) else q
-    check_latent_cache(cache)
-    check_absorbed(q, cache)
-    scale = scale_of("mla_attention", qk_head_dim, scale)
-    check_batch(batch, cache, q.shape[0])
-    longest = longest_request(batch)
-    for mod in (score_mod, mask_mod):
-        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
-    if sinks is not None:
-        checked_sinks(sinks, q.shape[1])
+    scale = checked_call("mla_attention", q, cache, batch, (score_mod, mask_mod), sinks, (qk_head_dim, scale))
     pages = pages_of(cache, batch, checked_layer(cache, layer))._replace(latent_size=cache.latent_size)
     mods = of_packed(score_mod, batch, "score"), of_packed(mask_mod, batch, "mask")
     return prepare_pages("mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
-
-
-def scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:
-    """The factor of the scores.
-
-    Raises:
-      TypeError: `qk_head_dim` is not an integer, or `scale` not a Python number.
-      ValueError: Neither or both are given, or one is out of range.
-
-    >>> scale_of("mla_attention", 64, None)
-    0.125
-    """
-    if (qk_head_dim is None) == (scale is None):
-        raise ValueError(
-            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
-            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
-            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
-        )
-    if qk_head_dim is None:
-        return check_scale(scale, 1)
-    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
-
-
-def check_absorbed(q: AnyArray, cache: LatentCache) -> None:
-    """Raises unless absorbed queries fit a cache.
-
-    Raises:
-      TypeError: `q` is not an array, or has another dtype.
-      ValueError: Its axes do not match.
-    """
-    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
-        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
-    got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
-    if len(q.shape) != 3 or q.shape[1] == 0:
-        raise ValueError(
-            f"`q` must have three axes, [N, Hq, {cache.rows.shape[-1]}]: the queries of all requests, packed. {got} "
-            "Reshape [B, T, Hq, W] to [B * T, Hq, W], with `qo_indptr` in steps of T."
-        )
-    if q.dtype != cache.rows.dtype:
-        raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
-    if q.shape[2] != cache.rows.shape[-1]:
-        raise ValueError(
-            f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
-            f"rotated ones. {got} Multiply the up-projection of the keys into the query first."
-        )

@@ -1,0 +1,1 @@
+"""Multi-head latent attention: over a whole cache, or over selected keys."""

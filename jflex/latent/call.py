@@ -1,0 +1,96 @@
+"""What calls of latent attention share: their checks, and their result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jflex._call.checks import check_scale, checked_sinks, describe_array
+from jflex._call.dispatch import Implementation
+from jflex.merging import with_sinks
+from jflex.mods.array_sizes import check_mod_sizes
+from jflex.paged.attention import longest_request
+from jflex.paged.batch import PagedBatch, check_batch
+from jflex.paged.latent import LatentCache, check_latent_cache
+from jflex.paged.run import PagedCall, attend
+from jflex.paged.sizes import checked_positive
+from jflex.types import AnyArray
+
+
+def checked_call(
+    caller: str,
+    q: Any,
+    cache: LatentCache,
+    batch: PagedBatch,
+    mods: tuple[Any, Any],
+    sinks: Any,
+    scaling: tuple[Any, float | None],
+) -> float:
+    """Checks what `mla_attention` and `sparse_mla_attention` have in common, and returns the factor of the scores.
+
+    Args:
+      caller: Name of the public function, for messages.
+      q: Absorbed queries, or their shape.
+      cache: The cache.
+      batch: The queries and keys of each request.
+      mods: The score mod and the mask mod.
+      sinks: The sinks, or None.
+      scaling: `qk_head_dim` and `scale`, one of which is None.
+
+    Raises:
+      TypeError: An argument has a wrong type.
+      ValueError: Neither or both of `scaling` are given, shapes disagree, or a known value is out of range.
+    """
+    check_latent_cache(cache)
+    _check_absorbed(q, cache)
+    scale = _scale_of(caller, *scaling)
+    check_batch(batch, cache, q.shape[0])
+    longest = longest_request(batch)
+    for mod in mods:
+        check_mod_sizes(mod, batch=batch.requests, heads=q.shape[1], queries=longest, keys=longest)
+    if sinks is not None:
+        checked_sinks(sinks, q.shape[1])
+    return scale
+
+
+def result_of(
+    call: PagedCall, sinks: Any, implementation: Implementation, *, return_lse: bool
+) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
+    """Runs a checked call: its output in the dtype of the queries, with the lse if that is asked for."""
+    state = attend(call, implementation)
+    state = state if sinks is None else with_sinks(state, sinks)
+    out = state.out.astype(call.query.dtype)
+    return (out, state.lse) if return_lse else out
+
+
+def _scale_of(caller: str, qk_head_dim: Any, scale: float | None) -> float:
+    """The factor of the scores."""
+    if (qk_head_dim is None) == (scale is None):
+        raise ValueError(
+            f"`{caller}` takes one of `qk_head_dim` and `scale`: the size of a latent row does not tell how scores "
+            f"are scaled. Got qk_head_dim={qk_head_dim!r}, scale={scale!r}. Pass the head size of queries before they "
+            "are absorbed, nope + rope, as `qk_head_dim` (192 for DeepSeek-V3)."
+        )
+    if qk_head_dim is None:
+        return check_scale(scale, 1)
+    return checked_positive(qk_head_dim, "qk_head_dim") ** -0.5
+
+
+def _check_absorbed(q: AnyArray, cache: LatentCache) -> None:
+    """Raises unless absorbed queries fit a cache."""
+    if not (hasattr(q, "shape") and hasattr(q, "dtype")):
+        raise TypeError(f"`q` must be an array. Got {type(q).__name__}.")
+    got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
+    if len(q.shape) != 3 or q.shape[1] == 0:
+        raise ValueError(
+            f"`q` must have three axes, [N, Hq, {cache.rows.shape[-1]}]: the queries of all requests, packed. {got} "
+            "Reshape [B, T, Hq, W] to [B * T, Hq, W], with `qo_indptr` in steps of T."
+        )
+    if q.dtype != cache.rows.dtype:
+        raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
+    if q.shape[2] != cache.rows.shape[-1]:
+        raise ValueError(
+            f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
+            f"rotated ones. {got} Multiply the up-projection of the keys into the query first."
+        )
