@@ -365,7 +365,7 @@ def plain(case: PagedCase) -> tuple[np.ndarray, ...]:
 def _plain(case: PagedCase, query, key, value, rows, captured, factors) -> tuple[jax.Array, ...]:
     """query [N, Hq, D]; key and value [N, S, Hkv, D]; request, position and length of every row; [N, Hq, S]."""
     key, value = (
-        x if pair is None else _plainly_modified(pair.jax(c), x, rows[0])
+        x if pair is None else _plainly_modified(pair.jax(c), x.astype(query.dtype), rows[0])
         for pair, x, c in ((case.key, key, captured[2]), (case.value, value, captured[3]))
     )
     key, value = (jnp.repeat(x, case.Hq // case.Hkv, axis=2) for x in (key, value))

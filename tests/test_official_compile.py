@@ -18,6 +18,7 @@ from tests.test_compile import SUPPORTED, program_of
 TARGETS = CUDA_TARGETS | AMD_TARGETS
 MAIN = 90
 OTHERS = [80, 86, 89, 100, 103, 120, 121, "gfx942", "gfx950"]
+PAGED = ("mixed", "rotated_pages_of_16", "e4m3", "e5m2_pages_of_1", "int8_rotated")
 EACH = 12  # of the cases, one in so many for the other targets
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -70,8 +71,7 @@ def test_target(case, arch):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in ("mixed", "rotated_pages_of_16")],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in PAGED], ids=str)
 def test_paged(case, monkeypatch):
     monkeypatch.setattr("jflex.paged.run.current_device", lambda *_: ("gpu", gpu_compile.DEVICE))
     kernels = kernels_of(lambda: paged_cases.run(case, "official_triton"))

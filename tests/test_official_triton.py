@@ -1,5 +1,6 @@
 """Official Triton as the compiler of the Triton kernels: source, limits, dispatch; and life without Pallas' own."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -22,6 +23,7 @@ from pallas_kernels.official_triton.dialect import CUDA
 from pallas_kernels.official_triton.installed import Launcher, launcher
 from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.program.elementwise import ELEMENTWISE
+from pallas_kernels.spec import Paging
 from pallas_kernels.tuning import tables
 from tests import gpu_compile, official_primitives
 from tests.specs import spec_of
@@ -184,6 +186,17 @@ def test_a_jaxlib_without_the_custom_call_is_refused(monkeypatch):
 def test_targets_of_devices_that_are_not_there(kind, found):
     chosen = target.target_of(kind)
     assert found in chosen if isinstance(found, str) else chosen.arch == found
+
+
+@pytest.mark.usefixtures("any_launcher")
+@pytest.mark.parametrize(("kind", "refused"), [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA L40S", False)])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_pages_of_a_dtype_that_the_device_lacks_are_refused(kind, refused, dtype):
+    spec = spec_of(platform="gpu", device_kind=kind)
+    spec = dataclasses.replace(spec, paging=Paging(16, 4, dtype))
+    found = limits.limit_of_compiler(spec)
+    expected = f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {kind!r} has less"
+    assert found == (expected if refused and dtype == "float8_e4m3fn" else None)
 
 
 def test_ptx_is_what_an_older_ptxas_takes():

@@ -16,6 +16,7 @@ from pallas_kernels.official_triton.target import Target
 _TYPES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int8": "i8", "int16": "i16",
     "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64", "bool": "i1",
+    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
 }  # fmt: skip
 _LAST = {"cuda": "ptx", "hip": "hsaco"}  # stage of the compiler: XLA assembles PTX itself
 # Pointers that Triton 3.6 to 3.9 appends to the parameters of a kernel, and the custom call of jaxlib to its arguments.

@@ -6,13 +6,19 @@ from pallas_kernels.official_triton.installed import launcher
 from pallas_kernels.official_triton.target import target_of
 from pallas_kernels.spec import AttentionSpec
 
+_E4M3 = 89  # the compute capability with instructions for it
+
 
 def limit_of_compiler(spec: AttentionSpec) -> str | None:
     """What is missing, or not known of the device; Pallas' interpreter needs neither."""
     if spec.config.interpret:
         return None
     target, found = target_of(spec.device_kind), launcher()
-    return found if isinstance(found, str) else target if isinstance(target, str) else None
+    if isinstance(found, str) or isinstance(target, str):
+        return found if isinstance(found, str) else str(target)
+    if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and int(target.arch) < _E4M3:
+        return f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {spec.device_kind!r} has less"
+    return None
 
 
 def said_of_compiler(spec: AttentionSpec) -> str:

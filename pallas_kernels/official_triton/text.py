@@ -12,6 +12,7 @@ DTYPES = {
     "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
     "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64",
     "uint8": "tl.uint8", "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "bool": "tl.int1",
+    "float8_e4m3fn": "tl.float8e4nv", "float8_e5m2": "tl.float8e5",  # of caches: loaded and widened, nothing else
 }  # fmt: skip
 
 
