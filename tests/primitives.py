@@ -196,18 +196,19 @@ def draw(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
     return (rng.integers(10, 90, shape) / 100.0).astype(jnp.dtype(dtype))
 
 
-def shapes_of(H: int, T: int, S: int) -> list[tuple[int, ...]]:
-    """Of arrays that are read as uniform value, row, column and tile."""
-    return [(H,), (T,), (S,), (T, S)]
+def shapes_of(H: int, T: int, S: int, *, of_heads: bool = False) -> list[tuple[int, ...]]:
+    """Of arrays that are read as uniform value, row, column and tile; those `of_heads` each head has for itself."""
+    heads = (H,) if of_heads else ()
+    return [(H,), (*heads, T), (*heads, S), (*heads, T, S)]
 
 
-def operands_of(dtypes: tuple[str, str], H: int, T: int, S: int) -> list[jax.Array]:
+def operands_of(dtypes: tuple[str, str], H: int, T: int, S: int, *, of_heads: bool = False) -> list[jax.Array]:
     """What `mod_of` takes: two arrays of each kind."""
-    pairs = [(shape, dtype) for shape in shapes_of(H, T, S) for dtype in dtypes]
+    pairs = [(shape, dtype) for shape in shapes_of(H, T, S, of_heads=of_heads) for dtype in dtypes]
     return [jnp.asarray(draw(shape, dtype, seed)) for seed, (shape, dtype) in enumerate(pairs)]
 
 
-def mod_of(primitive: Primitive) -> Callable[..., jax.Array]:
+def mod_of(primitive: Primitive, *, of_heads: bool = False) -> Callable[..., jax.Array]:
     """``(score, b, h, q, k, *operands)``: the score times the primitive of two arrays of each kind.
 
     Times, for what is added to all scores of a query has no gradient. Values are bounded, so that rounding stays small.
@@ -215,7 +216,8 @@ def mod_of(primitive: Primitive) -> Callable[..., jax.Array]:
 
     def mod(score: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> jax.Array:
         factor = jnp.float32(0.5)
-        for n, at in enumerate(((h,), (q,), (k,), (q, k))):
+        heads = (h,) if of_heads else ()
+        for n, at in enumerate(((h,), (*heads, q), (*heads, k), (*heads, q, k))):
             x, y = (array[at] for array in operands[2 * n : 2 * n + 2])
             value = jnp.asarray(primitive.function(x, y)).astype(jnp.float32)
             factor = factor + value / (1.0 + jnp.abs(value)) * (0.5 + 0.25 * n)

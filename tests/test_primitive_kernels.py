@@ -13,28 +13,35 @@ import pytest
 
 import jflex
 from tests import gpu_compile
-from tests.primitives import ROWS, Primitive, is_coarse, mod_of, operands_of
+from tests.primitives import ROWS, is_coarse, mod_of, operands_of
 
 T, H, D = 128, 2, 64
 PAIRS = sorted({(x, y) for _, x, y in ROWS})
 AT_ONCE = 6  # primitives in one mod, where only their compilation is tested
+HEADS = 8  # primitives in one mod, each for a head of its own: compiling takes most of the time on a GPU
 BACKENDS = ["triton", pytest.param("mosaic_gpu", marks=pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on"))]  # fmt: skip
 
 
-def program_of(primitives, pair, backend, dtype="bfloat16"):
-    """Output and all gradients as a function of arrays, and the arrays."""
-    mods, operands = [mod_of(p) for p in primitives], operands_of(pair, H, T, T)
+def program_of(primitives, pair, backend, dtype="bfloat16", *, of_heads=False):
+    """Output and all gradients as a function of arrays, and the arrays.
+
+    One primitive after the other changes each score; or, `of_heads`, each head has one of them, and arrays, for itself.
+    """
+    heads = len(primitives) if of_heads else H
+    mods = [mod_of(p, of_heads=of_heads) for p in primitives]
+    operands = operands_of(pair, heads, T, T, of_heads=of_heads)
     floats = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
     rng = np.random.default_rng(3)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, T, H, D)), dtype) for _ in range(3))
+    q, k, v = (jnp.asarray(rng.normal(size=(1, T, heads, D)), dtype) for _ in range(3))
 
     def attend(q, k, v, given):
         captured = [given[floats.index(i)] if i in floats else x for i, x in enumerate(operands)]
 
         def score_mod(s, b, h, q_idx, kv_idx):
-            for mod in mods:
-                s = mod(s, b, h, q_idx, kv_idx, *captured)
+            for n, mod in enumerate(mods):
+                made = mod(s, b, h, q_idx, kv_idx, *captured)
+                s = jnp.where(h == n, made, s) if of_heads else made
             return s
 
         return jflex.flex_attention(q, k, v, score_mod, implementation=backend)
@@ -60,9 +67,13 @@ def refused(primitives, pair, backend):
     return True
 
 
-def chunks(pair):
+def chunks(pair, size=AT_ONCE):
     found = [p for p, x, y in ROWS if (x, y) == pair]
-    return [tuple(found[i : i + AT_ONCE]) for i in range(0, len(found), AT_ONCE)]
+    return [tuple(found[i : i + size]) for i in range(0, len(found), size)]
+
+
+def name_of(x):
+    return "-".join(getattr(p, "name", p) for p in x)
 
 
 # By default those in 16 bits, of which the compilers lack most, and of these every fourth one: they take 20 s each. On
@@ -75,7 +86,7 @@ CHUNKS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("primitives", "pair"), CHUNKS, ids=lambda x: "-".join(getattr(p, "name", p) for p in x))
+@pytest.mark.parametrize(("primitives", "pair"), CHUNKS, ids=name_of)
 def test_compiles(primitives, pair, backend):
     with jax.numpy_dtype_promotion("standard"):
         primitives = [p for p in primitives if not refused([p], pair, backend)]
@@ -92,18 +103,24 @@ REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "population_count"}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-@pytest.mark.parametrize(("primitive", "x", "y"), ROWS, ids=lambda v: getattr(v, "name", v))
-def test_values_and_gradients(primitive: Primitive, x, y, backend):
+@pytest.mark.parametrize(
+    ("primitives", "pair"), [(p, pair) for pair in PAIRS for p in chunks(pair, HEADS)], ids=name_of
+)
+def test_values_and_gradients(primitives, pair, backend):
     with jax.numpy_dtype_promotion("standard"):
-        if refused([primitive], (x, y), backend):
-            assert backend == "mosaic_gpu"
-            assert primitive.name in REFUSED_BY_MOSAIC
-            return
-        run, arrays = program_of([primitive], (x, y), backend)
-        right, _ = program_of([primitive], (x, y), "xla")  # which sums gradients of 16-bit arrays in float32, too
-        found, wanted = jax.jit(run)(*arrays), jax.jit(right)(*arrays)
-    coarse = is_coarse(primitive, x, y)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        a, b = (np.asarray(z, np.float64) for z in (a, b))
-        size = np.abs(b).max() + 1e-3
-        np.testing.assert_allclose(a / size, b / size, atol=0.06 if coarse else 0.03, rtol=0)
+        left_out = [p for p in primitives if refused([p], pair, backend)]
+        assert backend == "mosaic_gpu" or not left_out
+        assert {p.name for p in left_out} <= REFUSED_BY_MOSAIC
+        primitives = [p for p in primitives if p not in left_out]
+        run, arrays = program_of(primitives, pair, backend, of_heads=True)
+        right, _ = program_of(primitives, pair, "xla", of_heads=True)  # it sums gradients of 16-bit arrays in float32
+        (out, (*inputs, given)), (right_out, (*right_inputs, right_given)) = (jax.jit(f)(*arrays) for f in (run, right))
+    heads_first = lambda x: np.moveaxis(np.asarray(x, np.float64), 2, 0)
+    found, wanted = ([*map(heads_first, x), *(np.asarray(z, np.float64) for z in g)] for x, g in (
+        ((out, *inputs), given), ((right_out, *right_inputs), right_given)
+    ))  # fmt: skip
+    for n, primitive in enumerate(primitives):
+        allowed = 0.06 if is_coarse(primitive, *pair) else 0.03
+        for a, b in zip(found, wanted, strict=True):
+            size = np.abs(b[n]).max() + 1e-3
+            np.testing.assert_allclose(a[n] / size, b[n] / size, atol=allowed, rtol=0, err_msg=primitive.name)
