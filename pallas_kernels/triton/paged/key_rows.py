@@ -103,7 +103,7 @@ class KeyRows(NamedTuple):
         """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
         if mod is None:
             of = key_chunks(self.spec) if self.spec.values_in_keys else mod_chunks(ref.shape[3], None)
-            return tuple(self._widened(ref, self._load_chunk(ref, first, width), scale) for first, width, _ in of)
+            return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in of)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
             position = jnp.minimum(position, self.spec.S - 1)
@@ -139,20 +139,6 @@ class KeyRows(NamedTuple):
     @property
     def _is_one_page(self) -> bool:
         return not self.page.ndim
-
-    def _widened(self, ref: Ref, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """`_scaled` in a branch that is always taken.
-
-        Triton moves a conversion behind the change of layout that comes before a dot. Then each thread gathers values
-        of eight bits from shared memory one by one: 128 `ld.shared.b8` of 2,601 PTX instructions, e4m3, 64 keys, D 128.
-        It moves nothing across a branch that loads, so rows are converted as they were loaded, 16 bytes at a time, and
-        then changed in layout by `ldmatrix`. MEASURED
-        """
-        if rows.dtype.itemsize > 1:
-            return self._scaled(rows, scale)
-        first = ref.at[(jnp.int32(0),) * 4]
-        never = lambda: jnp.full(rows.shape, language.load(self.spec.route, first).astype(self.spec.dtype))
-        return lax.cond(self.first >= 0, lambda: self._scaled(rows, scale), never)
 
     def _scaled(self, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
         """Rows in the dtype of the query, which holds each number of eight bits; rounded if there is a scale."""
