@@ -1,5 +1,6 @@
 """Settings of every test: the platform, eight simulated devices on the CPU, strict dtypes and ranks."""
 
+import gc
 import os
 import pathlib
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import tiers
+from tests import haste, tiers
 
 SIMULATED_DEVICES = 8
 
@@ -20,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     too_slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("jflex", deadline=None, derandomize=True, suppress_health_check=too_slow)
     hypothesis.settings.load_profile("jflex")
+    # Collecting garbage took 10 % of the run: thousands of tests and compiled programs are walked, and none is garbage.
+    gc.set_threshold(50_000, 20, 50)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if getattr(config.option, "dist", "no") == "load":  # of `-n`: tests of one case share results
@@ -33,12 +36,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # JAX. XLA reads its flags later, when the first device is asked for.
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
+    haste.begin()
     flags = [f"--xla_force_host_platform_device_count={SIMULATED_DEVICES}"]
     if jax.__version_info__ < (0, 11):
         # Half the time to compile: without emitters that XLA 0.11 has no switch for (it ends at a flag that it does not
         # know), and on one thread, where pytest-xdist runs as many workers as there are cores.
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what collection made, which lives to the end, to no later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,10 +62,8 @@ def _bounded_memory() -> Iterator[None]:
 
 @pytest.fixture
 def in_haste() -> Iterator[None]:
-    """Compiles without most of XLA's optimisations, on the CPU; see `tests.evaluation.compiled_in_haste`."""
-    from tests import evaluation
-
-    with evaluation.compiled_in_haste(jax.default_backend() != "gpu"):
+    """Compiles without most of XLA's optimisations, on the CPU."""
+    with haste.compiled_in_haste(jax.default_backend() != "gpu"):
         yield
 
 

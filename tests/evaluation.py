@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import zlib
@@ -17,6 +16,7 @@ import jflex
 from pallas_kernels.official_triton.installed import launcher
 from tests import dropout_bits, oracle, tiers, tolerance
 from tests.cases import Case
+from tests.haste import compiled_in_haste
 from tests.hopper_emulator import emulated
 
 # Of the parameters of tests: a backend as `implementation=` knows it, but for the interpreted one.
@@ -306,17 +306,6 @@ def _differentiated(case: Case, drawn: Drawn, attend, more, *, in_haste: bool, c
 
     with jax.default_matmul_precision(precision(case)), compiled_in_haste(in_haste):
         return (jax.jit(run) if compiled else run)(x, more, {name: x.score[name] for name in draw(case).floats()})
-
-
-@contextlib.contextmanager
-def compiled_in_haste(wanted: bool):
-    """Compiles without most of XLA's optimisations: half the time, for programs that nobody runs but the tests."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", wanted or before)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def precision(case: Case) -> str | None:

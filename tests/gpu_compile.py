@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from tests.haste import compiled_in_haste
+
 DEVICE = "NVIDIA H200"
 # Of the device that is not there: limits that steer XLA's and Triton's code, and what its cost models want to know.
 _CONFIG = """
@@ -103,7 +105,7 @@ def memory_of(function: Any, *arrays: Any, donate_argnums: tuple[int, ...] = ())
 
     Raises what XLA raises when it refuses the function. Needs `missing()` to be None.
     """
-    with absent_gpu():
+    with absent_gpu(), compiled_in_haste(False):
         traced = jax.jit(function, donate_argnums=donate_argnums).trace(*jax.tree.map(_on_gpu, arrays))
         return traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
 
@@ -120,7 +122,7 @@ def compile_kernels(function: Any, *arrays: Any) -> list[Kernel]:
     Raises whatever Pallas, Triton, XLA or ptxas raise when they refuse it. Needs `missing()` to be None.
     """
     lowered = lower(function, *jax.tree.map(_on_gpu, arrays))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, compiled_in_haste(False):
         # The emitter writes PTX for every kernel, also for those that XLA fuses itself.
         with _mosaic_dump(pathlib.Path(folder, "mosaic")) as mosaic:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})

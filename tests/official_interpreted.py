@@ -6,7 +6,7 @@
 import jax
 import pytest
 
-from tests import evaluation, official_primitives, paged_cases, triton_interpreter
+from tests import evaluation, official_primitives, paged_cases, paged_evaluation, triton_interpreter
 from tests.cases import CASES
 
 # The interpreter adds no bfloat16 atomically.
@@ -37,7 +37,7 @@ def test_backward(case):
 
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=str)
 def test_paged(case):
-    paged_cases.check(case, paged_cases.run(case, "official_triton"))
+    paged_evaluation.check(case, paged_evaluation.run(case, "official_triton"))
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ from tests.test_benchmarks import MIXED, small
 
 FAKE = dict.fromkeys(("jax", "mosaic", "torch"), "tests.fake_runner:FakeRunner")
 TINY = {
-    "decode": (small(), small(lengths="even"), small(lengths="skewed"), small(variant="alibi")),
+    "decode": (small(lengths="skewed"), small(variant="alibi")),
     "paged": (small(page=8), small(page=1)),
     "mixed": (MIXED, *parts_of_mixed(MIXED)),
     "cascade": (small(prefix=32, page=8),),
     "mla": tuple(small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=heads) for heads in (16, 128)),
-    "paged_fp8": (small(page=8), small(page=8, keys="float8_e4m3fn"), small(page=8, keys="int8")),
+    "paged_fp8": (small(page=8, keys="float8_e4m3fn"), small(page=8, keys="int8")),
     "raw_keys": (small(page=8, keys="raw"), small(page=8, keys="raw neighbours")),
 }
 

@@ -17,7 +17,17 @@ from jflex.masks import causal
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from jflex.paged import run as paged_run
 from pallas_kernels.plan import all_gradients
-from tests import gpu_compile, paged_cases, ragged_cases, test_cascade, test_errors, test_paged_errors, test_ragged
+from tests import (
+    gpu_compile,
+    paged_cases,
+    paged_evaluation,
+    ragged_cases,
+    test_cascade,
+    test_errors,
+    test_mod_errors,
+    test_paged_errors,
+    test_ragged,
+)
 
 INTERPRETED = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = ["reference", "xla", "triton-interpret"]
@@ -111,10 +121,10 @@ def test_packed_cases(case, backend, told, ran):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", paged_cases.CASES, ids=str)
 def test_paged_cases(case, backend, told, ran):
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    layer = None if case.layers is None else paged_cases.LAYER
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    layer = None if case.layers is None else paged_evaluation.LAYER
     captured = jax.tree.map(jnp.asarray, x.captured)
-    paged_cases.call(case, backend, x.query, cache, paged_cases.batch_of(case, table), captured, layer)
+    paged_evaluation.call(case, backend, x.query, cache, paged_evaluation.batch_of(case, table), captured, layer)
     [account], [run] = told, ran
     agree(account, run)
     assert account.gradients == ("reference" if backend == "reference" else None)
@@ -153,8 +163,8 @@ def test_kernels_are_launched_with_the_tiles_that_are_named(told, ran, monkeypat
     launched, launch = [], kernel.launch
     monkeypatch.setattr(kernel, "launch", lambda *args, **how: launched.append(how) or launch(*args, **how))
     case = next(case for case in paged_cases.CASES if case.name == "mixed")
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    paged_cases.call(case, "triton-interpret", x.query, cache, paged_cases.batch_of(case, table), ({}, {}))
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    paged_evaluation.call(case, "triton-interpret", x.query, cache, paged_evaluation.batch_of(case, table), ({}, {}))
     [account], [run] = told, ran
     jax.eval_shape(lambda: backends.get("triton").forward(run.spec, run.inputs))
     tiles = [how["tiles"] for how in launched if how["name"] == "jflex_paged"]
@@ -172,6 +182,7 @@ TABLES = [
     *(("cascade", *row[:2]) for row in test_cascade.ROWS),
     *(("packed", *row[:2]) for row in test_ragged.ERRORS),
     *(("dense", *row[:2]) for row in test_errors.ROWS if "call" in row[1].__code__.co_names),
+    *(("mods", *row[:2]) for row in test_mod_errors.ROWS),
 ]
 
 

@@ -13,9 +13,9 @@ from tests.hopper_emulator import Barrier, Cta, Memory
 
 # What `.ci/run` takes; `-m long` takes all others, in ten minutes.
 USUAL = {
-    "bias_as_weights", "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
+    "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
     "log_as_weights", "narrow_cut_wide", "negative_scale", "plane_gradient", "rows_that_see_nothing", "sigmoid",
-    "sigmoid_dropout", "sinks_bounded", "sinks_see_nothing", "slopes", "softcap_far", "two_groups_as_weights",
+    "sinks_bounded", "slopes", "softcap_far",
     "two_groups_causal", "two_groups_dropout", "two_groups_table",
 }  # fmt: skip
 USUAL_IN_ONE_PASS = {"negative_scale"}

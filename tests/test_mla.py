@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import evaluation, mask_pairs, paged_cases, score_pairs
-from tests.paged_cases import MIXED, PagedCase, options_of, run, slopes, window
+from tests import evaluation, mask_pairs, paged_cases, paged_evaluation, score_pairs
+from tests.paged_cases import MIXED, PagedCase, slopes, window
+from tests.paged_evaluation import options_of, run
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
@@ -51,7 +52,7 @@ def settings():
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_against_float64(case, backend):
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in CASES], ids=str)
@@ -59,13 +60,13 @@ def test_against_float64(case, backend):
 def test_bfloat16(case, backend):
     if backend != "triton" and case.name not in IN_BFLOAT16:
         pytest.skip("on a GPU")
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
 @pytest.mark.parametrize("backend", ["xla", GPU])
 def test_grid(case, backend):
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -169,10 +170,10 @@ def test_zeros_give_zeros():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sinks(backend):
     case = CASES[2]
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     sinks = jnp.linspace(-1.0, 2.0, case.Hq)
     attend = functools.partial(
-        jflex.mla_attention, jnp.asarray(x.query), cache, paged_cases.batch_of(case, table), scale=case.scale,
+        jflex.mla_attention, jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), scale=case.scale,
         mask_mod=jflex.masks.causal(), return_lse=True, **options_of(backend),
     )  # fmt: skip
     right = jflex.with_sinks(jflex.AttentionState(*attend()), sinks)
@@ -183,9 +184,9 @@ def test_sinks(backend):
 
 def test_explain_counts_the_rows_of_the_cache_once():
     case = CASES[0]
-    cache, table = paged_cases.placed(case)
+    cache, table = paged_evaluation.placed(case)
     q = jax.ShapeDtypeStruct((case.N, case.Hq, case.D), jnp.float32)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     account = jflex.explain(jflex.mla_attention, q, cache, batch, scale=0.1, **options_of("triton-interpret"))
     keys = sum(case.lengths)
     assert account.bytes == 4 * (case.N * case.Hq * (case.D + case.Dv) + keys * case.D)
@@ -230,13 +231,13 @@ def test_writing_drops_what_lies_outside():
 def test_query_heads_are_sharded_and_the_cache_is_not(backend):
     case = CASES[2]
     case = latent_case(case.name, case.queries, case.lengths, Hq=6, mask=case.mask, score=slopes)
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
     put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, jax.P(*spec)))
     q, everywhere = put(jnp.asarray(x.query), None, "heads"), functools.partial(jax.tree.map, put)
-    arrays = everywhere((cache, paged_cases.batch_of(case, table), jax.tree.map(jnp.asarray, x.captured)))
-    attend = jax.jit(functools.partial(paged_cases.call, case, backend))
+    arrays = everywhere((cache, paged_evaluation.batch_of(case, table), jax.tree.map(jnp.asarray, x.captured)))
+    attend = jax.jit(functools.partial(paged_evaluation.call, case, backend))
     found = attend(q, *arrays)
     assert [y.sharding.spec[:2] for y in found] == [(None, "heads")] * 2
     assert "all-gather" not in attend.lower(q, *arrays).compile().as_text()
-    paged_cases.check(case, found)
+    paged_evaluation.check(case, found)

@@ -12,7 +12,7 @@ from pallas_kernels.official_triton import emit, launch, limits
 from pallas_kernels.official_triton.compile import CompileError, compiled
 from pallas_kernels.official_triton.installed import Launcher, launcher
 from pallas_kernels.official_triton.target import AMD_TARGETS, CUDA_TARGETS
-from tests import gpu_compile, official_primitives, paged_cases
+from tests import gpu_compile, official_primitives, paged_cases, paged_evaluation
 from tests.test_compile import SUPPORTED, program_of
 
 TARGETS = CUDA_TARGETS | AMD_TARGETS
@@ -74,7 +74,7 @@ def test_target(case, arch):
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in PAGED], ids=str)
 def test_paged(case, monkeypatch):
     monkeypatch.setattr("jflex.paged.run.current_device", lambda *_: ("gpu", gpu_compile.DEVICE))
-    kernels = kernels_of(lambda: paged_cases.run(case, "official_triton"))
+    kernels = kernels_of(lambda: paged_evaluation.run(case, "official_triton"))
     assert len(kernels) >= 2
     compile_all(kernels, MAIN)
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import evaluation, mask_pairs, paged_cases, vector_pairs
-from tests.paged_cases import CASES, MIXED, PagedCase, bias_by_key, call, draw, placed, run
+from tests import evaluation, mask_pairs, paged_cases, paged_evaluation, vector_pairs
+from tests.paged_cases import CASES, MIXED, PagedCase, bias_by_key
+from tests.paged_evaluation import call, draw, placed, run
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
@@ -50,24 +51,24 @@ def both(case, found, right):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "xla", GPU, evaluation.OFFICIAL_TRITON])
 def test_against_float64(case, backend):
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in NOT_INTERPRETED], ids=str)
 def test_interpreted_against_float64(case):
-    paged_cases.check(case, run(case, "triton-interpret"))
+    paged_evaluation.check(case, run(case, "triton-interpret"))
 
 
 @pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES if case.name in BFLOAT16], ids=str)
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_bfloat16(case, backend):
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @pytest.mark.parametrize("backend", [GPU, evaluation.OFFICIAL_TRITON])
 @pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES], ids=str)
 def test_bfloat16_on_a_gpu(case, backend):
-    paged_cases.check(case, run(case, backend))
+    paged_evaluation.check(case, run(case, backend))
 
 
 @backends
@@ -77,8 +78,8 @@ def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
     x, (cache, table) = draw(case), placed(case)
     low = lambda s, b, h, q, k: jnp.where(b == 2, -46341.0, 0.0) + 0.0 * s
     out, lse = jflex.paged_attention(
-        x.query, cache, paged_cases.batch_of(case, table), score_mod=low, mask_mod=case.mask.jax({}),
-        return_lse=True, **paged_cases.options_of(backend),
+        x.query, cache, paged_evaluation.batch_of(case, table), score_mod=low, mask_mod=case.mask.jax({}),
+        return_lse=True, **paged_evaluation.options_of(backend),
     )  # fmt: skip
     first = np.stack([x.values[r][0] for r in (0, 1, *[2] * 17)])
     # On a GPU the exponent of the weight, unit * (score - top), is one fused multiply-add of the rounded unit * top:
@@ -143,7 +144,7 @@ def step_of(backend):
         slots = jflex.paged.token_slots(batch, q.shape[0], page_size=16)
         cache = jflex.paged.write(cache, k, v, slots)
         attend = functools.partial(jflex.paged_attention, score_mod=alibi, mask_mod=CAUSAL)
-        return attend(q, cache, batch, **paged_cases.options_of(backend)), cache
+        return attend(q, cache, batch, **paged_evaluation.options_of(backend)), cache
 
     return step, traced
 
@@ -193,7 +194,7 @@ def alibi(score, b, h, q_idx, kv_idx):
 def test_one_program_serves_all_lengths_and_tables(backend):
     """Also where requests are as uneven as can be, or there are none."""
     traced = []
-    cache = paged_cases.placed(CASE)[0]
+    cache = paged_evaluation.placed(CASE)[0]
 
     @jax.jit
     def attend(q, lengths, indptr, table):
@@ -202,7 +203,7 @@ def test_one_program_serves_all_lengths_and_tables(backend):
             return q_idx >= kv_idx
 
         batch = jflex.paged.PagedBatch(indptr, lengths, table)
-        return jflex.paged_attention(q, cache, batch, mask_mod=causal, **paged_cases.options_of(backend))
+        return jflex.paged_attention(q, cache, batch, mask_mod=causal, **paged_evaluation.options_of(backend))
 
     q = jnp.ones((20, 4, 16))
     for lengths, indptr in (((20, 3), (0, 19, 20)), ((1, 18), (0, 1, 19)), ((0, 0), (0, 0, 0)), ((48, 48), (0, 0, 20))):
@@ -215,7 +216,7 @@ def test_one_program_serves_all_lengths_and_tables(backend):
 def test_eager_calls_check_the_batch_and_are_right(backend):
     case = BY_NAME["decode"]
     x, (cache, table) = draw(case), placed(case)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     both(case, call(case, backend, x.query, cache, batch, ({}, {})), run(case, backend))
     with pytest.raises(ValueError, match="`page_table` must hold pages within"):
         call(case, backend, x.query, cache, dataclasses.replace(batch, page_table=batch.page_table * 0), ({}, {}))
@@ -228,9 +229,9 @@ def test_traced_values_out_of_range_read_nothing_outside(backend):
     x, (cache, table) = draw(case), placed(case)
     table = table.copy()
     table[1] = [10**9, -5, -(10**9)][: table.shape[1]] + [10**9] * (table.shape[1] - 3)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     batch = dataclasses.replace(batch, kv_lengths=batch.kv_lengths.at[1].set(10**9))
-    found = paged_cases.program(case, backend)(jnp.asarray(x.query), cache, batch, ({}, {}), None)
+    found = paged_evaluation.program(case, backend)(jnp.asarray(x.query), cache, batch, ({}, {}), None)
     both(case, (y[:2] for y in found), (y[:2] for y in run(case, backend)))
     both(case, (y[7:] for y in found), (y[7:] for y in run(case, backend)))
 
@@ -242,7 +243,7 @@ def test_traced_values_out_of_range_read_nothing_outside(backend):
 def test_vmap_over_queries(backend):
     case = PagedCase("vmap", (1, 2), (20, 5), mask=mask_pairs.causal)
     x, (cache, table) = draw(case), placed(case)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     attend = lambda q: call(case, backend, q, cache, batch, ({}, {}))
     both(case, (y[1] for y in jax.vmap(attend)(jnp.stack([-x.query, x.query]))), attend(jnp.asarray(x.query)))
 
@@ -258,7 +259,7 @@ class TestHeadsOverTwoDevices:
     def arrays(self):
         x, (cache, table) = draw(self.CASE), placed(self.CASE)
         captured = jnp.asarray(x.score["slopes"]), jnp.asarray(x.key["gains"])
-        return jnp.asarray(x.query), cache, paged_cases.batch_of(self.CASE, table), *captured
+        return jnp.asarray(x.query), cache, paged_evaluation.batch_of(self.CASE, table), *captured
 
     def attend(self, backend, *args):
         return call(self.CASE, backend, *args[:3], ({"slopes": args[3]}, {}, {"gains": args[4]}))
@@ -292,7 +293,7 @@ def test_derivative_of_the_reference():
     """That of dense attention, scattered to the pages; what nobody reads gets 0."""
     case = PagedCase("derivative", (2, 2), (5, 18), mask=mask_pairs.causal)
     x, (cache, table) = draw(case), placed(case)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     loss = lambda out, lse: jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
     paged = lambda q, cache: loss(*call(case, "reference", q, cache, batch, ({}, {})))
     d_q, d_cache = jax.jit(jax.grad(paged, argnums=(0, 1)))(jnp.asarray(x.query), cache)
@@ -318,7 +319,7 @@ def test_derivative_of_the_reference():
 def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
     case = PagedCase("hidden_nan", (2, 3), (5, 18), mask=mask_pairs.strictly_causal)
     x, (cache, table) = draw(case), placed(case)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
 
     def loss(factor, query, distance):
         score_mod = lambda s, b, h, q_idx, kv_idx: s * jnp.sqrt(factor * distance(q_idx - kv_idx).astype(jnp.float32))
@@ -337,7 +338,7 @@ def test_mods_that_are_nan_where_nothing_is_seen_leave_the_derivative_alone():
 def test_no_derivative_elsewhere(backend):
     case = PagedCase("derivative", (2, 3), (5, 18), score=bias_by_key)
     x, (cache, table) = draw(case), placed(case)
-    batch = paged_cases.batch_of(case, table)
+    batch = paged_evaluation.batch_of(case, table)
     message = rf"`paged_attention` has no derivative on '{backend[:3]}.*implementation='reference' has one"
     arrays = jax.tree.map(jnp.asarray, (x.query, cache, (x.score, {})))
 

@@ -112,8 +112,12 @@ CASES = {
 }
 
 
-# They differ little from `trees_with_alibi`, and take 12 s each.
-LONG = ("trees", "trees_in_windows")
+# They differ little from others: `trees_with_alibi`, or another page size, dtype or mod of theirs.
+LONG = {
+    "trees", "trees_in_windows", "decode_pages_of_16", "decode_one_key", "decode_sinks", "decode_rope_pages_of_16",
+    "decode_rope_head_size_64", "decode_norm_and_rope", "decode_e4m3_float16", "decode_int8", "decode_dropout",
+    "mixed_stats", "mixed_head_size_64", "decode_e4m3_of_heads_pages_of_16", "decode_rope_of_neighbours",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES])

@@ -9,7 +9,7 @@ import pytest
 
 import jflex
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
-from tests import dropout_bits, paged_cases
+from tests import dropout_bits, paged_evaluation
 from tests.paged_cases import PagedCase
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -139,8 +139,10 @@ def test_all_forms_have_one_mask(backend):
 @pytest.mark.parametrize("backend", ["reference", "xla", "triton-interpret"])
 def test_lse_and_statistics_are_those_without_dropout(backend):
     case = PagedCase("statistics_of_dropout", (3, 20), (40, 25))
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    call = functools.partial(jflex.paged_attention, x.query, cache, paged_cases.batch_of(case, table), mask_mod=causal)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    call = functools.partial(
+        jflex.paged_attention, x.query, cache, paged_evaluation.batch_of(case, table), mask_mod=causal
+    )
     stats = [call(return_stats=("lse", "max", "entropy"), **BACKENDS[backend], **more)[1] for more in ({}, DROPOUT)]
     jax.tree.map(np.testing.assert_array_equal, *stats)
 

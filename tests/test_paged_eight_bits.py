@@ -12,7 +12,7 @@ from jflex.paged import PagedBatch, PagedCache, clear_unused, copy_pages, copy_s
 from pallas_kernels.spec import AttentionSpec, Paging
 from pallas_kernels.triton.limits import limit_of_device
 from tests import eight_bits_model as model
-from tests import evaluation, paged_cases
+from tests import evaluation, paged_cases, paged_evaluation
 
 NAMES = list(model.LARGEST)
 BACKENDS = ["reference", "xla", "triton-interpret", pytest.param("triton", marks=pytest.mark.gpu)]
@@ -111,7 +111,7 @@ def test_scales_move_with_their_tokens(layers):
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.held], ids=str)
 def test_results_do_not_depend_on_pages(case, backend):
-    first, second = (paged_cases.run(case, backend, seed) for seed in (0, 1))
+    first, second = (paged_evaluation.run(case, backend, seed) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -125,7 +125,7 @@ def test_small_scales_in_the_dtype_of_the_query(dtype, backend):
     cache = PagedCache.create(PAGES, PAGE, HKV, D, dtype="float8_e5m2", k_scale=1.0)
     cache = write(cache, rows, rows, INT(range(4, 16)))
     query = jnp.zeros((1, 2 * HKV, D), dtype)
-    out = jflex.paged_attention(query, cache, batch, **paged_cases.options_of(backend))
+    out = jflex.paged_attention(query, cache, batch, **paged_evaluation.options_of(backend))
     values = model.dequantised(np.asarray(cache.v[1:4]), np.asarray(cache.v_scale[1:4])).reshape(TOKENS, HKV, D)
     right = np.repeat(values.mean(axis=0), 2, axis=0)
     tolerance = {"float16": 2**-10, "bfloat16": 2**-7}[dtype] * np.abs(values).max()
@@ -141,7 +141,7 @@ def test_a_cascade_reads_eight_bits():
     levels = [jflex.CascadeLevel.paged(cache, shared), jflex.CascadeLevel.paged(cache, own, start=8)]
     whole = PagedBatch(INT([0, 1, 2]), INT([20, 15]), INT([[1, 2, 3, 4, 5], [1, 2, 6, 7, 0]]))
     for backend in ("xla", "triton-interpret"):
-        options = paged_cases.options_of(backend)
+        options = paged_evaluation.options_of(backend)
         found, right = jflex.cascade_attention(query, levels, **options), jflex.paged_attention(query, cache, whole)
         np.testing.assert_allclose(found, right, rtol=3e-5, atol=3e-5)
 

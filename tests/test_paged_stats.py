@@ -9,7 +9,7 @@ import pytest
 
 import jflex
 from pallas_kernels.triton import split_kv
-from tests import dropout_bits, evaluation, oracle, paged_cases, test_cascade
+from tests import dropout_bits, evaluation, oracle, paged_evaluation, test_cascade
 from tests.layer_flavours import FLAVOURS
 from tests.paged_cases import CASES, PagedCase
 
@@ -49,25 +49,25 @@ def causal(b, h, q_idx, kv_idx):
 @pytest.mark.parametrize("case", TABLE, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "xla", GPU])
 def test_pages_against_float64(case, backend):
-    out, stats = paged_cases.run(case, backend, stats=ALL)
-    paged_cases.check(case, (out, stats.lse))
-    paged_cases.check_stats(case, stats)
+    out, stats = paged_evaluation.run(case, backend, stats=ALL)
+    paged_evaluation.check(case, (out, stats.lse))
+    paged_evaluation.check_stats(case, stats)
 
 
 @pytest.mark.parametrize("case", [case for case in TABLE if case.name in INTERPRETED], ids=str)
 def test_pages_interpreted_against_float64(case):
-    out, stats = paged_cases.run(case, "triton-interpret", stats=ALL)
-    paged_cases.check(case, (out, stats.lse))
-    paged_cases.check_stats(case, stats)
+    out, stats = paged_evaluation.run(case, "triton-interpret", stats=ALL)
+    paged_evaluation.check(case, (out, stats.lse))
+    paged_evaluation.check_stats(case, stats)
 
 
 @every_backend
 def test_sinks_of_pages_and_padding(backend):
     """Against the oracle, request by request; an empty request and padding have the sink alone."""
     case, sinks = PagedCase("sinks_of_stats", (2, 20, 1), (40, 25, 0), 3), np.array([-1.0, 0.5, 2.0, -np.inf])
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     out, stats = jflex.paged_attention(
-        x.query, cache, paged_cases.batch_of(case, table), mask_mod=causal, sinks=jnp.asarray(sinks, jnp.float32),
+        x.query, cache, paged_evaluation.batch_of(case, table), mask_mod=causal, sinks=jnp.asarray(sinks, jnp.float32),
         return_stats=("max", "entropy"), **OPTIONS[backend],
     )  # fmt: skip
     row_max, entropy, right = np.full((case.N, 4), -np.inf), np.zeros((case.N, 4)), np.zeros(out.shape)
@@ -87,8 +87,8 @@ def test_sinks_of_pages_and_padding(backend):
 def test_masked_nan_changes_no_statistic(backend):
     """Of values, which marks the lse of a split, and of keys; a mask that hides them comes before the max."""
     case = PagedCase("nan_of_stats", (1, 2), (300, 90), page_size=16)
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    batch, shown = paged_cases.batch_of(case, table), lambda b, h, q, k: (q >= k) & (k % 5 != 1)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch, shown = paged_evaluation.batch_of(case, table), lambda b, h, q, k: (q >= k) & (k % 5 != 1)
     hidden = jflex.paged.slots_of(jnp.asarray(table[0]), jnp.array([1, 101, 296]), 16)
     poisoned = jflex.paged.write(cache, *[jnp.full((3, 2, 16), jnp.nan)] * 2, hidden)
     found, right = (
@@ -101,8 +101,8 @@ def test_masked_nan_changes_no_statistic(backend):
 def test_derivative_of_the_reference():
     """That of the dense call, which is held against float64 in tests/test_return_stats.py; none flows from the max."""
     case = PagedCase("derivative_of_stats", (3,), (18,))
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    batch = paged_cases.batch_of(case, table)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch = paged_evaluation.batch_of(case, table)
     loss = lambda stats: jnp.sum(jnp.sin(stats.entropy)) + jnp.sum(jnp.cos(stats.lse)) + jnp.sum(stats.max)
     how = {"return_stats": ALL, "implementation": "reference"}
     paged = lambda q: loss(jflex.paged_attention(q, cache, batch, mask_mod=causal, **how)[1])
@@ -114,8 +114,8 @@ def test_derivative_of_the_reference():
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_no_derivative_elsewhere(backend):
     case = PagedCase("no_derivative_of_stats", (3,), (18,))
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
-    batch = paged_cases.batch_of(case, table)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    batch = paged_evaluation.batch_of(case, table)
     call = lambda q: jflex.paged_attention(q, cache, batch, return_stats=("entropy",), **OPTIONS[backend])
     with pytest.raises(jflex.UnsupportedError, match="`paged_attention` has no derivative on"):
         jax.grad(lambda q: call(q)[1].entropy.sum())(x.query)

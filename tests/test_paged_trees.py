@@ -15,7 +15,7 @@ from jflex.backends.xla.paged import KEYS
 from jflex.backends.xla.paged_bounds import walk_of
 from jflex.paged import PagedBatch, PagedCache, check_batch, debug_check_batch, token_positions, token_slots
 from jflex.paged.attention import prepare
-from tests import evaluation, paged_cases
+from tests import evaluation, paged_evaluation
 
 H, HKV, D, PAGE = 4, 2, 16, 4
 TREE, WIDE = [-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 0, 4, 1, 0, 7, 8, 8, 3]
@@ -122,7 +122,7 @@ def exact(requests, query, own, score, shown) -> np.ndarray:
 def test_trees_of_one_batch_against_float64(backend, name):
     mods, score, shown = MODS[name]
     query, cache, batch, own = drawn()
-    attend = jax.jit(lambda *x: jflex.paged_attention(*x, **mods, **paged_cases.options_of(backend)))
+    attend = jax.jit(lambda *x: jflex.paged_attention(*x, **mods, **paged_evaluation.options_of(backend)))
     right = exact(REQUESTS, query, own, score, shown)
     np.testing.assert_allclose(attend(jnp.asarray(query), cache, batch), right, rtol=3e-5, atol=3e-5)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflex
-from tests import paged_cases
+from tests import paged_cases, paged_evaluation
 
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRET}
@@ -43,10 +43,10 @@ def causal(b, h, q_idx, kv_idx):
 @pytest.mark.parametrize("name", ["mixed_with_padding_and_empty_requests", "divided"])
 def test_pages(name, backend):
     case = next(case for case in paged_cases.CASES if case.name == name)
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     call = jax.jit(functools.partial(jflex.paged_attention, return_lse=True, **BACKENDS[backend], **mods(case, x)))
-    batch, sinks = paged_cases.batch_of(case, table), sinks_of(case.Hq)
-    right = paged_cases.exact(case)
+    batch, sinks = paged_evaluation.batch_of(case, table), sinks_of(case.Hq)
+    right = paged_evaluation.exact(case)
     for found, expected in zip(
         call(jnp.asarray(x.query), cache, batch, sinks=sinks), with_column(right.out, right.lse, sinks), strict=True
     ):

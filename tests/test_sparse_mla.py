@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jflex
-from tests import evaluation, mask_pairs, paged_cases
-from tests.paged_cases import options_of, slopes
+from tests import evaluation, mask_pairs, paged_evaluation
+from tests.paged_cases import slopes
+from tests.paged_evaluation import options_of
 from tests.test_mla import latent_case
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
@@ -34,21 +35,21 @@ def owners(case):
 
 def sparse(case, indices, backend, **options):
     """Out and lse of the queries of a case over selected keys, with pages at random and NaN in all that is unused."""
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     captured = [jax.tree.map(jnp.asarray, c) for c in x.captured]
     mods = {
         "score_mod": None if case.score is None else case.score.jax(captured[0]),
         "mask_mod": None if case.mask is None else case.mask.jax(captured[1]),
     }
     attend = functools.partial(jflex.sparse_mla_attention, scale=case.scale, return_lse=True, **mods)
-    layer = None if case.layers is None else jnp.int32(paged_cases.LAYER)
-    arrays = jnp.asarray(x.query), cache, paged_cases.batch_of(case, table), INT(indices)
+    layer = None if case.layers is None else jnp.int32(paged_evaluation.LAYER)
+    arrays = jnp.asarray(x.query), cache, paged_evaluation.batch_of(case, table), INT(indices)
     return jax.jit(functools.partial(attend, layer=layer, **options_of(backend), **options))(*arrays)
 
 
 def right(case, indices):
     """The definition in float64, query by query: each selected, visible position counts as often as it is there."""
-    x, owner = paged_cases.draw(case), owners(case)
+    x, owner = paged_evaluation.draw(case), owners(case)
     out, lse = np.zeros((case.N, case.Hq, case.Dv)), np.full((case.N, case.Hq), -np.inf)
     for n, r in enumerate(owner):
         length = case.lengths[r] if r >= 0 else 0
@@ -105,7 +106,7 @@ def test_all_keys_equal_dense_attention(backend):
     for row, r in zip(indices, owner, strict=True):
         length = CASE.lengths[r] if r >= 0 else 0
         row[rng.permutation(len(row))[:length]] = rng.permutation(length)
-    check(sparse(CASE, indices, backend), paged_cases.run(CASE, backend))
+    check(sparse(CASE, indices, backend), paged_evaluation.run(CASE, backend))
 
 
 @backends
@@ -146,9 +147,9 @@ def test_sinks(backend):
 def test_gradients_through_the_selected_keys():
     """On `reference`; the selection itself is constant."""
     case = latent_case("sparse_gradient", (2,), (20,), Hq=2)
-    x, (cache, table) = paged_cases.draw(case), paged_cases.placed(case)
+    x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
     cache = jflex.paged.LatentCache(jnp.nan_to_num(cache.rows), case.rope)
-    batch, indices = paged_cases.batch_of(case, table), INT([[0, 5, -1], [7, 19, 2]])
+    batch, indices = paged_evaluation.batch_of(case, table), INT([[0, 5, -1], [7, 19, 2]])
 
     def loss(q, cache):
         out = jflex.sparse_mla_attention(q, cache, batch, indices, scale=0.2, implementation="reference")
@@ -191,7 +192,7 @@ def test_selected_keys_are_those_of_dense_attention():
     positions = jnp.concatenate([jnp.arange(c) + n - c for c, n in zip(CASE.queries, CASE.lengths, strict=True)])
     positions = jnp.pad(positions, (0, CASE.padding), constant_values=-1)
     indices = jflex.select_keys(scores, 40, visible=positions[:, None] >= jnp.arange(40)[None])
-    check(sparse(CASE, indices, "xla"), paged_cases.run(CASE, "xla"))
+    check(sparse(CASE, indices, "xla"), paged_evaluation.run(CASE, "xla"))
 
 
 def test_the_loss_is_a_kl_divergence_with_a_gradient_into_the_indexer_alone():

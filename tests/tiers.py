@@ -124,14 +124,90 @@ SHORT = {
     "test_types": r"wrong|public|\[(causal|bnth_shared_keys|decode)\]",
 }
 
-# What no run takes unless it asks for `-m long`, and the short run does not.
+# Cases that differ from others of the table in a formula alone. Full takes them through `triton`, which translates
+# mods; `xla` and `reference` call them as JAX functions, and so do the weights of rows.
+FORMULAS = {
+    "bias_bhqk", "bias_bhwq", "bias_bq", "bias_bqk", "bias_h", "bias_of_product", "bias_q", "both_sides", "clip",
+    "distance", "extreme_logits_softcap", "floor_division", "gelu_activation", "gelu_exact", "grouped", "high_blocks",
+    "inverse_causal_score", "morton_neighborhood", "neighborhood", "odd_keys", "odd_keys_score", "only_bias",
+    "outside_work", "permuted", "polynomial", "prefix", "relative", "relu", "relu_activation",
+    "rows_that_see_nothing_mask_mod", "sandwich", "scale_int", "scale_one", "shared_prefix", "sigmoid_everywhere",
+    "silu", "sliding_tile", "softplus", "spatial_bias_of_one_graph", "squared", "table_float32", "table_more_keys",
+    "table_of_booleans", "take", "temporal_head", "times_bias_q", "trigonometry",
+}  # fmt: skip
+# Others differ in lists, lengths and sizes: kernels read most of these at run time, and `reference` and the weights of
+# rows make dense masks of all lists.
+LISTS = {
+    "bias_bqk_through_full_blocks", "bias_hqk_by_head", "causal_more_keys", "causal_more_queries", "decode_blocks",
+    "decode_lists_by_grouped_head", "decode_mask_mod", "head_size_8",
+    "length_blocks", "length_full_blocks", "length_lists_by_head", "length_many_blocks", "length_many_lists_by_head",
+    "length_many_shared_keys", "length_of_one", "length_sees_nothing", "length_shared_keys", "long", "narrow_documents",
+    "narrow_runs", "offset_by_batch", "one_key", "padding", "shared_keys_bias", "sinks_negative_scale",
+    "softcap_length_many_queries", "squared_through_causal_blocks", "table_by_document",
+    "tiles_end_before_their_block_of_keys", "tiles_end_before_their_block_of_queries", "window_by_head_grouped",
+}  # fmt: skip
+OF_FORMULAS = {
+    "test_attention_weights": "rows_against_the_oracle",
+    "test_backward": r"\[xla-",
+    "test_captured_gradients": r"\[xla-",
+    "test_compile": "compiles",
+    "test_forward": r"\[xla-",
+    "test_oracle": "reference_matches",
+}
+OF_LISTS = {"test_attention_weights", "test_compile", "test_oracle"}
+
+# What no run takes unless it asks for `-m long`, and the short run does not: more cases of what full tests. Where two
+# parameters are crossed, full takes each value of either.
 LONG = {
-    "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25",
-    "test_mla": r"grid.*_4096",
-    "test_return_stats": r"hopper_kernels?(_alone)?\[",
-    "test_streaming_llm_engine": r"twenty_thousand",
-    "test_tuning": r"programs_compute\[(alibi|softcap)",
+    "test_attention_fn": r"linen-(nothing|float|hidden|two batch|other|precision)",
+    "test_constraints": r"(texts_match|any_small|beside_con|prefixes_change).*\[bytes|differ\[320",
+    "test_dispatch": r"tiles_of_the_user_do.*[12]-xla",
+    "test_dot_product_attention": r"computes\[.*-(float32-xla|bfloat16-triton-interpret)\]"
+    r"|subset\[(query|bias|scale|query_seq_lengths)-triton|subset\[(query-key-value|value-mask|key-key).*-xla"
+    r"|additive_masks\[(-inf-xla|hidden1-triton|-10.*xla)",
+    "test_engine": r"recomputation\[.'max_step_tokens': 8.\]|others\[sampling1|formulas\[.'(repet|logit)|alone\[3"
+    r"|their_requests\[2|dropped\[False",
+    "test_engine_speculation": r"accepted_run\[(1|4|6)|speculation\[sampling1|alone\[False|cache\[float16"
+    r"|no_token\[14",
+    "test_explain": r"paged_cases\[.*-reference",
+    "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25|whole\[(dense-5|paged-1)"
+    r"|of_transformers\[dense-(?!gemma2|phi3)|end.*decoding\[4",
+    "test_kv_lengths": r"lengths\[reference-(?!length_(many_sinks|sigmoid|mask_mod|shared_blocks|dropout)\])",
+    "test_latent_layers": r"dtypes\[(float16-nnx|bfloat16-linen)|block_masks\[linen"
+    r"|(call|transformers)\[(yarn-nnx|direct_queries-linen)",
+    "test_layer_decoding": r"\[(plain|block mask)-.*linen|\[(rotary|alibi).*-nnx"
+    r"|\[(reference-nnx|float8.*nnx|int8-linen)",
+    "test_layers": r"\[batch[02]-reference|\[batch[13]-xla|\[(module|method)-reference-linen|form\[linen"
+    r"|gives\[(reference-linen|xla-nnx)",
+    "test_layer_transforms": r"gradients\[(nnx-plain|linen-of)|turn\[True",
+    "test_mla": r"grid.*(_4096|_2_\d+\])|bfloat16\[(reference|xla-latent_(decode|9|63|window|layers|padding))",
+    "test_models": r"greedy_from_dense-(?!gemma3|phi3)|greedy_from_pages-(llama|qwen2|qwen3_yarn)"
+    r"|whole_sequence\[(llama3|llama_linear|qwen2|qwen3_yarn)|dense_attention\[(llama|qwen3_yarn|qwen2|mistral)",
+    "test_paged_attention": r"shot\[(xla-(2|14)|triton-interpret-(3|40))",
+    "test_paged_convert": r"keys\[xla-16-(none|window|causal)-(none|bias)(?<!causal-bias)(?<!window-none)",
+    "test_paged_stats": r"pages_against_float64\[(xla|reference)-(?!.*(decode|empty|group|softcap|extreme|divided"
+    r"|pages_of_1\]|norms_of_values|e4m3))|\[reference-(e4m3|divided_(int8|dropout))"
+    r"|levels_against.*(window|causal)-reference",
+    "test_paged_trees": r"float64\[(reference-(nothing|causal)|xla-softcap)",
+    "test_paged_vector_mods": r"before\[(False-reference|True-xla|False-triton-interpret)",
+    "test_parallel_samples": r"\[.'page_size': 16|no_token\[13|with_it\[(0-0|0-4|2-1|2-2)"
+    r"|in_it\[(1-True|2-False|3-True)",
+    "test_ragged": r"(alone|nothing)\[xla-(whole|alibi_by_sequence|softcap|cross_bottom_right|tiny)",
+    "test_random_keys": r"draws\[(several|reshaped|integers)",
+    "test_return_stats": r"hopper_kernels?(_alone)?\[|float64\[(reference|xla)-(alibi_like|bnth|decode_sees|one_key"
+    r"|head_sizes_40_16|own_derivative|negative_scale|squared|table|extreme|softcap\]|shared_keys)",
+    "test_shared_prefix": r"attention\[((alibi|window|causal-0-0|causal-1-40).*(reference|xla)|.*0-reference)"
+    r"|recomputation\[.\]",
+    "test_state": r"them\[two-(alibi|documents)|them\[many.*(softcap|causal)",
+    "test_state_stats": r"\[(no_sinks-(1|16)-BNTH|sinks-(1-BTNH|4-BNTH|16-BTNH))",
+    "test_streaming_llm": r"anew\[\((4, 12\)-\[45|0, 1|4, 100)|embedding\[(half|linear|longrope_short)"
+    r"|own\[(12|16)|near_ones\[1000000",
+    "test_streaming_llm_engine": r"oracle\[.('max_step|'page_size': 16)|bounded\[(False-5|True-16)"
+    r"|no_token\[.'num_pages': 9",
+    "test_transforms": r"subset\[(q|c|qc)-xla|subset\[(k|qkv|m|kvm)-triton|eager\]",
+    "test_tuning": r"programs_compute\[(alibi|softcap|noop)|to_search\[.*-(64|96|192)",
     "test_types": r"examples_of_docstrings|the_table_of_cases",
+    "test_vector_programs": r"vmap\[32-",
 }
 
 
@@ -141,13 +217,16 @@ def purpose(module: str, name: str, case: str | None) -> str | None:
     >>> purpose("test_forward", "test_forward[xla-window]", "window"), purpose("test_masks", "test_causal", None)
     ('full', None)
     """
-    if module in COMPILE:
-        return "compile"
-    is_short = re.search(SHORT.get(module, ""), name) and module not in BENCH
-    if module in LONG and not is_short and re.search(LONG[module], name):
+    is_short = module not in COMPILE | BENCH and re.search(SHORT.get(module, ""), name) is not None
+    if is_short and not (case is not None and module in TABLES and case not in CASES):
+        return None
+    if repeats(module, name, case):
         return "long"
-    if module in BENCH:
-        return "bench"
-    if case is not None and module in TABLES and case not in CASES:
-        return "full"
-    return None if is_short else "full"
+    return "compile" if module in COMPILE else "bench" if module in BENCH else "full"
+
+
+def repeats(module: str, name: str, case: str | None) -> bool:
+    """Whether a test repeats others in more cases."""
+    if module in OF_FORMULAS and (case in FORMULAS or (module in OF_LISTS and case in LISTS)):
+        return re.search(OF_FORMULAS[module], name) is not None
+    return module in LONG and re.search(LONG[module], name) is not None
