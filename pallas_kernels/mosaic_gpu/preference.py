@@ -39,6 +39,11 @@ def slower_forward(plan: Plan) -> str | None:
     return None
 
 
+def slower_latent() -> str | None:
+    """Why the latent kernel is not the first choice, as a sentence; None where it is."""
+    return "its kernel for latent caches has not been measured beside that of 'triton'"
+
+
 def slower_backward(spec: AttentionSpec) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
 

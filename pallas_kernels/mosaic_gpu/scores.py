@@ -56,6 +56,7 @@ class Scores(NamedTuple):
       mask: The mask mod, with its loop-invariant values.
       dropout: What decides which weights dropout keeps, likewise.
       fixed: The first index along the axis that the mainloop does not go along.
+      end: Where the axis of the mainloop ends, known at run time; None for the end of its array.
     """
 
     spec: AttentionSpec
@@ -65,6 +66,7 @@ class Scores(NamedTuple):
     mask: Evaluation | None
     dropout: Evaluation | None
     fixed: jax.Array
+    end: jax.Array | None = None
 
     @property
     def walk(self) -> Walk:
@@ -97,6 +99,7 @@ def prepare(
     *,
     q_first: jax.Array | None = None,
     k_first: jax.Array | None = None,
+    q: jax.Array | None = None,
     may_end: bool,
     nodes: Sequence[Node] | None = None,
 ) -> Scores:
@@ -108,9 +111,10 @@ def prepare(
       captured: Shapes of the captured arrays.
       tile: Queries and keys of a warp group.
       b: Batch.
-      h: Query head.
+      h: Query head; where rows belong to several heads, that of each, [rows].
       q_first: The first query, if the mainloop goes over keys.
       k_first: The first key, if it goes over queries; then tiles are transposed.
+      q: The indices of the queries, [rows], if they are not contiguous.
       may_end: Whether these queries or keys may reach past the end.
       nodes: Nodes of the score mod to prepare, if more than those of its program.
     """
@@ -120,7 +124,7 @@ def prepare(
     if transposed:
         fixed["k"] = indices_of(first, tile[1], spec.S, ROW, may_end=may_end)
     else:
-        fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end)
+        fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end) if q is None else q
     kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
 
     def evaluate_fixed(
@@ -348,9 +352,10 @@ class Mask(NamedTuple):
     def _conjuncts(self, clauses: list[Node]) -> list[jax.Array]:
         """The value of each of these clauses, and which indices along the loop axis are not padding."""
         walk, result = self.scores.walk, self._values(clauses)
-        if walk.passes_end:
+        end = walk.length if self.scores.end is None else self.scores.end
+        if walk.passes_end or self.scores.end is not None:
             shape = self.scores.tile[::-1] if self.scores.transposed else self.scores.tile
-            exists = _walked(self.scores, self.first, clamped=False) < walk.length
+            exists = _walked(self.scores, self.first, clamped=False) < end
             result.append(lax.broadcast_in_dim(exists, shape, (1,)))
         return result
 

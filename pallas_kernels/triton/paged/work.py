@@ -72,6 +72,7 @@ class Work:
       max_queries: Most queries of a request that is taken.
       may_split: Whether the keys of a tile of queries may be split.
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
+      queries_of_tile: Queries in a tile; None for as many as its rows hold.
     """
 
     tiles: Tiles
@@ -79,10 +80,11 @@ class Work:
     max_queries: int
     may_split: bool = True
     source: Literal["config", "table", "rule"] = "rule"
+    queries_of_tile: int | None = None
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
-        return max(1, self.tiles.block_q // spec.group)
+        return self.queries_of_tile or max(1, self.tiles.block_q // spec.group)
 
     def max_row_tiles(self, spec: AttentionSpec) -> int:
         """Upper bound on query tiles, padding (queries of no request) included."""
@@ -154,10 +156,12 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     )
 
 
-def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
-    """What the kernel plans for known lengths, for `jflex.explain`."""
+def requests_of_arrays(
+    spec: AttentionSpec, work: Work, indptr: jax.Array | np.ndarray, lengths: jax.Array | np.ndarray
+) -> Requests:
+    """What the kernel plans for these lengths, outside of it."""
     padding = (1 << spec.B.bit_length()) - spec.B
-    padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
+    padded = lambda x, count, value: jnp.pad(jnp.asarray(x), (0, count), constant_values=value)
     start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
     return planned_requests(spec, work, start, end, padded(lengths, padding, 0))
 
@@ -222,7 +226,11 @@ class WorkItem(NamedTuple):
 
 def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], item: jax.Array) -> WorkItem:
     """The work item of an index."""
-    of = requests(spec, work, arrays)
+    return item_of(spec, work, requests(spec, work, arrays), item)
+
+
+def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array) -> WorkItem:
+    """The work item of an index, of requests that are planned."""
     number, within = split_kv.find_work_item(of.tiles * of.splits, item)
     splits = jnp.maximum(split_kv.at(of.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)

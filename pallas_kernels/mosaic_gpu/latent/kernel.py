@@ -1,0 +1,398 @@
+"""Latent attention (MLA) over pages for Hopper: two consumer warp groups, each of which owns half of the output columns.
+
+An output of 64 rows and 512 columns fills the registers of two warp groups. So both compute PV of every tile of keys,
+each with half of the columns, and QK^T of every other tile: warp group 0 of the even ones, 1 of the odd ones. Weights
+and the running row_max go from one to the other through shared memory (`step`). It is the division of work of
+FlashMLA's kernel for Hopper (DeepSeek-AI 2025, github.com/deepseek-ai/FlashMLA).
+
+The rows of a tile are the query heads of a query, of several queries where heads are few. The values are the first
+columns of the keys: both GEMMs read one tile of shared memory. A producer warp group looks up pages and loads them by
+TMA, in two parts that are released apart. Persistent CTAs take work items (a tile of queries, one split of its keys)
+in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu.latent import step
+from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, TILE_KEYS, Heads, Rows
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import A, Index, Ref
+
+CONSUMERS = 2
+
+
+class WorkItems(NamedTuple, Generic[A]):
+    """What is to be computed, int32 [items] each (in the kernel: refs to them), and int32 [1], how many there are.
+
+    Attributes:
+      request: The request.
+      first: The first query of the tile, packed.
+      queries: Queries from there to the end of the request.
+      length: Keys of the request.
+      begin: The first tile of keys of the split.
+      end: One past the last.
+      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
+      count: How many items there are; those after them are padding.
+    """
+
+    request: A
+    first: A
+    queries: A
+    length: A
+    begin: A
+    end: A
+    slot: A
+    count: A
+
+
+class LatentOperands(NamedTuple, Generic[A]):
+    """The inputs of the kernel (in it: the refs to them).
+
+    Attributes:
+      query: [N, groups * padded heads, D].
+      rows: [pages of all layers, page_size, D], the latent cache.
+      table: int32 [R, max_pages], the page table.
+      first_page: int32 [1], the first page of the layer.
+      items: The work items.
+      score_operands: Captured arrays of the score mod; booleans as int8.
+      mask_operands: Captured arrays of the mask mod; booleans as int8.
+    """
+
+    query: A
+    rows: A
+    table: A
+    first_page: A
+    items: WorkItems[A]
+    score_operands: tuple[A, ...]
+    mask_operands: tuple[A, ...]
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA.
+
+    Attributes:
+      queries: [2, 64, Dv / 2], the halves of the latent columns.
+      query_ropes: [1, 64, D - Dv].
+      queries_full: The queries have arrived.
+      queries_empty: Both consumers are done with them.
+      buffers: The tiles of keys.
+    """
+
+    queries: Ref
+    query_ropes: Ref
+    queries_full: Ref
+    queries_empty: Ref
+    buffers: step.Buffers
+
+
+def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
+    """The scratch of a CTA."""
+    half, rope = spec.Dv // 2, spec.D - spec.Dv
+    swizzle = smem.swizzle_of(math.gcd(half, rope), jnp.dtype(dtype).itemsize)
+    tiled = functools.partial(smem.tiled, dtype=dtype, swizzle=swizzle)
+    barrier = lambda arrivals, count: smem.declared(plg.Barrier(num_arrivals=arrivals, num_barriers=count))
+    pieces, vectors = TILE_KEYS // min(TILE_KEYS, spec.page_size), smem.declared
+    ropes = tiled((BUFFERS, TILE_KEYS, rope))
+    buffers = step.Buffers(
+        latents=tiled((BUFFERS, 2, TILE_KEYS, half)),
+        ropes=ropes,
+        weights=None if rope == TILE_KEYS else tiled((BUFFERS, smem.WARP_GROUP_ROWS, TILE_KEYS)),
+        row_max=vectors(plg.SMEM((BUFFERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        row_sum=vectors(plg.SMEM((2 * CONSUMERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        marks=vectors(plg.SMEM((2 * CONSUMERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        near_full=barrier(pieces, BUFFERS),
+        far_full=barrier(2 * pieces, BUFFERS),
+        near_empty=barrier(1, BUFFERS),
+        far_empty=barrier(1, BUFFERS),
+    )
+    rows = smem.WARP_GROUP_ROWS
+    return Scratch(
+        tiled((2, rows, half)),
+        tiled((1, rows, rope)),
+        barrier(3 * heads.queries, 1),
+        barrier(CONSUMERS, 1),
+        buffers,
+    )
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+      heads: How query heads are divided among tiles.
+      items: Upper bound on the work items.
+      slots: Upper bound on partial results; 0 if no keys are split.
+    """
+
+    heads: Heads
+    items: int
+    slots: int
+
+
+def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array]) -> list[jax.Array]:
+    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq], of the tiles of queries whose keys are not split.
+
+    After them come the partial results of the others, if there may be any: out [slots, groups, 64, Dv] and lse [slots,
+    groups, 64], float32, where the first rows are the heads of the group of the first query, then of the next.
+
+    Args:
+      spec: Its programs are traced with heads in rows; `Hkv` counts the groups of heads.
+      sizes: Of the launch.
+      arrays: The inputs; captured arrays have their shapes.
+    """
+    heads = sizes.heads
+    outputs = [
+        jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype),
+        jax.ShapeDtypeStruct((spec.T, spec.Hq), jnp.float32),
+    ]
+    if sizes.slots:
+        slots = (sizes.slots, spec.Hkv, smem.WARP_GROUP_ROWS)
+        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
+    none = Operands(None, None, None, None, arrays.score_operands, arrays.mask_operands)
+    flat = flatten_captured(none)
+    captured = scores.Captured.of(none)
+    arrays = arrays._replace(
+        query=heads.padded(arrays.query), score_operands=flat.score_operands, mask_operands=flat.mask_operands
+    )
+    return launch(
+        functools.partial(_kernel, spec, heads, captured),
+        arrays,
+        outputs,
+        declare(spec, heads, arrays.query.dtype),
+        name="jflex_latent_sm90",
+        num_ctas=min(NUM_SMS, sizes.items * spec.Hkv),
+        warp_groups=CONSUMERS + 1,
+    )
+
+
+class Item(NamedTuple):
+    """One work item of one group of heads, as scalars.
+
+    Attributes:
+      request: The request.
+      group: The group of heads.
+      first: The first query, packed.
+      queries: Queries from there to the end of the request.
+      length: Keys of the request.
+      begin: The first tile of keys.
+      end: One past the last.
+      slot: Of the partial result, or -1.
+    """
+
+    request: jax.Array
+    group: jax.Array
+    first: jax.Array
+    queries: jax.Array
+    length: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    slot: jax.Array
+
+    @property
+    def pairs(self) -> jax.Array:
+        """Pairs of tiles of keys; the last may have but one."""
+        return lax.div(self.end - self.begin + 1, jnp.int32(2))
+
+
+class Static(NamedTuple):
+    """What producer and consumers share.
+
+    Attributes:
+      spec: The spec.
+      heads: How heads are divided.
+      captured: Shapes of the captured arrays.
+      arrays: The inputs.
+      outputs: Out, lse, and partial results.
+      scratch: Shared memory and barriers.
+      cta_id: Of this CTA.
+    """
+
+    spec: AttentionSpec
+    heads: Heads
+    captured: scores.Captured
+    arrays: LatentOperands[Ref]
+    outputs: tuple[Ref, ...]
+    scratch: Scratch
+    cta_id: Index
+
+    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> jax.Array:
+        """Runs ``pair = body(i, item, pair)`` for the items of this CTA; `pair` counts the pairs of tiles so far.
+
+        The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2.
+        """
+        items, groups = self.arrays.items, jnp.int32(self.spec.Hkv)
+        total, step_size = items.count[0] * groups, jnp.int32(NUM_SMS)
+
+        def run(i: jax.Array, pair: jax.Array) -> jax.Array:
+            number = self.cta_id + i * step_size
+            at, group = lax.div(number, groups), lax.rem(number, groups)
+            item = Item(items.request[at], group, *(x[at] for x in items[1:7]))
+            return body(i, item, pair)
+
+        rounds = lax.div(jnp.maximum(total - self.cta_id, 0) + (step_size - 1), step_size)
+        return lax.fori_loop(0, rounds, run, jnp.int32(0))
+
+
+def _kernel(
+    spec: AttentionSpec,
+    heads: Heads,
+    captured: scores.Captured,
+    cta_id: Index,
+    arrays: LatentOperands[Ref],
+    outputs: tuple[Ref, ...],
+    scratch: Scratch,
+) -> None:
+    static = Static(spec, heads, captured, arrays, tuple(outputs), scratch, cta_id)
+    group = lax.axis_index(WARP_GROUP)
+    pl.when(group == CONSUMERS)(lambda: _produce(static))
+    for number in range(CONSUMERS):
+        pl.when(group == number)(functools.partial(_consume, static, number))
+
+
+# --- producer
+
+
+def _produce(static: Static) -> None:
+    """Producer warp group: loads queries and tiles of keys by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    scratch, heads = static.scratch, static.heads
+
+    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+        pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[0]))
+        half = static.spec.Dv // 2
+        for t in range(heads.queries):
+            n = jnp.minimum(item.first + t, static.spec.T - 1)
+            at = (n, pl.ds(item.group * heads.padded_count, heads.padded_count))
+            rows = pl.ds(t * heads.padded_count, heads.padded_count)
+            targets = [scratch.queries.at[0, rows], scratch.queries.at[1, rows], scratch.query_ropes.at[0, rows]]
+            columns = [pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, static.spec.D - 2 * half)]
+            for target, column in zip(targets, columns, strict=True):
+                plg.copy_gmem_to_smem(static.arrays.query.at[(*at, column)], target, scratch.queries_full.at[0])
+        return lax.fori_loop(0, item.pairs, functools.partial(_load_pair, static, item), pair)
+
+    static.over_items(item_)
+
+
+def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
+    """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
+    buffers, spec = static.scratch.buffers, static.spec
+    half, rope = spec.Dv // 2, spec.D - spec.Dv
+    for b in range(BUFFERS):
+        tile = item.begin + 2 * j + b
+        places = _places(static, item, jnp.minimum(tile, item.end - 1))
+        parts = (
+            (buffers.near_full, buffers.near_empty, [(buffers.latents.at[b, b], pl.ds(b * half, half))]),
+            (
+                buffers.far_full,
+                buffers.far_empty,
+                [
+                    (buffers.latents.at[b, 1 - b], pl.ds((1 - b) * half, half)),
+                    (buffers.ropes.at[b], pl.ds(2 * half, rope)),
+                ],
+            ),
+        )
+        for full, empty, targets in parts:
+
+            def load(full: Ref = full, targets: list = targets, b: int = b) -> None:
+                for target, columns in targets:
+                    for place, rows in places:
+                        piece = target if rows is None else target.at[rows]
+                        plg.copy_gmem_to_smem(static.arrays.rows.at[(*place, columns)], piece, full.at[b])
+
+            def skip(full: Ref = full, count: int = len(targets) * len(places), b: int = b) -> None:
+                for _ in range(count):
+                    plg.barrier_arrive(full.at[b])
+
+            pl.when(pair > 0)(functools.partial(plg.barrier_wait, empty.at[b]))
+            if b == 0:
+                load()
+            else:
+                pl.when(tile < item.end)(load)
+                pl.when(tile >= item.end)(skip)
+    return pair + 1
+
+
+def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple, pl.Slice | None]]:
+    """Where the keys of a tile lie: index of page and rows, and which rows of the tile they are."""
+    spec, table = static.spec, static.arrays.table
+    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + static.arrays.first_page[0]
+    if spec.page_size >= TILE_KEYS:
+        per_page = jnp.int32(spec.page_size // TILE_KEYS)
+        row = lax.rem(tile, per_page) * TILE_KEYS
+        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), None)]
+    pieces = TILE_KEYS // spec.page_size
+    last = lax.div(item.length - 1, jnp.int32(spec.page_size))
+    size = spec.page_size
+    return [
+        ((physical(jnp.minimum(tile * pieces + i, last)), pl.ds(0, size)), pl.ds(i * size, size)) for i in range(pieces)
+    ]
+
+
+# --- consumers
+
+
+def _consume(static: Static, group: int) -> None:
+    """Consumer warp group: computes its half of the columns of each item."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    scratch, heads, spec = static.scratch, static.heads, static.spec
+
+    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+        rows = heads.rows_of(item.group, item.first, item.queries, spec)
+        operands = Operands(None, None, None, None, static.arrays.score_operands, static.arrays.mask_operands)
+        prepared = scores.prepare(
+            spec,
+            operands,
+            static.captured,
+            (smem.WARP_GROUP_ROWS, TILE_KEYS),
+            item.request,
+            rows.h,
+            q=rows.n,
+            q_first=jnp.int32(0),
+            may_end=False,
+        )
+        plg.barrier_wait(scratch.queries_full.at[0])
+        run = step.Step(prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end)
+        pair_of = lambda j, state: run(state, item.begin + 2 * j)
+        state = lax.fori_loop(0, item.pairs, pair_of, step.start(spec))
+        plg.barrier_arrive(scratch.queries_empty.at[0])
+        out, lse = run.finish(state, lax.rem(i, jnp.int32(2)))
+        _store(static, item, rows, group, out, lse)
+        return pair + item.pairs
+
+    static.over_items(item_)
+
+
+def _store(static: Static, item: Item, rows: Rows, group: int, out: jax.Array, lse: jax.Array) -> None:
+    """Stores this half of the columns, and from group 0 the lse, to the result or to the partial results."""
+    heads, spec = static.heads, static.spec
+    column = group * (spec.Dv // 2)
+
+    def store(refs: tuple[Ref, ...], line: jax.Array) -> None:
+        inline_ptx.store_rows(refs[0], line, column, out.astype(refs[0].dtype))
+        if group == 0:
+            inline_ptx.store_values(refs[1], line, lse)
+
+    exists = lambda line: jnp.where(rows.exists, line, -1)
+    whole = lambda: store(static.outputs[:2], exists(rows.n * spec.Hq + rows.h))
+    if len(static.outputs) == 2:
+        whole()
+        return
+    first = (item.slot * spec.Hkv + item.group) * smem.WARP_GROUP_ROWS
+    pl.when(item.slot < 0)(whole)
+    pl.when(item.slot >= 0)(lambda: store(static.outputs[2:], exists(first + rows.t * heads.count + rows.head)))

@@ -1,0 +1,267 @@
+"""Two tiles of keys by two consumer warp groups: QK^T of one each, PV of both with half of the columns (see `kernel`).
+
+Tiles are folded in order, and each is published with its row_max: the weights of tile t are relative to the largest
+score of tiles 0 to t. Warp group 0 publishes the even tiles, 1 the odd ones. Where group 0 computes the softmax of its
+tile, QK^T of the other runs; where group 1 does, PV of the first tile runs. A buffer has two parts: *near*, the latent
+columns that the group of its tile owns, and *far*, those of the other and the rotated keys. The near part is last read
+by the group of the tile, the far part by the other one, so that each has one reader to wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.marks import mark
+from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu.forward.step import normalised
+from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS
+from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
+from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
+
+_SUMS_BARRIER = FIRST_FREE_BARRIER + 2  # after those of the two buffers
+_ROWS = smem.WARP_GROUP_ROWS
+
+
+class Buffers(NamedTuple):
+    """Two tiles of keys, their weights, and what else the consumers hand to each other; in shared memory.
+
+    Attributes:
+      latents: [buffers, 2, keys, Dv / 2], the halves of the latent columns.
+      ropes: [buffers, keys, D - Dv]; where it has the shape of weights, these overwrite it.
+      weights: [buffers, rows, keys]; None where they overwrite the rotated keys.
+      row_max: [buffers, rows].
+      row_sum: [2 * consumers, rows], of the item and of the next.
+      marks: Likewise.
+      near_full: For each buffer: its near part has arrived.
+      far_full: Its far part has arrived.
+      near_empty: Its near part has been read.
+      far_empty: Its far part has been read, and so have the weights.
+    """
+
+    latents: Ref
+    ropes: Ref
+    weights: Ref | None
+    row_max: Ref
+    row_sum: Ref
+    marks: Ref
+    near_full: Ref
+    far_full: Ref
+    near_empty: Ref
+    far_empty: Ref
+
+    def weights_of(self, b: Index) -> Ref:
+        """The weights of the tile in a buffer."""
+        return (self.ropes if self.weights is None else self.weights).at[b]
+
+
+class State(NamedTuple):
+    """Online softmax state after some of the tiles.
+
+    Attributes:
+      out: [rows, Dv / 2] float32: sum of weights times this half of the values.
+      row_max: [rows]: the largest score so far, in base 2.
+      row_sum: [rows, 8]: partial sums of the weights of the group's own tiles, each over every eighth column.
+    """
+
+    out: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+
+def start(spec: AttentionSpec) -> State:
+    """The state before the first tile."""
+    zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
+    row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
+    return State(zeros(spec.Dv // 2), row_max, zeros(inline_ptx.TILE_COLUMNS))
+
+
+class Step(NamedTuple):
+    """What all pairs of tiles of an item share.
+
+    Attributes:
+      prepared: How scores are computed.
+      queries: [2, rows, Dv / 2] in shared memory.
+      query_ropes: [1, rows, D - Dv].
+      buffers: The tiles.
+      group: The warp group: 0 or 1; also the buffer of its own tiles, and the half of the columns that it owns.
+      length: Keys of the request.
+      end: One past the last tile of keys.
+      zero: Added to indices of shared memory; see `inline_ptx.unknown_zero`.
+    """
+
+    prepared: scores.Scores
+    queries: Ref
+    query_ropes: Ref
+    buffers: Buffers
+    group: int
+    length: jax.Array
+    end: jax.Array
+    zero: Index = 0
+
+    def __call__(self, state: State, tile: jax.Array) -> State:
+        """Folds in the tiles `tile` and ``tile + 1``; the second may be past the end."""
+        step = self._replace(zero=inline_ptx.unknown_zero())
+        return step._lead(state, tile) if self.group == 0 else step._follow(state, tile)
+
+    def _lead(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: its own tile, then that of the other."""
+
+        def scores_of(raw: Accumulator) -> jax.Array:
+            self._start_scores(raw)
+            return self._modify(plg.wgmma_accumulator_load(raw), tile)
+
+        row_max, p, added = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
+        self._publish(0, row_max, p)
+        state = _rescaled(state, row_max)
+        self._clear_past_end(0, tile)
+        out = self._add(state.out, p, 0)
+        plg.barrier_arrive(self.buffers.near_empty.at[0])
+        state = self._received(State(out, row_max, state.row_sum + added), 1)
+        self._clear_past_end(1, tile + 1)
+        out = self._add(state.out, self.buffers.weights_of(1 + self.zero), 1)
+        plg.barrier_arrive(self.buffers.far_empty.at[1])
+        return state._replace(out=out)
+
+    def _follow(self, state: State, tile: jax.Array) -> State:
+        """Warp group 1: the tile of the other while its own QK^T runs, then its own."""
+
+        def first(raw: Accumulator) -> tuple[jax.Array, ...]:
+            self._start_scores(raw)
+            received = self._received(state, 0)
+            self._clear_past_end(0, tile)
+
+            def both(refs: tuple[Ref, ...]) -> None:
+                plg.wgmma(refs[0], self.buffers.weights_of(self.zero), self._values(0))
+                s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
+                made = self._weights(received.row_max, s)
+                self._publish(1, *made[:2])
+                for ref, x in zip(refs[1:], made, strict=True):
+                    ref[...] = x
+
+            run: Any = pl.run_state(both)
+            out, *made = run((plg.WGMMAAccumulatorRef.init(received.out), *self._no_weights()))
+            return out, received.row_max, received.row_sum, *made
+
+        *received, row_max, p, added = pl.run_scoped(first, _raw_scores())
+        plg.barrier_arrive(self.buffers.far_empty.at[0])
+        state = _rescaled(State(*received), row_max)
+        self._clear_past_end(1, tile + 1)
+        out = self._add(state.out, p, 1)
+        plg.barrier_arrive(self.buffers.near_empty.at[1])
+        return State(out, row_max, state.row_sum + added)
+
+    def _start_scores(self, raw: Accumulator) -> None:
+        """Issues QK^T of the group's own tile, in the order in which its parts arrive."""
+        b, buffers = self.group, self.buffers
+        plg.barrier_wait(buffers.near_full.at[b])
+        plg.wgmma(raw, self.queries.at[b + self.zero], buffers.latents.at[b + self.zero, b].T)
+        plg.barrier_wait(buffers.far_full.at[b])
+        plg.wgmma(raw, self.queries.at[1 - b + self.zero], buffers.latents.at[b + self.zero, 1 - b].T)
+        plg.wgmma(raw, self.query_ropes.at[self.zero], buffers.ropes.at[b + self.zero].T)
+
+    def _modify(self, raw: jax.Array, tile: jax.Array) -> jax.Array:
+        """Scores of a tile: mods, and -inf past the end of the keys; all of a tile past the last one is masked."""
+        first = jnp.minimum(tile, self.end - 1) * TILE_KEYS
+        end = jnp.where(tile < self.end, self.length, 0)
+        prepared = self.prepared._replace(end=end)
+        modified = lambda raw, is_partial: scores.modify(prepared, raw, first, is_partial).s
+        if prepared.mask is not None:
+            return modified(raw, True)
+        whole = first + TILE_KEYS <= end
+        return lax.cond(whole, lambda x: modified(x, False), lambda x: modified(x, True), raw)
+
+    def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The new row_max, the weights of the group's own tile, and their partial sums."""
+        scale = self.prepared.log2_scale
+        row_max = jnp.maximum(row_max, jnp.max(s, axis=1) * scale)
+        p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))
+        return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
+
+    def _no_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        zeros = lambda columns, dtype: plg.layout_cast(jnp.zeros((_ROWS, columns), dtype), TILE)
+        row_max = plg.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROW)
+        return row_max, zeros(TILE_KEYS, self.queries.dtype), zeros(inline_ptx.TILE_COLUMNS, jnp.float32)
+
+    def _publish(self, b: int, row_max: jax.Array, p: jax.Array) -> None:
+        """Hands row_max and weights of the group's own tile to the other group."""
+        self.buffers.row_max.at[b][...] = row_max
+        self.buffers.weights_of(b + self.zero)[...] = p
+        plg.commit_smem()
+        inline_ptx.hardware_barrier("arrive", jnp.int32(FIRST_FREE_BARRIER + b), 2 * WARP_GROUP_THREADS)
+
+    def _received(self, state: State, b: int) -> State:
+        """The state, rescaled to the row_max of a tile of the other group, once that is published."""
+        inline_ptx.hardware_barrier("sync", jnp.int32(FIRST_FREE_BARRIER + b), 2 * WARP_GROUP_THREADS)
+        plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
+        return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+
+    def _values(self, b: int) -> Ref:
+        return self.buffers.latents.at[b + self.zero, self.group]
+
+    def _add(self, out: jax.Array, p: jax.Array | Ref, b: int) -> jax.Array:
+        """PV of the tile in a buffer, with this half of the columns."""
+        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))
+        return add(plg.WGMMAAccumulatorRef.init(out))
+
+    def _clear_past_end(self, b: int, tile: jax.Array) -> None:
+        """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
+        valid = jnp.where(tile < self.end, self.length - tile * TILE_KEYS, 0)
+        pl.when(valid < TILE_KEYS)(functools.partial(_clear_rows, self._values(b), valid))
+
+    def finish(self, state: State, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Epilogue: this half of the output, and the lse; `turn` is 0 and 1 in turns."""
+        buffers, marks = self.buffers, self.prepared.spec.needs_marks
+        own, other = 2 * turn + self.group, 2 * turn + (1 - self.group)
+        row_sum = jnp.sum(state.row_sum, axis=1)
+        buffers.row_sum[own, :] = row_sum
+        if marks:
+            buffers.marks[own, :] = mark(state.out)
+        plg.commit_smem()
+        inline_ptx.hardware_barrier("sync", jnp.int32(_SUMS_BARRIER), 2 * WARP_GROUP_THREADS)
+        row_sum = row_sum + _load(buffers.row_sum.at[other], ROW)
+        out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
+        return out, lse + _load(buffers.marks.at[other], ROW) if marks else lse
+
+
+def _raw_scores() -> Any:
+    return plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32)
+
+
+def _rescaled(state: State, row_max: jax.Array) -> State:
+    """The state relative to a new row_max."""
+    alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))
+    scaled = lambda x: x * _over_columns(alpha, x.shape)
+    return State(scaled(state.out), row_max, scaled(state.row_sum))
+
+
+def _safe(row_max: jax.Array) -> jax.Array:
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
+
+
+def _clear_rows(ref: Ref, valid: jax.Array) -> None:
+    """Zeros in the rows from `valid` on."""
+    keys, size = ref.shape
+    width = smem.swizzle_of(size, 2) // 2
+    row = plg.broadcasted_iota(jnp.int32, (keys, width), 0, layout=TILE)
+    for column in range(0, size, width):
+        part = ref.at[:, pl.ds(column, width)]
+        part[...] = jnp.where(row < valid, _load(part, TILE), jnp.zeros((), ref.dtype))
+    plg.commit_smem()
+
+
+def _load(ref: Ref, layout: RegisterLayout) -> jax.Array:
+    load: Any = plg.load  # jax < 0.11: wants an index
+    return load(ref, layout=layout)
+
+
+def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, (0,))
