@@ -20,7 +20,7 @@ from jflex.paged import PagedBatch, PagedCache
 from jflex.paged.attention import prepare
 from pallas_kernels.config import Tiles
 from pallas_kernels.triton import split_kv
-from pallas_kernels.triton.paged.work import Work, requests_of_arrays
+from pallas_kernels.triton.paged.work import Work, requests_on_host
 from tests import engine_cases
 from tests.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
 from tests.specs import spec_of
@@ -99,7 +99,7 @@ def work_covers_each_tile_once():
         indptr = np.cumsum([0, *counts]).astype(np.int32)
         spec = spec_of(B=9, T=int(indptr[-1]), S=8192, Hq=4, Hkv=2)
         work = Work(Tiles(block_q=32, block_kv=64), min_queries=0, max_queries=1 << 20)
-        plan = requests_of_arrays(spec, work, indptr, lengths)
+        plan = requests_on_host(spec, work, indptr, lengths)
         splits = np.asarray(plan.splits)
         find = jax.vmap(functools.partial(split_kv.find_work_item, plan.tiles * plan.splits))
         items = np.stack(find(jnp.arange(work.num_items(spec), dtype=jnp.int32)), axis=1)

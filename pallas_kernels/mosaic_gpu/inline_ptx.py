@@ -186,7 +186,7 @@ def unknown_zero() -> jax.Array:
     @plg.inline_mgpu(return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(())))
     def run(_):
         word = ir.IntegerType.get_signless(32)
-        zero = llvm.inline_asm(word, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+        zero: Any = llvm.inline_asm(word, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
 
     return run()  # pyright: ignore[reportCallIssue, reportReturnType]

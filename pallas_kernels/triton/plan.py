@@ -16,7 +16,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost
 from pallas_kernels.triton.head_chunks import mod_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
-from pallas_kernels.triton.paged.work import Work, requests_of_arrays
+from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
 
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
@@ -83,7 +83,7 @@ class Plan:
           indptr: Where the queries of each request begin.
           lengths: Keys of each.
         """
-        found = [requests_of_arrays(self.spec, work, indptr, lengths) for work in self.paged]
+        found = [requests_on_host(self.spec, work, indptr, lengths) for work in self.paged]
         counts = [(of.tiles[: lengths.size], of.splits[: lengths.size]) for of in found]
         return sum(int(n.sum()) for n, _ in counts), sum(int((n * splits).sum()) for n, splits in counts)
 

@@ -143,10 +143,9 @@ def _attend_latent(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     own, work = plan.kernels
     arrays = triton.paged_operands(inputs)
     items = triton.items_for_hopper(own.spec, work, arrays)
-    operands = kernel.LatentOperands(
-        arrays.query, arrays.key[:, :, 0], arrays.table, arrays.first_page, kernel.WorkItems(*items),
-        arrays.score_operands, arrays.mask_operands,
-    )  # fmt: skip
+    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
+    captured = arrays.score_operands, arrays.mask_operands
+    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
     slots = work.slots(own.spec) if work.max_splits(own.spec) > 1 else 0
     sizes = kernel.Sizes(own.heads, work.num_items(own.spec), slots)
     result = kernel.attend(own.spec, sizes, operands)

@@ -214,20 +214,20 @@ def work_for_hopper(queries: int) -> Work:
     return work_of(64, 64, queries)
 
 
-def items_for_hopper(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> tuple[jax.Array, ...]:
+def items_for_hopper(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
     """Its work items (`pallas_kernels.triton.paged.for_hopper.work_items`)."""
     from pallas_kernels.triton.paged.for_hopper import work_items
 
-    return work_items(spec, work, arrays.indptr, arrays.lengths)
+    return work_items(spec, work, arrays)
 
 
 @isolated_trace
 def count_splits_for_hopper(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
     """Its tiles of queries, and the splits of their keys, for each group of heads."""
-    from pallas_kernels.triton.paged.work import requests_of_arrays
+    from pallas_kernels.triton.paged.work import requests_on_host
 
     with jax.ensure_compile_time_eval():
-        of = requests_of_arrays(spec, work, indptr, lengths)
+        of = requests_on_host(spec, work, indptr, lengths)
         return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
 
 

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) over pages for Hopper: two consumer warp groups, each of which owns half of the output columns.
+"""Latent attention (MLA) over pages for Hopper: two consumer warp groups, each with half of the output columns.
 
 An output of 64 rows and 512 columns fills the registers of two warp groups. So both compute PV of every tile of keys,
 each with half of the columns, and QK^T of every other tile: warp group 0 of the even ones, 1 of the odd ones. Weights
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Generic, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,33 +32,10 @@ from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launc
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import A, Index, Ref
+from pallas_kernels.types import A, Axis, Index, Ref
 
 CONSUMERS = 2
-
-
-class WorkItems(NamedTuple, Generic[A]):
-    """What is to be computed, int32 [items] each (in the kernel: refs to them), and int32 [1], how many there are.
-
-    Attributes:
-      request: The request.
-      first: The first query of the tile, packed.
-      queries: Queries from there to the end of the request.
-      length: Keys of the request.
-      begin: The first tile of keys of the split.
-      end: One past the last.
-      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
-      count: How many items there are; those after them are padding.
-    """
-
-    request: A
-    first: A
-    queries: A
-    length: A
-    begin: A
-    end: A
-    slot: A
-    count: A
+Place: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 
 class LatentOperands(NamedTuple, Generic[A]):
@@ -69,7 +46,7 @@ class LatentOperands(NamedTuple, Generic[A]):
       rows: [pages of all layers, page_size, D], the latent cache.
       table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
-      items: The work items.
+      items: int32 [items, 8], the work items: the fields of `Item` but its group, and how many are not padding.
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
@@ -78,7 +55,7 @@ class LatentOperands(NamedTuple, Generic[A]):
     rows: A
     table: A
     first_page: A
-    items: WorkItems[A]
+    items: A
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
 
@@ -164,9 +141,8 @@ def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array])
     if sizes.slots:
         slots = (sizes.slots, spec.Hkv, smem.WARP_GROUP_ROWS)
         outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
-    none = Operands(None, None, None, None, arrays.score_operands, arrays.mask_operands)
-    flat = flatten_captured(none)
-    captured = scores.Captured.of(none)
+    of_mods = _operands(arrays)
+    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
     arrays = arrays._replace(
         query=heads.padded(arrays.query), score_operands=flat.score_operands, mask_operands=flat.mask_operands
     )
@@ -181,22 +157,27 @@ def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array])
     )
 
 
+def _operands(arrays: LatentOperands[A]) -> Operands[A]:
+    """In the form in which all kernels take them; what scores are computed from."""
+    return Operands(arrays.query, arrays.rows, arrays.rows, None, arrays.score_operands, arrays.mask_operands)
+
+
 class Item(NamedTuple):
     """One work item of one group of heads, as scalars.
 
     Attributes:
-      request: The request.
       group: The group of heads.
+      request: The request.
       first: The first query, packed.
       queries: Queries from there to the end of the request.
       length: Keys of the request.
       begin: The first tile of keys.
       end: One past the last.
-      slot: Of the partial result, or -1.
+      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
     """
 
-    request: jax.Array
     group: jax.Array
+    request: jax.Array
     first: jax.Array
     queries: jax.Array
     length: jax.Array
@@ -237,12 +218,12 @@ class Static(NamedTuple):
         The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2.
         """
         items, groups = self.arrays.items, jnp.int32(self.spec.Hkv)
-        total, step_size = items.count[0] * groups, jnp.int32(NUM_SMS)
+        total, step_size = items[0, 7] * groups, jnp.int32(NUM_SMS)
 
         def run(i: jax.Array, pair: jax.Array) -> jax.Array:
             number = self.cta_id + i * step_size
             at, group = lax.div(number, groups), lax.rem(number, groups)
-            item = Item(items.request[at], group, *(x[at] for x in items[1:7]))
+            item = Item(group, *(items[at, i] for i in range(7)))
             return body(i, item, pair)
 
         rounds = lax.div(jnp.maximum(total - self.cta_id, 0) + (step_size - 1), step_size)
@@ -291,57 +272,48 @@ def _produce(static: Static) -> None:
 
 def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
     """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
-    buffers, spec = static.scratch.buffers, static.spec
-    half, rope = spec.Dv // 2, spec.D - spec.Dv
+    buffers, half, size = static.scratch.buffers, static.spec.Dv // 2, static.spec.D
     for b in range(BUFFERS):
         tile = item.begin + 2 * j + b
         places = _places(static, item, jnp.minimum(tile, item.end - 1))
-        parts = (
-            (buffers.near_full, buffers.near_empty, [(buffers.latents.at[b, b], pl.ds(b * half, half))]),
-            (
-                buffers.far_full,
-                buffers.far_empty,
-                [
-                    (buffers.latents.at[b, 1 - b], pl.ds((1 - b) * half, half)),
-                    (buffers.ropes.at[b], pl.ds(2 * half, rope)),
-                ],
-            ),
-        )
-        for full, empty, targets in parts:
-
-            def load(full: Ref = full, targets: list = targets, b: int = b) -> None:
-                for target, columns in targets:
-                    for place, rows in places:
-                        piece = target if rows is None else target.at[rows]
-                        plg.copy_gmem_to_smem(static.arrays.rows.at[(*place, columns)], piece, full.at[b])
-
-            def skip(full: Ref = full, count: int = len(targets) * len(places), b: int = b) -> None:
-                for _ in range(count):
-                    plg.barrier_arrive(full.at[b])
-
+        latents = lambda which, b=b: (buffers.latents.at[b, which], pl.ds(which * half, half))
+        near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], pl.ds(2 * half, size - 2 * half))]
+        for full, empty, targets in (
+            (buffers.near_full, buffers.near_empty, near),
+            (buffers.far_full, buffers.far_empty, far),
+        ):
             pl.when(pair > 0)(functools.partial(plg.barrier_wait, empty.at[b]))
+            load = functools.partial(_load_part, static.arrays.rows, places, targets, full.at[b])
             if b == 0:
                 load()
             else:
                 pl.when(tile < item.end)(load)
-                pl.when(tile >= item.end)(skip)
+                pl.when(tile >= item.end)(functools.partial(_arrive, full.at[b], len(targets) * len(places)))
     return pair + 1
 
 
-def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple, pl.Slice | None]]:
-    """Where the keys of a tile lie: index of page and rows, and which rows of the tile they are."""
-    spec, table = static.spec, static.arrays.table
+def _load_part(rows: Ref, places: Sequence[Place], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
+    for target, columns in targets:
+        for place, of_tile in places:
+            plg.copy_gmem_to_smem(rows.at[(*place, columns)], target.at[of_tile], full)
+
+
+def _arrive(barrier: Ref, count: int) -> None:
+    for _ in range(count):
+        plg.barrier_arrive(barrier)
+
+
+def _places(static: Static, item: Item, tile: jax.Array) -> list[Place]:
+    """Where the keys of a tile lie."""
+    spec, table, size = static.spec, static.arrays.table, static.spec.page_size
     physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + static.arrays.first_page[0]
-    if spec.page_size >= TILE_KEYS:
-        per_page = jnp.int32(spec.page_size // TILE_KEYS)
+    if size >= TILE_KEYS:
+        per_page = jnp.int32(size // TILE_KEYS)
         row = lax.rem(tile, per_page) * TILE_KEYS
-        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), None)]
-    pieces = TILE_KEYS // spec.page_size
-    last = lax.div(item.length - 1, jnp.int32(spec.page_size))
-    size = spec.page_size
-    return [
-        ((physical(jnp.minimum(tile * pieces + i, last)), pl.ds(0, size)), pl.ds(i * size, size)) for i in range(pieces)
-    ]
+        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), pl.ds(0, TILE_KEYS))]
+    pieces, last = TILE_KEYS // size, lax.div(item.length - 1, jnp.int32(size))
+    pages = [physical(jnp.minimum(tile * pieces + i, last)) for i in range(pieces)]
+    return [((page, pl.ds(0, size)), pl.ds(i * size, size)) for i, page in enumerate(pages)]
 
 
 # --- consumers
@@ -354,10 +326,9 @@ def _consume(static: Static, group: int) -> None:
 
     def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         rows = heads.rows_of(item.group, item.first, item.queries, spec)
-        operands = Operands(None, None, None, None, static.arrays.score_operands, static.arrays.mask_operands)
         prepared = scores.prepare(
             spec,
-            operands,
+            _operands(static.arrays),
             static.captured,
             (smem.WARP_GROUP_ROWS, TILE_KEYS),
             item.request,

@@ -139,7 +139,7 @@ class Step(NamedTuple):
             received = self._received(state, 0)
             self._clear_past_end(0, tile)
 
-            def both(refs: tuple[Ref, ...]) -> None:
+            def both(refs: tuple[Any, ...]) -> None:
                 plg.wgmma(refs[0], self.buffers.weights_of(self.zero), self._values(0))
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
                 made = self._weights(received.row_max, s)

@@ -1,4 +1,4 @@
-"""What the Hopper kernel for pages leaves to these: the plan of its work items, and the merge of its partial results."""
+"""What the Hopper kernel for pages leaves to these: the plan of its work items, the merge of its partial results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
+from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.merge import merge_splits
-from pallas_kernels.triton.paged.work import PagedOperands, Work, item_of, requests_of_arrays
+from pallas_kernels.triton.paged.work import PagedOperands, RequestExtents, Work, item_of, requests
+from pallas_kernels.types import Ref
 
 _UNLIMITED = 1 << 30
+FIELDS = 8  # of a work item
 
 
 def work_of(rows: int, keys: int, queries: int) -> Work:
@@ -23,21 +27,36 @@ def work_of(rows: int, keys: int, queries: int) -> Work:
     return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries)
 
 
-def work_items(spec: AttentionSpec, work: Work, indptr: jax.Array, lengths: jax.Array) -> tuple[jax.Array, ...]:
-    """The work items of a launch, int32 [items] each.
+def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
+    """The work items of a launch, int32 [items, FIELDS].
 
-    Returns:
-      The request, the first query, the queries from there on, the keys, the first tile of keys, one past the last, and
-      the slot of the partial result (-1 where keys are not split); then int32 [1], how many items are not padding.
+    Fields are the request, the first query, the queries from there on, the keys, the first tile of keys, one past the
+    last, the slot of the partial result (-1 where keys are not split), and the number of items that are not padding.
+
+    A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
     """
-    of = requests_of_arrays(spec, work, indptr, lengths)
-    items = jnp.arange(work.num_items(spec), dtype=jnp.int32)
-    item = jax.vmap(functools.partial(item_of, spec, work, of))(items)
-    tile = work.tiles.block_kv
+    count = work.num_items(spec)
+    [items] = launch(
+        functools.partial(_kernel, spec, work),
+        (RequestExtents(arrays.indptr, arrays.lengths),),
+        [jax.ShapeDtypeStruct((count, FIELDS), jnp.int32)],
+        name="jflex_paged_plan",
+        grid=(count,),
+        tiles=Tiles(16, 16, 1, 1),
+        spec=spec,
+    )
+    return items
+
+
+def _kernel(spec: AttentionSpec, work: Work, extents: RequestExtents[Ref], items: Ref) -> None:
+    number, tile = pl.program_id(0), work.tiles.block_kv
+    of = requests(spec, work, extents)
+    item = item_of(spec, work, of, number)
     begin, end = split_kv.split_range(lax.div(item.length + (tile - 1), tile), item.split, item.splits)
     slot = jnp.where(item.splits > 1, item.slot, -1)
-    count = jnp.sum(of.tiles * of.splits, dtype=jnp.int32)
-    return item.request, item.first, item.queries, item.length, begin, end, slot, count[None]
+    fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
+    for i, field in enumerate(fields):
+        items[number, i] = field
 
 
 def merge(

@@ -156,12 +156,10 @@ def requests(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref] | Reque
     )
 
 
-def requests_of_arrays(
-    spec: AttentionSpec, work: Work, indptr: jax.Array | np.ndarray, lengths: jax.Array | np.ndarray
-) -> Requests:
-    """What the kernel plans for these lengths, outside of it."""
+def requests_on_host(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Requests:
+    """What the kernel plans for known lengths, for `jflex.explain`."""
     padding = (1 << spec.B.bit_length()) - spec.B
-    padded = lambda x, count, value: jnp.pad(jnp.asarray(x), (0, count), constant_values=value)
+    padded = lambda x, count, value: jnp.asarray(np.pad(x, (0, count), constant_values=value))
     start, end = padded(indptr, padding - 1, spec.T), padded(indptr[1:], padding, spec.T)
     return planned_requests(spec, work, start, end, padded(lengths, padding, 0))
 
@@ -230,7 +228,7 @@ def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], it
 
 
 def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array) -> WorkItem:
-    """The work item of an index, of requests that are planned."""
+    """The work item of an index, of planned requests."""
     number, within = split_kv.find_work_item(of.tiles * of.splits, item)
     splits = jnp.maximum(split_kv.at(of.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
