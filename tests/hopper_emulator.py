@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
+from jflex.paged import run as paged_run
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.backward import dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
@@ -377,5 +378,6 @@ def emulated() -> Iterator[None]:
         patch.setattr(scheduler, "NUM_CTAS", 2)
         patch.setattr(latent_kernel, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
-        patch.setattr(custom_vjp, "call_as_primitive", lambda op, arrays: op(arrays))
+        for module in (custom_vjp, paged_run):
+            patch.setattr(module, "call_as_primitive", lambda op, arrays: op(arrays))
         yield
