@@ -364,7 +364,7 @@ def emulated() -> Iterator[None]:
         for name, function in {
             "barrier_wait": wait, "barrier_arrive": arrive, "copy_gmem_to_smem": _to_smem,
             "copy_smem_to_gmem": _to_gmem, "commit_smem": _nothing, "wait_smem_to_gmem": _nothing,
-            "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing,
+            "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing, "async_prefetch": _nothing,
             "wgmma_accumulator_load": lambda ref, **_: ref[...], "WGMMAAccumulatorRef": Accumulator, "ACC": Accumulator,
             "layout_cast": lambda x, layout: x, "load": _load,
             "broadcasted_iota": lambda dtype, shape, axis, **_: lax.broadcasted_iota(dtype, shape, axis),

@@ -35,6 +35,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Axis, Index, Ref
 
 CONSUMERS = 2
+PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
 Place: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 
@@ -274,6 +275,9 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
     """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
     buffers, half, size = static.scratch.buffers, static.spec.Dv // 2, static.spec.D
     for b in range(BUFFERS):
+        ahead = item.begin + 2 * (j + PAIRS_PREFETCHED) + b
+        pl.when(ahead < item.end)(functools.partial(_prefetch, static, item, ahead))
+    for b in range(BUFFERS):
         tile = item.begin + 2 * j + b
         places = _places(static, item, jnp.minimum(tile, item.end - 1))
         latents = lambda which, b=b: (buffers.latents.at[b, which], pl.ds(which * half, half))
@@ -290,6 +294,14 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
                 pl.when(tile < item.end)(load)
                 pl.when(tile >= item.end)(functools.partial(_arrive, full.at[b], len(targets) * len(places)))
     return pair + 1
+
+
+def _prefetch(static: Static, item: Item, tile: jax.Array) -> None:
+    """Loads a tile into the L2 cache."""
+    half, size = static.spec.Dv // 2, static.spec.D
+    for columns in (pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, size - 2 * half)):
+        for place, _ in _places(static, item, tile):
+            plg.async_prefetch(static.arrays.rows.at[(*place, columns)])
 
 
 def _load_part(rows: Ref, places: Sequence[Place], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
@@ -339,8 +351,7 @@ def _consume(static: Static, group: int) -> None:
         )
         plg.barrier_wait(scratch.queries_full.at[0])
         run = step.Step(prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end)
-        pair_of = lambda j, state: run(state, item.begin + 2 * j)
-        state = lax.fori_loop(0, item.pairs, pair_of, step.start(spec))
+        state = run(item.begin, item.pairs)
         plg.barrier_arrive(scratch.queries_empty.at[0])
         out, lse = run.finish(state, lax.rem(i, jnp.int32(2)))
         _store(static, item, rows, group, out, lse)

@@ -27,7 +27,8 @@ from pallas_kernels.mosaic_gpu.tile import ROW, TILE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
-_SUMS_BARRIER = FIRST_FREE_BARRIER + 2  # after those of the two buffers
+# Named barriers: the row_max of the tile in a buffer is published, its weights are, the sums of an item are.
+_MAX_BARRIER, _WEIGHTS_BARRIER, _SUMS_BARRIER = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 2, FIRST_FREE_BARRIER + 4
 _ROWS = smem.WARP_GROUP_ROWS
 
 
@@ -85,7 +86,7 @@ def start(spec: AttentionSpec) -> State:
 
 
 class Step(NamedTuple):
-    """What all pairs of tiles of an item share.
+    """The mainloop of a consumer warp group over the tiles of an item.
 
     Attributes:
       prepared: How scores are computed.
@@ -107,26 +108,70 @@ class Step(NamedTuple):
     end: jax.Array
     zero: Index = 0
 
-    def __call__(self, state: State, tile: jax.Array) -> State:
-        """Folds in the tiles `tile` and ``tile + 1``; the second may be past the end."""
-        step = self._replace(zero=inline_ptx.unknown_zero())
-        return step._lead(state, tile) if self.group == 0 else step._follow(state, tile)
+    def __call__(self, begin: jax.Array, pairs: jax.Array) -> State:
+        """The state after so many pairs of tiles from `begin` on; the second tile of the last may be past the end."""
+        state = start(self.prepared.spec)
+        if self.group == 1:
+            return lax.fori_loop(0, pairs, lambda j, state: self._hidden()._follow(state, begin + 2 * j), state)
 
-    def _lead(self, state: State, tile: jax.Array) -> State:
-        """Warp group 0: its own tile, then that of the other."""
+        def lead(state: State) -> State:
+            state = self._hidden()._lead_first(state, begin)
+            on = lambda j, state: self._hidden()._lead_on(state, begin + 2 * j)
+            return self._hidden()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
+
+        return lax.cond(pairs > 0, lead, lambda state: state, state)
+
+    def _hidden(self) -> Step:
+        """The same with a zero that is not known."""
+        return self._replace(zero=inline_ptx.unknown_zero())
+
+    def _lead_first(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: the first of its own tiles."""
 
         def scores_of(raw: Accumulator) -> jax.Array:
-            self._start_scores(raw)
+            self._start_near_scores(raw)
+            self._start_far_scores(raw)
             return self._modify(plg.wgmma_accumulator_load(raw), tile)
 
-        row_max, p, added = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
-        self._publish(0, row_max, p)
+        made = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
+        self._publish(made[1])
+        return self._lead_own(state, tile, *made)
+
+    def _lead_on(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: PV of the tile of the other after `tile`, then its own next tile.
+
+        Both GEMMs are issued together, so that the tensor cores go from one to the other without a bubble.
+        """
+        state = self._received(state, 1)
+
+        def both(refs: tuple[Any, ...], raw: Accumulator) -> None:
+            plg.wgmma(refs[0], self.buffers.weights_of(1 + self.zero), self._values(1))
+            self._start_near_scores(raw)
+            plg.wgmma_wait(1)
+            plg.barrier_arrive(self.buffers.far_empty.at[1])
+            self._start_far_scores(raw)
+            s = self._modify(plg.wgmma_accumulator_load(raw), tile + 2)
+            made = self._weights(state.row_max, s)
+            self._publish(made[1])
+            for ref, x in zip(refs[1:], made, strict=True):
+                ref[...] = x
+
+        run: Any = pl.run_state(lambda refs: pl.run_scoped(functools.partial(both, refs), _raw_scores()))
+        out, *made = run((plg.WGMMAAccumulatorRef.init(state.out), *self._no_weights()))
+        return self._lead_own(state._replace(out=out), tile + 2, *made)
+
+    def _lead_own(self, state: State, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array) -> State:
+        """Warp group 0: PV of its own tile, of which these are the weights."""
         state = _rescaled(state, row_max)
         self._clear_past_end(0, tile)
         out = self._add(state.out, p, 0)
         plg.barrier_arrive(self.buffers.near_empty.at[0])
-        state = self._received(State(out, row_max, state.row_sum + added), 1)
-        self._clear_past_end(1, tile + 1)
+        return State(out, row_max, state.row_sum + added)
+
+    def _lead_last(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: PV of the last tile of the other."""
+        state = self._received(state, 1)
+        self._clear_past_end(1, tile)
         out = self._add(state.out, self.buffers.weights_of(1 + self.zero), 1)
         plg.barrier_arrive(self.buffers.far_empty.at[1])
         return state._replace(out=out)
@@ -135,7 +180,8 @@ class Step(NamedTuple):
         """Warp group 1: the tile of the other while its own QK^T runs, then its own."""
 
         def first(raw: Accumulator) -> tuple[jax.Array, ...]:
-            self._start_scores(raw)
+            self._start_near_scores(raw)
+            self._start_far_scores(raw)
             received = self._received(state, 0)
             self._clear_past_end(0, tile)
 
@@ -143,7 +189,7 @@ class Step(NamedTuple):
                 plg.wgmma(refs[0], self.buffers.weights_of(self.zero), self._values(0))
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
                 made = self._weights(received.row_max, s)
-                self._publish(1, *made[:2])
+                self._publish(made[1])
                 for ref, x in zip(refs[1:], made, strict=True):
                     ref[...] = x
 
@@ -159,11 +205,15 @@ class Step(NamedTuple):
         plg.barrier_arrive(self.buffers.near_empty.at[1])
         return State(out, row_max, state.row_sum + added)
 
-    def _start_scores(self, raw: Accumulator) -> None:
-        """Issues QK^T of the group's own tile, in the order in which its parts arrive."""
+    def _start_near_scores(self, raw: Accumulator) -> None:
+        """Issues QK^T of the near part of the group's own tile: it arrives first."""
+        b, keys = self.group, self.buffers.latents.at[self.group + self.zero, self.group]
+        plg.barrier_wait(self.buffers.near_full.at[b])
+        plg.wgmma(raw, self.queries.at[b + self.zero], keys.T)
+
+    def _start_far_scores(self, raw: Accumulator) -> None:
+        """Issues QK^T of the far part."""
         b, buffers = self.group, self.buffers
-        plg.barrier_wait(buffers.near_full.at[b])
-        plg.wgmma(raw, self.queries.at[b + self.zero], buffers.latents.at[b + self.zero, b].T)
         plg.barrier_wait(buffers.far_full.at[b])
         plg.wgmma(raw, self.queries.at[1 - b + self.zero], buffers.latents.at[b + self.zero, 1 - b].T)
         plg.wgmma(raw, self.query_ropes.at[self.zero], buffers.ropes.at[b + self.zero].T)
@@ -180,9 +230,11 @@ class Step(NamedTuple):
         return lax.cond(whole, lambda x: modified(x, False), lambda x: modified(x, True), raw)
 
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The new row_max, the weights of the group's own tile, and their partial sums."""
+        """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
         scale = self.prepared.log2_scale
         row_max = jnp.maximum(row_max, jnp.max(s, axis=1) * scale)
+        self.buffers.row_max[self.group, :] = row_max
+        _barrier("arrive", _MAX_BARRIER + self.group)
         p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
@@ -191,18 +243,22 @@ class Step(NamedTuple):
         row_max = plg.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROW)
         return row_max, zeros(TILE_KEYS, self.queries.dtype), zeros(inline_ptx.TILE_COLUMNS, jnp.float32)
 
-    def _publish(self, b: int, row_max: jax.Array, p: jax.Array) -> None:
-        """Hands row_max and weights of the group's own tile to the other group."""
-        self.buffers.row_max.at[b][...] = row_max
-        self.buffers.weights_of(b + self.zero)[...] = p
+    def _publish(self, p: jax.Array) -> None:
+        """Hands the weights of the group's own tile to the other group."""
+        self.buffers.weights_of(self.group + self.zero)[...] = p
         plg.commit_smem()
-        inline_ptx.hardware_barrier("arrive", jnp.int32(FIRST_FREE_BARRIER + b), 2 * WARP_GROUP_THREADS)
+        _barrier("arrive", _WEIGHTS_BARRIER + self.group)
 
     def _received(self, state: State, b: int) -> State:
-        """The state, rescaled to the row_max of a tile of the other group, once that is published."""
-        inline_ptx.hardware_barrier("sync", jnp.int32(FIRST_FREE_BARRIER + b), 2 * WARP_GROUP_THREADS)
+        """The state, rescaled to the row_max of a tile of the other group, once its weights are published.
+
+        The row_max is published before them, so that accumulators are rescaled while the other group computes weights.
+        """
+        _barrier("sync", _MAX_BARRIER + b)
+        state = _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+        _barrier("sync", _WEIGHTS_BARRIER + b)
         plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
-        return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+        return state
 
     def _values(self, b: int) -> Ref:
         return self.buffers.latents.at[b + self.zero, self.group]
@@ -226,10 +282,14 @@ class Step(NamedTuple):
         if marks:
             buffers.marks[own, :] = mark(state.out)
         plg.commit_smem()
-        inline_ptx.hardware_barrier("sync", jnp.int32(_SUMS_BARRIER), 2 * WARP_GROUP_THREADS)
+        _barrier("sync", _SUMS_BARRIER)
         row_sum = row_sum + _load(buffers.row_sum.at[other], ROW)
         out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
         return out, lse + _load(buffers.marks.at[other], ROW) if marks else lse
+
+
+def _barrier(operation: str, number: int) -> None:
+    inline_ptx.hardware_barrier(operation, jnp.int32(number), 2 * WARP_GROUP_THREADS)
 
 
 def _raw_scores() -> Any:
