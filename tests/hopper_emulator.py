@@ -334,12 +334,13 @@ _FUNCTIONS = {
     "atomic_increment": _increment,
     "store_rows": _store_rows,
     "store_values": _store_values,
+    "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
     "unknown_zero": lambda: jnp.int32(0),
 }
 
 
-def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    here.cta.named_barrier(barrier, threads, waits=True)
+def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array, operation: str = "sync") -> jax.Array:
+    here.cta.named_barrier(barrier, threads, waits=operation == "sync")
     return x
 
 

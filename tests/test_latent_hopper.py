@@ -66,7 +66,9 @@ def test_in_time_whatever_tma_takes(monkeypatch):
     paged_cases.check(case, attend(case))
 
 
-@pytest.mark.parametrize(("method", "error"), [("_received", AssertionError), ("_start_near_scores", AssertionError)])
+@pytest.mark.parametrize(
+    ("method", "error"), [("_add_received", AssertionError), ("_start_near_scores", AssertionError)]
+)
 def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, error):
     """Of weights that the other warp group has not published, and of keys that TMA has not written."""
     kept = getattr(step.Step, method)

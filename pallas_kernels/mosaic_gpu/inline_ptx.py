@@ -176,6 +176,28 @@ def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
     run(ref, lax.broadcast_in_dim(line, pairs, (0,)), column, x)  # pyright: ignore[reportCallIssue]
 
 
+def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Whether any element that the warp holds differs between two arrays: a scalar that may differ between warps."""
+
+    @plg.inline_mgpu(
+        arg_types=(layout, layout), return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(()))
+    )
+    def run(_, one, other):
+        pairs = []
+        for a, b in zip(one.registers.flat, other.registers.flat, strict=True):
+            width = ir.VectorType(a.type).shape[0]
+            pairs += [(vector.extract(a, [], [i]), vector.extract(b, [], [i])) for i in range(width)]
+        tests = [f"setp.neu.or.f32 any, ${2 * i + 1}, ${2 * i + 2}, any;" for i in range(len(pairs))]
+        vote = "vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any;"
+        text = " ".join(("{ .reg .pred any; setp.ne.u32 any, 0, 0;", *tests, vote, "}"))
+        constraints = ",".join(["=r", *["f"] * (2 * len(pairs))])
+        word, flat = ir.IntegerType.get_signless(32), [x for pair in pairs for x in pair]
+        found: Any = llvm.inline_asm(word, flat, text, constraints, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return run(x, y) != 0  # pyright: ignore[reportCallIssue, reportOperatorIssue]
+
+
 def unknown_zero() -> jax.Array:
     """An int32 zero that the compilers do not know.
 
@@ -269,13 +291,15 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     return run(x)  # pyright: ignore[reportCallIssue]
 
 
-def after_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array) -> jax.Array:
-    """``bar.sync``, and `x` as a value that depends on it.
+def after_barrier(
+    barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array, operation: str = "sync"
+) -> jax.Array:
+    """``bar.sync`` or ``bar.arrive``, and `x` as a value that depends on it.
 
     ptxas moves arithmetic across barriers, and sees through copies. So the value is selected by the upper half of the
     clock, which never gets to all ones.
     """
-    text = f"bar.sync $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
+    text = f"bar.{operation} $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
     return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", barrier, layout, x)
 
 

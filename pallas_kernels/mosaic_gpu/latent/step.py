@@ -30,6 +30,9 @@ from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 # Named barriers: the row_max of the tile in a buffer is published, its weights are, the sums of an item are.
 _MAX_BARRIER, _WEIGHTS_BARRIER, _SUMS_BARRIER = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 2, FIRST_FREE_BARRIER + 4
 _ROWS = smem.WARP_GROUP_ROWS
+# How far a score may exceed the row_max before that is raised: weights are up to 2 ** 8, and after the first tiles
+# accumulators are hardly ever rescaled, which takes 128 multiplications of a thread for each tile.
+MAX_EXCESS = 8.0
 
 
 class Buffers(NamedTuple):
@@ -69,7 +72,7 @@ class State(NamedTuple):
 
     Attributes:
       out: [rows, Dv / 2] float32: sum of weights times this half of the values.
-      row_max: [rows]: the largest score so far, in base 2.
+      row_max: [rows]: the largest score so far, in base 2, or up to `MAX_EXCESS` less.
       row_sum: [rows, 8]: partial sums of the weights of the group's own tiles, each over every eighth column.
     """
 
@@ -142,10 +145,10 @@ class Step(NamedTuple):
 
         Both GEMMs are issued together, so that the tensor cores go from one to the other without a bubble.
         """
-        state = self._received(state, 1)
+        state = self._received_max(state, 1)
 
         def both(refs: tuple[Any, ...], raw: Accumulator) -> None:
-            plg.wgmma(refs[0], self.buffers.weights_of(1 + self.zero), self._values(1))
+            self._add_received(refs[0], 1, tile + 1)
             self._start_near_scores(raw)
             plg.wgmma_wait(1)
             plg.barrier_arrive(self.buffers.far_empty.at[1])
@@ -170,9 +173,9 @@ class Step(NamedTuple):
 
     def _lead_last(self, state: State, tile: jax.Array) -> State:
         """Warp group 0: PV of the last tile of the other."""
-        state = self._received(state, 1)
-        self._clear_past_end(1, tile)
-        out = self._add(state.out, self.buffers.weights_of(1 + self.zero), 1)
+        state = self._received_max(state, 1)
+        add: Any = pl.run_state(lambda ref: self._add_received(ref, 1, tile))
+        out = add(plg.WGMMAAccumulatorRef.init(state.out))
         plg.barrier_arrive(self.buffers.far_empty.at[1])
         return state._replace(out=out)
 
@@ -182,11 +185,10 @@ class Step(NamedTuple):
         def first(raw: Accumulator) -> tuple[jax.Array, ...]:
             self._start_near_scores(raw)
             self._start_far_scores(raw)
-            received = self._received(state, 0)
-            self._clear_past_end(0, tile)
+            received = self._received_max(state, 0)
 
             def both(refs: tuple[Any, ...]) -> None:
-                plg.wgmma(refs[0], self.buffers.weights_of(self.zero), self._values(0))
+                self._add_received(refs[0], 0, tile)
                 s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
                 made = self._weights(received.row_max, s)
                 self._publish(made[1])
@@ -232,9 +234,11 @@ class Step(NamedTuple):
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
         scale = self.prepared.log2_scale
-        row_max = jnp.maximum(row_max, jnp.max(s, axis=1) * scale)
+        largest = jnp.max(s, axis=1) * scale
+        row_max = jnp.where(largest > row_max + MAX_EXCESS, largest, row_max)
         self.buffers.row_max[self.group, :] = row_max
-        _barrier("arrive", _MAX_BARRIER + self.group)
+        number = jnp.int32(_MAX_BARRIER + self.group)
+        row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
         p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))
         return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
 
@@ -249,22 +253,29 @@ class Step(NamedTuple):
         plg.commit_smem()
         _barrier("arrive", _WEIGHTS_BARRIER + self.group)
 
-    def _received(self, state: State, b: int) -> State:
-        """The state, rescaled to the row_max of a tile of the other group, once its weights are published.
+    def _received_max(self, state: State, b: int) -> State:
+        """The state, rescaled to the row_max of a tile of the other group.
 
-        The row_max is published before them, so that accumulators are rescaled while the other group computes weights.
+        It is published before the weights, so that accumulators are rescaled while the other group computes these.
         """
         _barrier("sync", _MAX_BARRIER + b)
-        state = _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+        return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+
+    def _add_received(self, out: Accumulator, b: int, tile: jax.Array) -> None:
+        """Issues PV of a tile of the other group, once its weights are published.
+
+        It waits behind the fence with which an accumulator starts: ptxas moves the rescaling behind a barrier alone.
+        """
         _barrier("sync", _WEIGHTS_BARRIER + b)
         plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
-        return state
+        self._clear_past_end(b, tile)
+        plg.wgmma(out, self.buffers.weights_of(b + self.zero), self._values(b))
 
     def _values(self, b: int) -> Ref:
         return self.buffers.latents.at[b + self.zero, self.group]
 
-    def _add(self, out: jax.Array, p: jax.Array | Ref, b: int) -> jax.Array:
-        """PV of the tile in a buffer, with this half of the columns."""
+    def _add(self, out: jax.Array, p: jax.Array, b: int) -> jax.Array:
+        """PV of the group's own tile."""
         add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))
         return add(plg.WGMMAAccumulatorRef.init(out))
 
@@ -297,10 +308,15 @@ def _raw_scores() -> Any:
 
 
 def _rescaled(state: State, row_max: jax.Array) -> State:
-    """The state relative to a new row_max."""
-    alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))
-    scaled = lambda x: x * _over_columns(alpha, x.shape)
-    return State(scaled(state.out), row_max, scaled(state.row_sum))
+    """The state relative to a new row_max, if it is new to any row of the warp."""
+
+    def rescale(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))
+        return tuple(x * _over_columns(alpha, x.shape) for x in sums)
+
+    differ = inline_ptx.differ_in_warp(ROW, row_max, state.row_max)
+    out, row_sum = lax.cond(differ, rescale, lambda sums: sums, (state.out, state.row_sum))
+    return State(out, row_max, row_sum)
 
 
 def _safe(row_max: jax.Array) -> jax.Array:
