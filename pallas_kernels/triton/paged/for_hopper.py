@@ -23,8 +23,8 @@ FIELDS = 8  # of a work item
 
 
 def work_of(rows: int, keys: int, queries: int) -> Work:
-    """All requests in one launch, with tiles of so many rows and keys, which hold so many queries."""
-    return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries)
+    """All requests in one launch, a CTA on each SM, with tiles of so many rows and keys, which hold so many queries."""
+    return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries, resident=split_kv.NUM_SMS)
 
 
 def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:

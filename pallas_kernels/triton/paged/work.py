@@ -73,6 +73,7 @@ class Work:
       may_split: Whether the keys of a tile of queries may be split.
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
       queries_of_tile: Queries in a tile; None for as many as its rows hold.
+      resident: Programs that are resident at once.
     """
 
     tiles: Tiles
@@ -81,6 +82,7 @@ class Work:
     may_split: bool = True
     source: Literal["config", "table", "rule"] = "rule"
     queries_of_tile: int | None = None
+    resident: int = split_kv.MAX_RESIDENT_PROGRAMS
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -95,7 +97,7 @@ class Work:
 
     def num_splits(self, spec: AttentionSpec) -> int:
         """Splits to aim at for a key head, over all tiles of queries."""
-        return split_kv.num_splits(spec.Hkv)
+        return split_kv.num_splits(spec.Hkv, self.resident)
 
     @property
     def min_tiles_per_split(self) -> int:
