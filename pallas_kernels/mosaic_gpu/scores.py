@@ -56,7 +56,6 @@ class Scores(NamedTuple):
       mask: The mask mod, with its loop-invariant values.
       dropout: What decides which weights dropout keeps, likewise.
       fixed: The first index along the axis that the mainloop does not go along.
-      end: Where the axis of the mainloop ends, known at run time; None for the end of its array.
     """
 
     spec: AttentionSpec
@@ -66,7 +65,6 @@ class Scores(NamedTuple):
     mask: Evaluation | None
     dropout: Evaluation | None
     fixed: jax.Array
-    end: jax.Array | None = None
 
     @property
     def walk(self) -> Walk:
@@ -114,7 +112,7 @@ def prepare(
       h: Query head; where rows belong to several heads, that of each, [rows].
       q_first: The first query, if the mainloop goes over keys.
       k_first: The first key, if it goes over queries; then tiles are transposed.
-      q: The indices of the queries, [rows], if they are not contiguous.
+      q: The indices of the queries, [rows], if they are not contiguous; they lie within `tile` from `q_first` on.
       may_end: Whether these queries or keys may reach past the end.
       nodes: Nodes of the score mod to prepare, if more than those of its program.
     """
@@ -352,10 +350,9 @@ class Mask(NamedTuple):
     def _conjuncts(self, clauses: list[Node]) -> list[jax.Array]:
         """The value of each of these clauses, and which indices along the loop axis are not padding."""
         walk, result = self.scores.walk, self._values(clauses)
-        end = walk.length if self.scores.end is None else self.scores.end
-        if walk.passes_end or self.scores.end is not None:
+        if walk.passes_end:
             shape = self.scores.tile[::-1] if self.scores.transposed else self.scores.tile
-            exists = _walked(self.scores, self.first, clamped=False) < end
+            exists = _walked(self.scores, self.first, clamped=False) < walk.length
             result.append(lax.broadcast_in_dim(exists, shape, (1,)))
         return result
 

@@ -257,31 +257,40 @@ def _produce(static: Static) -> None:
 
     def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[0]))
-        half = static.spec.Dv // 2
-        for t in range(heads.queries):
-            n = jnp.minimum(item.first + t, static.spec.T - 1)
-            at = (n, pl.ds(item.group * heads.padded_count, heads.padded_count))
-            rows = pl.ds(t * heads.padded_count, heads.padded_count)
-            targets = [scratch.queries.at[0, rows], scratch.queries.at[1, rows], scratch.query_ropes.at[0, rows]]
-            columns = [pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, static.spec.D - 2 * half)]
-            for target, column in zip(targets, columns, strict=True):
-                plg.copy_gmem_to_smem(static.arrays.query.at[(*at, column)], target, scratch.queries_full.at[0])
+        lax.fori_loop(0, heads.queries, functools.partial(_load_query, static, item), jnp.int32(0))
         return lax.fori_loop(0, item.pairs, functools.partial(_load_pair, static, item), pair)
 
     static.over_items(item_)
 
 
+def _load_query(static: Static, item: Item, t: jax.Array, carry: jax.Array) -> jax.Array:
+    """Loads a query of the tile."""
+    scratch, count = static.scratch, static.heads.padded_count
+    n = jnp.minimum(item.first + t, static.spec.T - 1)
+    at, rows = (n, pl.ds(item.group * count, count)), pl.ds(t * count, count)
+    targets = [scratch.queries.at[0, rows], scratch.queries.at[1, rows], scratch.query_ropes.at[0, rows]]
+    for target, columns in zip(targets, _columns(static.spec), strict=True):
+        plg.copy_gmem_to_smem(static.arrays.query.at[(*at, columns)], target, scratch.queries_full.at[0])
+    return carry
+
+
+def _columns(spec: AttentionSpec) -> tuple[Axis, Axis, Axis]:
+    """Columns of a row: the halves of the latent ones, and the rotated ones."""
+    half = spec.Dv // 2
+    return pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, spec.D - 2 * half)
+
+
 def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
     """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
-    buffers, half, size = static.scratch.buffers, static.spec.Dv // 2, static.spec.D
+    buffers, columns = static.scratch.buffers, _columns(static.spec)
     for b in range(BUFFERS):
         ahead = item.begin + 2 * (j + PAIRS_PREFETCHED) + b
         pl.when(ahead < item.end)(functools.partial(_prefetch, static, item, ahead))
     for b in range(BUFFERS):
         tile = item.begin + 2 * j + b
         places = _places(static, item, jnp.minimum(tile, item.end - 1))
-        latents = lambda which, b=b: (buffers.latents.at[b, which], pl.ds(which * half, half))
-        near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], pl.ds(2 * half, size - 2 * half))]
+        latents = lambda which, b=b: (buffers.latents.at[b, which], columns[which])
+        near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], columns[2])]
         for full, empty, targets in (
             (buffers.near_full, buffers.near_empty, near),
             (buffers.far_full, buffers.far_empty, far),
@@ -298,8 +307,7 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
 
 def _prefetch(static: Static, item: Item, tile: jax.Array) -> None:
     """Loads a tile into the L2 cache."""
-    half, size = static.spec.Dv // 2, static.spec.D
-    for columns in (pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, size - 2 * half)):
+    for columns in _columns(static.spec):
         for place, _ in _places(static, item, tile):
             plg.async_prefetch(static.arrays.rows.at[(*place, columns)])
 
@@ -346,7 +354,7 @@ def _consume(static: Static, group: int) -> None:
             item.request,
             rows.h,
             q=rows.n,
-            q_first=jnp.int32(0),
+            q_first=item.first,
             may_end=False,
         )
         plg.barrier_wait(scratch.queries_full.at[0])

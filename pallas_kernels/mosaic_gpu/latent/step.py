@@ -20,10 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.marks import mark
 from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu.cost import has_spare_registers
 from pallas_kernels.mosaic_gpu.forward.step import normalised
 from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
-from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
 
@@ -148,7 +149,7 @@ class Step(NamedTuple):
         state = self._received_max(state, 1)
 
         def both(refs: tuple[Any, ...], raw: Accumulator) -> None:
-            self._add_received(refs[0], 1, tile + 1)
+            self._add_received(refs[0], 1)
             self._start_near_scores(raw)
             plg.wgmma_wait(1)
             plg.barrier_arrive(self.buffers.far_empty.at[1])
@@ -222,14 +223,16 @@ class Step(NamedTuple):
 
     def _modify(self, raw: jax.Array, tile: jax.Array) -> jax.Array:
         """Scores of a tile: mods, and -inf past the end of the keys; all of a tile past the last one is masked."""
-        first = jnp.minimum(tile, self.end - 1) * TILE_KEYS
+        prepared, first = self.prepared, jnp.minimum(tile, self.end - 1) * TILE_KEYS
         end = jnp.where(tile < self.end, self.length, 0)
-        prepared = self.prepared._replace(end=end)
-        modified = lambda raw, is_partial: scores.modify(prepared, raw, first, is_partial).s
-        if prepared.mask is not None:
-            return modified(raw, True)
-        whole = first + TILE_KEYS <= end
-        return lax.cond(whole, lambda x: modified(x, False), lambda x: modified(x, True), raw)
+        by_clause = has_spare_registers(prepared.spec.programs.score)
+        s = scores.modify(prepared, raw, first, prepared.mask is not None, by_clause=by_clause).s
+
+        def cut(s: jax.Array) -> jax.Array:
+            exists = first + plg.broadcasted_iota(jnp.int32, (TILE_KEYS,), 0, layout=COLUMN) < end
+            return inline_ptx.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
+
+        return lax.cond(first + TILE_KEYS <= end, lambda s: s, cut, s)
 
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
@@ -261,14 +264,15 @@ class Step(NamedTuple):
         _barrier("sync", _MAX_BARRIER + b)
         return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
 
-    def _add_received(self, out: Accumulator, b: int, tile: jax.Array) -> None:
-        """Issues PV of a tile of the other group, once its weights are published.
+    def _add_received(self, out: Accumulator, b: int, tile: jax.Array | None = None) -> None:
+        """Issues PV of a tile of the other group, once its weights are published; `tile` if it may be the last.
 
         It waits behind the fence with which an accumulator starts: ptxas moves the rescaling behind a barrier alone.
         """
         _barrier("sync", _WEIGHTS_BARRIER + b)
         plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
-        self._clear_past_end(b, tile)
+        if tile is not None:
+            self._clear_past_end(b, tile)
         plg.wgmma(out, self.buffers.weights_of(b + self.zero), self._values(b))
 
     def _values(self, b: int) -> Ref:
