@@ -11,6 +11,7 @@ import pytest
 import jflex
 from pallas_kernels.mosaic_gpu import pipeline, smem
 from pallas_kernels.mosaic_gpu.latent import kernel, step
+from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from tests import gpu_compile, hopper_emulator, mask_pairs, paged_cases, score_pairs
 from tests.hopper_emulator import emulated
@@ -237,6 +238,11 @@ REFUSALS = [
         {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
         "`score_mod` .* primitive `population_count` has no lowering for Mosaic GPU",
     ),
+    (
+        "repairs",
+        {"latent": 480, "mask_mod": jflex.masks.causal()},
+        "the kernels of Triton merge its partial results and repair them, and .* not 480",
+    ),
     ("shared memory", {"rope": 128}, r"need \d+ bytes of shared memory, of which there are 232448"),
 ]
 
@@ -247,6 +253,12 @@ def test_refuses(sizes, message):
     call, *arrays = program(**sizes)
     with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
         jax.jit(call).trace(*arrays)
+
+
+@pytest.mark.parametrize("option", [{"normalize": "none"}, {"stats": ("max",)}])
+def test_plan_refuses_what_mla_attention_does_not_take(option):
+    spec = dataclasses.replace(paged_spec(), dtype="bfloat16", **option)
+    assert "neither dropout, statistics of rows nor weights without a softmax" in latent_plan.plan(spec).reason
 
 
 @NEEDS_011
