@@ -25,10 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
+from jflex.paged import run as paged_run
 from pallas_kernels.mosaic_gpu import inline_ptx
 from pallas_kernels.mosaic_gpu.backward import dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
+from pallas_kernels.mosaic_gpu.latent import kernel as latent_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
@@ -300,6 +302,16 @@ def _gathered(ref: Memory, index: jax.Array) -> jax.Array:
     return jnp.asarray(ref.read()[np.asarray(index)])
 
 
+def _store_rows(ref: Memory, line: jax.Array, first: int, x: jax.Array) -> None:
+    lines, stored = ref.array.reshape(-1, ref.shape[-1]), np.asarray(line) >= 0
+    lines[np.asarray(line)[stored], first : first + x.shape[1]] = np.asarray(x)[stored]
+
+
+def _store_values(ref: Memory, at: jax.Array, x: jax.Array) -> None:
+    stored = np.asarray(at) >= 0
+    ref.array.reshape(-1)[np.asarray(at)[stored]] = np.asarray(x)[stored]
+
+
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -320,11 +332,15 @@ _FUNCTIONS = {
     ),
     "sum_columns": lambda layout, x: x.reshape(x.shape[0], -1, inline_ptx.TILE_COLUMNS).sum(axis=1),
     "atomic_increment": _increment,
+    "store_rows": _store_rows,
+    "store_values": _store_values,
+    "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
+    "unknown_zero": lambda: jnp.int32(0),
 }
 
 
-def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array) -> jax.Array:
-    here.cta.named_barrier(barrier, threads, waits=True)
+def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array, operation: str = "sync") -> jax.Array:
+    here.cta.named_barrier(barrier, threads, waits=operation == "sync")
     return x
 
 
@@ -349,7 +365,7 @@ def emulated() -> Iterator[None]:
         for name, function in {
             "barrier_wait": wait, "barrier_arrive": arrive, "copy_gmem_to_smem": _to_smem,
             "copy_smem_to_gmem": _to_gmem, "commit_smem": _nothing, "wait_smem_to_gmem": _nothing,
-            "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing,
+            "set_max_registers": _nothing, "wgmma": _wgmma, "wgmma_wait": _nothing, "async_prefetch": _nothing,
             "wgmma_accumulator_load": lambda ref, **_: ref[...], "WGMMAAccumulatorRef": Accumulator, "ACC": Accumulator,
             "layout_cast": lambda x, layout: x, "load": _load,
             "broadcasted_iota": lambda dtype, shape, axis, **_: lax.broadcasted_iota(dtype, shape, axis),
@@ -358,9 +374,11 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, dkv, dq):
+        for module in (forward_kernel, dkv, dq, latent_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(scheduler, "NUM_CTAS", 2)
+        patch.setattr(latent_kernel, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
-        patch.setattr(custom_vjp, "call_as_primitive", lambda op, arrays: op(arrays))
+        for module in (custom_vjp, paged_run):
+            patch.setattr(module, "call_as_primitive", lambda op, arrays: op(arrays))
         yield

@@ -14,6 +14,7 @@ from tests.paged_evaluation import options_of, run
 
 GPU = pytest.param("triton", marks=pytest.mark.gpu)
 BACKENDS = ["xla", "triton-interpret", GPU]
+HOPPER = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)  # of 16 bits alone
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 
 latent_case = functools.partial(PagedCase, Hkv=1, D=80, Dv=64, rope=16, scale=24**-0.5)
@@ -32,6 +33,7 @@ CASES = [
     latent_case("latent_of_two_chunks", (1, 5), (33, 20), Hq=8, D=120, Dv=96, rope=24, mask=mask_pairs.causal),
     latent_case("latent_of_deepseek", (1, 2), (70, 33), Hq=16, D=576, Dv=512, rope=64, scale=192**-0.5),
 ]
+NOT_ON_HOPPER = ["latent_window", "latent_of_two_chunks"]  # pages of 4 keys, 24 rotated columns
 IN_BFLOAT16 = ["latent_mixed", "latent_128_heads", "latent_of_deepseek"]
 # The tests of FlashMLA: heads, queries of a request, keys. The table above has the smallest and the largest of each.
 GRID = [
@@ -56,10 +58,14 @@ def test_against_float64(case, backend):
 
 
 @pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in CASES], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, HOPPER])
 def test_bfloat16(case, backend):
-    if backend != "triton" and case.name not in IN_BFLOAT16:
+    if backend in BACKENDS[:2] and case.name not in IN_BFLOAT16:
         pytest.skip("on a GPU")
+    if backend == "mosaic_gpu" and case.name in NOT_ON_HOPPER:
+        with pytest.raises(jflex.UnsupportedError, match="its kernel takes"):
+            run(case, backend)
+        return
     paged_evaluation.check(case, run(case, backend))
 
 
@@ -67,6 +73,24 @@ def test_bfloat16(case, backend):
 @pytest.mark.parametrize("backend", ["xla", GPU])
 def test_grid(case, backend):
     paged_evaluation.check(case, run(case, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [paged_cases.in_dtype(case, "bfloat16") for case in GRID], ids=str)
+def test_grid_on_hopper(case):
+    paged_evaluation.check(case, run(case, "mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_deepseek_on_hopper(heads, queries):
+    sizes = {"Hq": heads, "D": 576, "Dv": 512, "rope": 64, "scale": 192**-0.5, "page_size": 64, "dtype": "bfloat16"}
+    lengths = (1500, 1, 63, 64, 65, 127, 128, 129, 0, 700)
+    case = latent_case(f"deepseek_{heads}_{queries}", (queries,) * 10, lengths, mask=mask_pairs.causal, **sizes)
+    for seed in range(3):  # of the pages' places: the same bits, or a race
+        found = run(case, "mosaic_gpu", seed)
+        paged_evaluation.check(case, found)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -67,6 +67,7 @@ SHORT = {
     "test_layer_dropout": r"^(?!.*decoding).*nnx|wrong|linen_makes",
     "test_layer_options": r"^(?!.*block_mask_for)",
     "test_layer_transforms": r"message",
+    "test_latent_hopper": r"fill_tiles|refuses|preferred|declared|float64\[hopper_softcap",
     "test_latent_layers": r"transformers\[latent_queries|scale|nnx_and_linen|the_call\[latent_queries-nnx|paged.*linen"
     r"|gradients.*nnx|form_follows|message|rejected",
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",

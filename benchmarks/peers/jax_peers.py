@@ -296,7 +296,7 @@ def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing
         mask, score = _served_mods(problem, mods(captured))
         if problem.keys == "latent":
             how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192}
-            return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation())
+            return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation(on_gpu))
         is_raw = problem.keys.startswith("raw")
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if is_raw else None
         return jflex.paged_attention(
@@ -335,6 +335,8 @@ def _served_jflex(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> 
 
 _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex": _served_jflex,
+    "jflex-mosaic": functools.partial(_served_jflex, on_gpu="mosaic_gpu"),
+    "jflex-triton": _served_jflex,
     "jflex-official": functools.partial(_served_jflex, on_gpu="official_triton"),
     "jflex-contiguous": _contiguous,
     "jflex-flat": functools.partial(_paged, sharing=True),

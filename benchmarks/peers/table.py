@@ -44,6 +44,10 @@ def _full_length(problem: Problem) -> str | None:
     return "is measured only with T == S" if problem.served else None
 
 
+def _full_length_or_latent(problem: Problem) -> str | None:
+    return None if problem.keys == "latent" else _full_length(problem)
+
+
 def _even(problem: Problem) -> str | None:
     return "is not measured with lengths" if problem.lengths else None
 
@@ -101,8 +105,8 @@ _FLASH = _only("noop", "causal", "softcap", "sliding_window")
 _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
 _ALL = (
     Peer("jflex", "jflex", "jax", _none),
-    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length),
-    Peer("jflex-triton", "jflex triton", "jax", _full_length),
+    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length_or_latent),
+    Peer("jflex-triton", "jflex triton", "jax", _full_length_or_latent),
     Peer("jflex-official", "jflex official_triton", "jax", _none),
     Peer("jflex-xla", "jflex xla", "jax", _full_length),
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plg
 from jaxlib.mlir import ir
@@ -133,6 +134,110 @@ def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.
     return load(ref, index)  # pyright: ignore[reportCallIssue]
 
 
+def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
+    """Stores rows of a tile to global memory, at columns from `first` on; a row with a line of -1 is not stored.
+
+    Args:
+      ref: [..., columns], seen as lines of its last axis.
+      line: int32 [rows], the line of each row.
+      first: The first column, even.
+      x: [rows, size] in the layout of wgmma accumulators, in the dtype of `ref`.
+    """
+    size, pairs = ref.dtype.itemsize, (x.shape[0], TILE_COLUMNS)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
+    store, constraint = ("st.global.v2.f32", "ff") if size == 4 else ("st.global.b32", "r")
+
+    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA, plg.Layout.WGMMA))
+    def run(_, target, lines, columns, tile):
+        wide, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        base = mgpu.utils.memref_ptr(target)
+        bytes_of_line, bytes_of_element = arith.constant(wide, ref.shape[-1] * size), arith.constant(wide, size)
+        addresses = {}
+        for where, register in np.ndenumerate(tile.registers):
+            row = (where[0], 0, *where[2:])
+            if row not in addresses:
+                number = vector.extract(lines.registers[row], [], [0])
+                offset = arith.muli(
+                    arith.extsi(wide, vector.extract(columns.registers[row], [], [0])), bytes_of_element
+                )
+                offset = arith.addi(offset, arith.muli(arith.extsi(wide, number), bytes_of_line))
+                address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+                addresses[row] = number, address
+            number, address = addresses[row]
+            values = [vector.extract(register, [], [i]) for i in range(2)]
+            if size == 2:
+                values = [llvm.bitcast(ir.IntegerType.get_signless(32), register)]
+            at = (first + TILE_COLUMNS * where[1]) * size
+            of = "$2" if size == 2 else "{$2, $3}"
+            text = f"{{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored {store} [$1+{at}], {of}; }}"
+            nothing, kinds = ir.Type.parse("!llvm.void"), ",".join(["r", "l", *constraint, "~{memory}"])
+            llvm.inline_asm(nothing, [number, address, *values], text, kinds, has_side_effects=True)
+
+    run(ref, lax.broadcast_in_dim(line, pairs, (0,)), column, x)  # pyright: ignore[reportCallIssue]
+
+
+def differ_in_warp(layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Whether any element that the warp holds differs between two arrays: a scalar that may differ between warps."""
+
+    @plg.inline_mgpu(
+        arg_types=(layout, layout), return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(()))
+    )
+    def run(_, one, other):
+        pairs = []
+        for a, b in zip(one.registers.flat, other.registers.flat, strict=True):
+            width = ir.VectorType(a.type).shape[0]
+            pairs += [(vector.extract(a, [], [i]), vector.extract(b, [], [i])) for i in range(width)]
+        tests = [f"setp.neu.or.f32 any, ${2 * i + 1}, ${2 * i + 2}, any;" for i in range(len(pairs))]
+        vote = "vote.sync.any.pred any, any, 0xffffffff; selp.u32 $0, 1, 0, any;"
+        text = " ".join(("{ .reg .pred any; setp.ne.u32 any, 0, 0;", *tests, vote, "}"))
+        constraints = ",".join(["=r", *["f"] * (2 * len(pairs))])
+        word, flat = ir.IntegerType.get_signless(32), [x for pair in pairs for x in pair]
+        found: Any = llvm.inline_asm(word, flat, text, constraints, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return run(x, y) != 0  # pyright: ignore[reportCallIssue, reportOperatorIssue]
+
+
+def unknown_zero() -> jax.Array:
+    """An int32 zero that the compilers do not know.
+
+    What is indexed with it is not loop-invariant: else LLVM computes the descriptors of all wgmma instructions of a
+    loop before it, and spills them.
+    """
+
+    @plg.inline_mgpu(return_type=plg.ShapeDtypeStruct((), jnp.int32, layout=plg.Layout.WG_SPLAT(())))
+    def run(_):
+        word = ir.IntegerType.get_signless(32)
+        zero: Any = llvm.inline_asm(word, [], "mov.u32 $0, 0;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(zero, (), is_signed=True)
+
+    return run()  # pyright: ignore[reportCallIssue, reportReturnType]
+
+
+def store_values(ref: Ref, at: jax.Array, x: jax.Array) -> None:
+    """Stores float32 [rows] to places of an array in global memory, seen as flat; -1 is no place."""
+    pairs = (x.shape[0], TILE_COLUMNS)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
+    place = jnp.where(column == 0, lax.broadcast_in_dim(at, pairs, (0,)), -1)  # one thread of a row
+
+    @plg.inline_mgpu(arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA))
+    def run(_, target, places, values):
+        wide, byte, base = (
+            ir.IntegerType.get_signless(64),
+            ir.IntegerType.get_signless(8),
+            mgpu.utils.memref_ptr(target),
+        )
+        for where, register in np.ndenumerate(values.registers):
+            number = vector.extract(places.registers[where], [], [0])
+            offset = arith.muli(arith.extsi(wide, number), arith.constant(wide, 4))
+            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            text = "{ .reg .pred stored; setp.ge.s32 stored, $0, 0; @stored st.global.f32 [$1], $2; }"
+            operands = [number, address, vector.extract(register, [], [0])]
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,l,f,~{memory}", has_side_effects=True)
+
+    run(ref, place, lax.broadcast_in_dim(x, pairs, (0,)))  # pyright: ignore[reportCallIssue]
+
+
 def hardware_barrier(operation: str, barrier: jax.Array, threads: int) -> None:
     """``bar.arrive`` or ``bar.sync`` of one of the 16 named barriers of a CTA.
 
@@ -186,13 +291,15 @@ def sum_columns(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     return run(x)  # pyright: ignore[reportCallIssue]
 
 
-def after_barrier(barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array) -> jax.Array:
-    """``bar.sync``, and `x` as a value that depends on it.
+def after_barrier(
+    barrier: jax.Array, threads: int, layout: RegisterLayout, x: jax.Array, operation: str = "sync"
+) -> jax.Array:
+    """``bar.sync`` or ``bar.arrive``, and `x` as a value that depends on it.
 
     ptxas moves arithmetic across barriers, and sees through copies. So the value is selected by the upper half of the
     clock, which never gets to all ones.
     """
-    text = f"bar.sync $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
+    text = f"bar.{operation} $number, {threads}; mov.u32 word, %clock_hi; setp.eq.u32 never, word, -1;"
     return _tied(text, "selp.f32 $to, 0f00000000, $of, never;", barrier, layout, x)
 
 

@@ -17,8 +17,8 @@ MAX_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
 
 def limit_of_machine(spec: AttentionSpec) -> str | None:
     """What of the device or the versions every kernel here refuses."""
-    if spec.paging is not None:
-        return "it has no kernel for pages"
+    if spec.paging is not None and not spec.values_in_keys:
+        return "it has no kernel for pages of keys and values"
     if spec.config.interpret:
         return "its kernels have no interpreter; they run on a Hopper GPU"
     if spec.platform != "gpu" or not any(name in spec.device_kind for name in HOPPER):
@@ -44,6 +44,11 @@ def limit_of_arrays(spec: AttentionSpec) -> str | None:
             f"its tiles are multiples of {ROWS} rows, and the blocks of the mask are {size[0]} x {size[1]} (create "
             f"the mask with a `block_size` that is a multiple of {ROWS})"
         )
+    return limit_of_captured(spec)
+
+
+def limit_of_captured(spec: AttentionSpec) -> str | None:
+    """Captured arrays that every kernel here refuses."""
     for mod in (spec.score_mod, spec.mask_mod):
         for shape, dtype in () if mod is None else mod.operands:
             if math.prod(shape) >= MAX_ELEMENTS:

@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu.backward import gradients
 from pallas_kernels.mosaic_gpu.backward.gradients import BackwardTiles
 from pallas_kernels.mosaic_gpu.forward import kernel
 from pallas_kernels.mosaic_gpu.limits import ROWS, limit_of_arrays
-from pallas_kernels.mosaic_gpu.support import unsupported_primitive
+from pallas_kernels.mosaic_gpu.support import limit_of_mods, unsupported_primitive
 from pallas_kernels.plan import GradientRequest, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
@@ -84,7 +84,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
     made = with_programs(spec)
     if isinstance(made, Refusal):
         return made
-    forward = _limit_of_mods(made) or _plan_forward(made)
+    forward = limit_of_mods(made) or _plan_forward(made)
     if isinstance(forward, Refusal) or requested is None:
         return forward
     return _plan_backward(forward, requested)
@@ -228,19 +228,6 @@ def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None
     size = spec.block_size
     divides = size is None or (size[0] % tiles.block_q == 0 and size[1] % tiles.block_kv == 0)
     return tiles if divides else None
-
-
-# --- limits
-
-
-def _limit_of_mods(spec: AttentionSpec) -> Refusal | None:
-    for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
-        missing = None if program is None else unsupported_primitive(program.nodes)
-        if missing is not None:
-            assert mod is not None
-            return Refusal(f"cannot run in its kernels: {missing}", mod.role)
-    missing = None if spec.programs.dropout is None else unsupported_primitive(spec.programs.dropout.nodes)
-    return None if missing is None else Refusal(f"its kernels cannot drop weights: {missing}")
 
 
 def _sizes(name: str, tiles: Tiles) -> str:

@@ -7,11 +7,13 @@ import math
 from pallas_kernels.mosaic_gpu.cost import is_periodic
 from pallas_kernels.mosaic_gpu.plan import Plan
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.program.patterns import hides_later_keys_alone
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4
 MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
+LATENT_ROWS = 32  # of a request: query tokens times heads, from which on products outweigh loading latent vectors
 VERY_NARROW = 32  # head size up to which that goes for longer ones
 
 
@@ -37,6 +39,23 @@ def slower_forward(plan: Plan) -> str | None:
     if is_periodic(spec.programs.score):
         return "sin, cos or tan of each score takes longer beside wgmma (H200, head size 64: 2.4 times)"
     return None
+
+
+def slower_latent(spec: AttentionSpec) -> str | None:
+    """Latent caches of which loading takes longer than the products, or tiles are skipped, as a sentence, or None.
+
+    H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
+    `triton`: 16 heads, 220 and 180 with one query token, 236 and 294 with two; 128 heads, 250 and 838, 514 and 1770.
+
+    Args:
+      spec: With its tile programs.
+    """
+    rows = spec.Hq * spec.T // spec.B
+    if rows < LATENT_ROWS:
+        return f"below {LATENT_ROWS} query rows to a request (here {rows}), it is faster"
+    return (
+        None if hides_later_keys_alone(spec.programs.mask) else "only the kernels of 'triton' skip masked tiles of keys"
+    )
 
 
 def slower_backward(spec: AttentionSpec) -> str | None:

@@ -97,6 +97,7 @@ def prepare(
     *,
     q_first: jax.Array | None = None,
     k_first: jax.Array | None = None,
+    q: jax.Array | None = None,
     may_end: bool,
     nodes: Sequence[Node] | None = None,
 ) -> Scores:
@@ -108,9 +109,10 @@ def prepare(
       captured: Shapes of the captured arrays.
       tile: Queries and keys of a warp group.
       b: Batch.
-      h: Query head.
+      h: Query head; where rows belong to several heads, that of each, [rows].
       q_first: The first query, if the mainloop goes over keys.
       k_first: The first key, if it goes over queries; then tiles are transposed.
+      q: The indices of the queries, [rows], if they are not contiguous; they lie within `tile` from `q_first` on.
       may_end: Whether these queries or keys may reach past the end.
       nodes: Nodes of the score mod to prepare, if more than those of its program.
     """
@@ -120,7 +122,7 @@ def prepare(
     if transposed:
         fixed["k"] = indices_of(first, tile[1], spec.S, ROW, may_end=may_end)
     else:
-        fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end)
+        fixed["q"] = indices_of(first, tile[0], spec.T, ROW, may_end=may_end) if q is None else q
     kinds = (Axes.UNIFORM, Axes.COLUMN if transposed else Axes.ROW)
 
     def evaluate_fixed(

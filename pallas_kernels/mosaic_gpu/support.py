@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pallas_kernels.mosaic_gpu.tile import LIBRARY
+from pallas_kernels.plan import Refusal
 from pallas_kernels.program.ir import Node
+from pallas_kernels.spec import AttentionSpec
 
 # Lowered by Pallas for register arrays, or by `tile.LIBRARY`.
 _KNOWN = frozenset({
@@ -30,3 +32,14 @@ def unsupported_primitive(nodes: Iterable[Node]) -> str | None:
         if str(node.dtype) not in (_LOADED if node.op == "load" else _DTYPES):
             return f"it computes in {node.dtype}, for which Mosaic GPU has no arithmetic"
     return None
+
+
+def limit_of_mods(spec: AttentionSpec) -> Refusal | None:
+    """Which mod of a call, with its tile programs, the kernels do not support."""
+    for mod, program in ((spec.score_mod, spec.programs.score), (spec.mask_mod, spec.programs.mask)):
+        missing = None if program is None else unsupported_primitive(program.nodes)
+        if missing is not None:
+            assert mod is not None
+            return Refusal(f"cannot run in its kernels: {missing}", mod.role)
+    missing = None if spec.programs.dropout is None else unsupported_primitive(spec.programs.dropout.nodes)
+    return None if missing is None else Refusal(f"its kernels cannot drop weights: {missing}")

@@ -28,13 +28,13 @@ MAX_SORTED_ROWS = 64  # rows that are sorted by comparing each with each
 ROUND_UP, ROUND_MANY = 0.8, 2.0
 
 
-def num_splits(heads: int) -> int:
+def num_splits(heads: int, resident: int = MAX_RESIDENT_PROGRAMS) -> int:
     """KV splits for each of so many key heads, over all rows: no more than are resident at once.
 
     With more, the last programs run alone (tail wave): H200, jax 0.11.2, bf16, 64 queries of 32 heads over 8192 keys of
     their own head, D 128, the kernel alone: 49.5 us in 9 splits (288 programs), 45.7 in 8.
     """
-    return max(1, MAX_RESIDENT_PROGRAMS // heads)
+    return max(1, resident // heads)
 
 
 def even_splits(rows: int) -> int:

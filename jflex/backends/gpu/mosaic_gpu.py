@@ -21,6 +21,8 @@ from pallas_kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu import plan as mosaic_plan
+    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
+    from pallas_kernels.triton.paged.work import Work
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -34,14 +36,18 @@ class MosaicGpu(Backend):
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The kernels and tiles of both passes, and which gradients the Triton kernels compute."""
         reason = limit_of_machine(spec)  # depends on more than the call: not cached
-        return _plan(triton_here(spec).own(spec), requested) if reason is None else Refusal(reason)
+        if reason is not None:
+            return Refusal(reason)
+        own = triton_here(spec).own(spec)
+        return _plan(own, requested) if spec.paging is None else _plan_latent(own)
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
         """Runs the forward kernel."""
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
-        assert isinstance(inputs, Inputs)  # a paged call is refused
+        if isinstance(inputs, PagedInputs):
+            return _attend_latent(triton_here(spec).own(spec), inputs)
         plan = _own(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
@@ -79,6 +85,9 @@ class MosaicGpu(Backend):
 
         if requested is not None:
             return preference.slower_backward(spec)
+        if spec.paging is not None:
+            own, _ = _own_latent(triton_here(spec).own(spec))
+            return preference.slower_latent(own.spec)
         if triton.decodes(spec):
             return "only 'triton' has split-KV kernels for so few queries"
         return preference.slower_forward(_own(spec, None))
@@ -107,6 +116,49 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
         own,
         GradientsBy(triton_here(spec).name, own.left_reason) if all_left else None,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_latent(spec: AttentionSpec) -> Plan | Refusal:
+    """The plan of a paged call over a latent cache. The kernels of Triton merge splits, and repair what NaN reached."""
+    from pallas_kernels.mosaic_gpu.latent.plan import plan
+
+    own, others = plan(spec), triton_here(spec)
+    if isinstance(own, Refusal):
+        return own
+    missing = others.limit_of_compiler(spec)
+    if missing is None and own.spec.needs_marks:
+        repairs = others.plan(spec, None)
+        missing = repairs.sentence(spec) if isinstance(repairs, Refusal) else None
+    if missing is not None:
+        return Refusal(f"the kernels of Triton merge its partial results and repair them, and {missing}")
+    work = triton.work_for_hopper(own.heads.queries)
+    count = functools.partial(triton.count_splits_for_hopper, own.spec, work)
+    return Plan(own.describe, (own, work), count_splits=count)
+
+
+def _attend_latent(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
+    """Runs the latent kernel, and the kernels of Triton that merge and repair."""
+    from pallas_kernels.mosaic_gpu.latent import kernel
+
+    own, work = _own_latent(spec)
+    arrays = triton.paged_operands(inputs)
+    items = triton.items_for_hopper(own.spec, work, arrays)
+    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
+    captured = arrays.score_operands, arrays.mask_operands
+    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
+    slots = work.slots(own.spec) if work.max_splits(own.spec) > 1 else 0
+    sizes = kernel.Sizes(own.heads, work.num_items(own.spec), slots)
+    result = kernel.attend(own.spec, sizes, operands)
+    result = triton.finish_for_hopper((spec, own.spec), work, arrays, result)
+    return Saved(*result)
+
+
+def _own_latent(spec: AttentionSpec) -> tuple[LatentPlan, Work]:
+    """The plan of the latent kernel and its work, for a call that it supports."""
+    plan = _plan_latent(spec)
+    assert isinstance(plan, Plan), plan
+    return plan.kernels
 
 
 def _describe(own: mosaic_plan.Plan) -> str:

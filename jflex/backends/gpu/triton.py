@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton import plan as triton_plan
+    from pallas_kernels.triton.paged.work import PagedOperands, Work
 
 
 class TritonKernels(Backend):
@@ -190,12 +191,62 @@ def _count_splits(plan: triton_plan.Plan, indptr: np.ndarray, lengths: np.ndarra
 
 def _attend_paged(plan: triton_plan.Plan, inputs: PagedInputs) -> Saved:
     from pallas_kernels.triton.paged.kernel import paged
+
+    return _saved(plan.spec, paged(plan.spec, plan.paged, paged_operands(inputs)))
+
+
+def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
+    """The arrays of a paged call; booleans that mods capture as int8."""
     from pallas_kernels.triton.paged.work import PagedOperands
 
     *captured, key_scale, value_scale = inputs[7:]
     captured = (tuple(map(as_int8, group)) for group in captured)
-    arrays = PagedOperands(*inputs[:7], *captured, key_scale=key_scale, value_scale=value_scale)
-    return _saved(plan.spec, paged(plan.spec, plan.paged, arrays))
+    return PagedOperands(*inputs[:7], *captured, key_scale=key_scale, value_scale=value_scale)
+
+
+# --- what the Hopper kernel for pages leaves to these
+
+
+def work_for_hopper(queries: int) -> Work:
+    """Its one launch, with so many queries in a tile of 64 rows by 64 keys."""
+    from pallas_kernels.triton.paged.for_hopper import work_of
+
+    return work_of(64, 64, queries)
+
+
+def items_for_hopper(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
+    """Its work items (`pallas_kernels.triton.paged.for_hopper.work_items`)."""
+    from pallas_kernels.triton.paged.for_hopper import work_items
+
+    return work_items(spec, work, arrays)
+
+
+@isolated_trace
+def count_splits_for_hopper(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
+    """Its tiles of queries, and the splits of their keys, for each group of heads."""
+    from pallas_kernels.triton.paged.work import requests_on_host
+
+    with jax.ensure_compile_time_eval():
+        of = requests_on_host(spec, work, indptr, lengths)
+        return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
+
+
+def finish_for_hopper(
+    specs: tuple[AttentionSpec, AttentionSpec],
+    work: Work,
+    arrays: PagedOperands[jax.Array],
+    result: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Out and lse, merged and repaired, of a call and of the spec that its kernel runs."""
+    from pallas_kernels.triton.paged import for_hopper
+    from pallas_kernels.triton.paged.kernel import repair
+
+    spec, own = specs
+    merged = for_hopper.merge(own, work, arrays, result)
+    if not own.needs_marks:
+        return merged
+    planned = _planned(spec, None)
+    return repair(planned.spec, planned.paged, arrays, merged)
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:

@@ -49,6 +49,13 @@ def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[ja
         result, splits = found[:count], found[count:]
         if splits:
             result = merge_splits(spec, work, arrays, result, splits)
+    return repair(spec, works, arrays, result)
+
+
+def repair(
+    spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array], result: list[jax.Array]
+) -> list[jax.Array]:
+    """The results of these launches, with what masked NaN reached computed again (`pallas_kernels.marks`)."""
     for work in works if spec.needs_marks else ():
         result = _repair(spec, work, arrays, result)
     return result

@@ -72,6 +72,8 @@ class Work:
       max_queries: Most queries of a request that is taken.
       may_split: Whether the keys of a tile of queries may be split.
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
+      queries_of_tile: Queries in a tile; None for as many as its rows hold.
+      resident: Programs that are resident at once.
     """
 
     tiles: Tiles
@@ -79,10 +81,12 @@ class Work:
     max_queries: int
     may_split: bool = True
     source: Literal["config", "table", "rule"] = "rule"
+    queries_of_tile: int | None = None
+    resident: int = split_kv.MAX_RESIDENT_PROGRAMS
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
-        return max(1, self.tiles.block_q // spec.group)
+        return self.queries_of_tile or max(1, self.tiles.block_q // spec.group)
 
     def max_row_tiles(self, spec: AttentionSpec) -> int:
         """Upper bound on query tiles, padding (queries of no request) included."""
@@ -93,7 +97,7 @@ class Work:
 
     def num_splits(self, spec: AttentionSpec) -> int:
         """Splits to aim at for a key head, over all tiles of queries."""
-        return split_kv.num_splits(spec.Hkv)
+        return split_kv.num_splits(spec.Hkv, self.resident)
 
     @property
     def min_tiles_per_split(self) -> int:
@@ -222,7 +226,11 @@ class WorkItem(NamedTuple):
 
 def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], item: jax.Array) -> WorkItem:
     """The work item of an index."""
-    of = requests(spec, work, arrays)
+    return item_of(spec, work, requests(spec, work, arrays), item)
+
+
+def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array) -> WorkItem:
+    """The work item of an index, of planned requests."""
     number, within = split_kv.find_work_item(of.tiles * of.splits, item)
     splits = jnp.maximum(split_kv.at(of.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)

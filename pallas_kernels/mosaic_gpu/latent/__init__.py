@@ -1,0 +1,1 @@
+"""The kernel of multi-head latent attention over pages for Hopper."""

@@ -1,0 +1,388 @@
+"""Latent attention (MLA) over pages for Hopper: two consumer warp groups, each with half of the output columns.
+
+An output of 64 rows and 512 columns fills the registers of two warp groups. So both compute PV of every tile of keys,
+each with half of the columns, and QK^T of every other tile: warp group 0 of the even ones, 1 of the odd ones. Weights
+and the running row_max go from one to the other through shared memory (`step`). It is the division of work of
+FlashMLA's kernel for Hopper (DeepSeek-AI 2025, github.com/deepseek-ai/FlashMLA).
+
+The rows of a tile are the query heads of a query, of several queries where heads are few. The values are the first
+columns of the keys: both GEMMs read one tile of shared memory. A producer warp group looks up pages and loads them by
+TMA, in two parts that are released apart. Persistent CTAs take work items (a tile of queries, one split of its keys)
+in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu.latent import step
+from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, TILE_KEYS, Heads, Rows
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import A, Axis, Index, Ref
+
+CONSUMERS = 2
+PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
+Place: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
+
+
+class LatentOperands(NamedTuple, Generic[A]):
+    """The inputs of the kernel (in it: the refs to them).
+
+    Attributes:
+      query: [N, groups * padded heads, D].
+      rows: [pages of all layers, page_size, D], the latent cache.
+      table: int32 [R, max_pages], the page table.
+      first_page: int32 [1], the first page of the layer.
+      items: int32 [items, 8], the work items: the fields of `Item` but its group, and how many are not padding.
+      score_operands: Captured arrays of the score mod; booleans as int8.
+      mask_operands: Captured arrays of the mask mod; booleans as int8.
+    """
+
+    query: A
+    rows: A
+    table: A
+    first_page: A
+    items: A
+    score_operands: tuple[A, ...]
+    mask_operands: tuple[A, ...]
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA.
+
+    Attributes:
+      queries: [2, 64, Dv / 2], the halves of the latent columns.
+      query_ropes: [1, 64, D - Dv].
+      queries_full: The queries have arrived.
+      queries_empty: Both consumers are done with them.
+      buffers: The tiles of keys.
+    """
+
+    queries: Ref
+    query_ropes: Ref
+    queries_full: Ref
+    queries_empty: Ref
+    buffers: step.Buffers
+
+
+def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
+    """The scratch of a CTA."""
+    half, rope = spec.Dv // 2, spec.D - spec.Dv
+    swizzle = smem.swizzle_of(math.gcd(half, rope), jnp.dtype(dtype).itemsize)
+    tiled = functools.partial(smem.tiled, dtype=dtype, swizzle=swizzle)
+    barrier = lambda arrivals, count: smem.declared(plg.Barrier(num_arrivals=arrivals, num_barriers=count))
+    pieces, vectors = TILE_KEYS // min(TILE_KEYS, spec.page_size), smem.declared
+    ropes = tiled((BUFFERS, TILE_KEYS, rope))
+    buffers = step.Buffers(
+        latents=tiled((BUFFERS, 2, TILE_KEYS, half)),
+        ropes=ropes,
+        weights=None if rope == TILE_KEYS else tiled((BUFFERS, smem.WARP_GROUP_ROWS, TILE_KEYS)),
+        row_max=vectors(plg.SMEM((BUFFERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        row_sum=vectors(plg.SMEM((2 * CONSUMERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        marks=vectors(plg.SMEM((2 * CONSUMERS, smem.WARP_GROUP_ROWS), jnp.float32)),
+        near_full=barrier(pieces, BUFFERS),
+        far_full=barrier(2 * pieces, BUFFERS),
+        near_empty=barrier(1, BUFFERS),
+        far_empty=barrier(1, BUFFERS),
+    )
+    rows = smem.WARP_GROUP_ROWS
+    return Scratch(
+        tiled((2, rows, half)),
+        tiled((1, rows, rope)),
+        barrier(3 * heads.queries, 1),
+        barrier(CONSUMERS, 1),
+        buffers,
+    )
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+      heads: How query heads are divided among tiles.
+      items: Upper bound on the work items.
+      slots: Upper bound on partial results; 0 if no keys are split.
+    """
+
+    heads: Heads
+    items: int
+    slots: int
+
+
+def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array]) -> list[jax.Array]:
+    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq], of the tiles of queries whose keys are not split.
+
+    After them come the partial results of the others, if there may be any: out [slots, groups, 64, Dv] and lse [slots,
+    groups, 64], float32, where the first rows are the heads of the group of the first query, then of the next.
+
+    Args:
+      spec: Its programs are traced with heads in rows; `Hkv` counts the groups of heads.
+      sizes: Of the launch.
+      arrays: The inputs; captured arrays have their shapes.
+    """
+    heads = sizes.heads
+    outputs = [
+        jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype),
+        jax.ShapeDtypeStruct((spec.T, spec.Hq), jnp.float32),
+    ]
+    if sizes.slots:
+        slots = (sizes.slots, spec.Hkv, smem.WARP_GROUP_ROWS)
+        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
+    of_mods = _operands(arrays)
+    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
+    arrays = arrays._replace(
+        query=heads.padded(arrays.query), score_operands=flat.score_operands, mask_operands=flat.mask_operands
+    )
+    return launch(
+        functools.partial(_kernel, spec, heads, captured),
+        arrays,
+        outputs,
+        declare(spec, heads, arrays.query.dtype),
+        name="jflex_latent_sm90",
+        num_ctas=min(NUM_SMS, sizes.items * spec.Hkv),
+        warp_groups=CONSUMERS + 1,
+    )
+
+
+def _operands(arrays: LatentOperands[A]) -> Operands[A]:
+    """In the form in which all kernels take them; what scores are computed from."""
+    return Operands(arrays.query, arrays.rows, arrays.rows, None, arrays.score_operands, arrays.mask_operands)
+
+
+class Item(NamedTuple):
+    """One work item of one group of heads, as scalars.
+
+    Attributes:
+      group: The group of heads.
+      request: The request.
+      first: The first query, packed.
+      queries: Queries from there to the end of the request.
+      length: Keys of the request.
+      begin: The first tile of keys.
+      end: One past the last.
+      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
+    """
+
+    group: jax.Array
+    request: jax.Array
+    first: jax.Array
+    queries: jax.Array
+    length: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    slot: jax.Array
+
+    @property
+    def pairs(self) -> jax.Array:
+        """Pairs of tiles of keys; the last may have but one."""
+        return lax.div(self.end - self.begin + 1, jnp.int32(2))
+
+
+class Static(NamedTuple):
+    """What producer and consumers share.
+
+    Attributes:
+      spec: The spec.
+      heads: How heads are divided.
+      captured: Shapes of the captured arrays.
+      arrays: The inputs.
+      outputs: Out, lse, and partial results.
+      scratch: Shared memory and barriers.
+      cta_id: Of this CTA.
+    """
+
+    spec: AttentionSpec
+    heads: Heads
+    captured: scores.Captured
+    arrays: LatentOperands[Ref]
+    outputs: tuple[Ref, ...]
+    scratch: Scratch
+    cta_id: Index
+
+    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> jax.Array:
+        """Runs ``pair = body(i, item, pair)`` for the items of this CTA; `pair` counts the pairs of tiles so far.
+
+        The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2.
+        """
+        items, groups = self.arrays.items, jnp.int32(self.spec.Hkv)
+        total, step_size = items[0, 7] * groups, jnp.int32(NUM_SMS)
+
+        def run(i: jax.Array, pair: jax.Array) -> jax.Array:
+            number = self.cta_id + i * step_size
+            at, group = lax.div(number, groups), lax.rem(number, groups)
+            item = Item(group, *(items[at, i] for i in range(7)))
+            return body(i, item, pair)
+
+        rounds = lax.div(jnp.maximum(total - self.cta_id, 0) + (step_size - 1), step_size)
+        return lax.fori_loop(0, rounds, run, jnp.int32(0))
+
+
+def _kernel(
+    spec: AttentionSpec,
+    heads: Heads,
+    captured: scores.Captured,
+    cta_id: Index,
+    arrays: LatentOperands[Ref],
+    outputs: tuple[Ref, ...],
+    scratch: Scratch,
+) -> None:
+    static = Static(spec, heads, captured, arrays, tuple(outputs), scratch, cta_id)
+    group = lax.axis_index(WARP_GROUP)
+    pl.when(group == CONSUMERS)(lambda: _produce(static))
+    for number in range(CONSUMERS):
+        pl.when(group == number)(functools.partial(_consume, static, number))
+
+
+# --- producer
+
+
+def _produce(static: Static) -> None:
+    """Producer warp group: loads queries and tiles of keys by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    scratch, heads = static.scratch, static.heads
+
+    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+        pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[0]))
+        lax.fori_loop(0, heads.queries, functools.partial(_load_query, static, item), jnp.int32(0))
+        return lax.fori_loop(0, item.pairs, functools.partial(_load_pair, static, item), pair)
+
+    static.over_items(item_)
+
+
+def _load_query(static: Static, item: Item, t: jax.Array, carry: jax.Array) -> jax.Array:
+    """Loads a query of the tile."""
+    scratch, count = static.scratch, static.heads.padded_count
+    n = jnp.minimum(item.first + t, static.spec.T - 1)
+    at, rows = (n, pl.ds(item.group * count, count)), pl.ds(t * count, count)
+    targets = [scratch.queries.at[0, rows], scratch.queries.at[1, rows], scratch.query_ropes.at[0, rows]]
+    for target, columns in zip(targets, _columns(static.spec), strict=True):
+        plg.copy_gmem_to_smem(static.arrays.query.at[(*at, columns)], target, scratch.queries_full.at[0])
+    return carry
+
+
+def _columns(spec: AttentionSpec) -> tuple[Axis, Axis, Axis]:
+    """Columns of a row: the halves of the latent ones, and the rotated ones."""
+    half = spec.Dv // 2
+    return pl.ds(0, half), pl.ds(half, half), pl.ds(2 * half, spec.D - 2 * half)
+
+
+def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax.Array:
+    """Loads a pair of tiles into the two buffers; of a pair that has but one tile, the second is left as it is."""
+    buffers, columns = static.scratch.buffers, _columns(static.spec)
+    for b in range(BUFFERS):
+        ahead = item.begin + 2 * (j + PAIRS_PREFETCHED) + b
+        pl.when(ahead < item.end)(functools.partial(_prefetch, static, item, ahead))
+    for b in range(BUFFERS):
+        tile = item.begin + 2 * j + b
+        places = _places(static, item, jnp.minimum(tile, item.end - 1))
+        latents = lambda which, b=b: (buffers.latents.at[b, which], columns[which])
+        near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], columns[2])]
+        for full, empty, targets in (
+            (buffers.near_full, buffers.near_empty, near),
+            (buffers.far_full, buffers.far_empty, far),
+        ):
+            pl.when(pair > 0)(functools.partial(plg.barrier_wait, empty.at[b]))
+            load = functools.partial(_load_part, static.arrays.rows, places, targets, full.at[b])
+            if b == 0:
+                load()
+            else:
+                pl.when(tile < item.end)(load)
+                pl.when(tile >= item.end)(functools.partial(_arrive, full.at[b], len(targets) * len(places)))
+    return pair + 1
+
+
+def _prefetch(static: Static, item: Item, tile: jax.Array) -> None:
+    """Loads a tile into the L2 cache."""
+    for columns in _columns(static.spec):
+        for place, _ in _places(static, item, tile):
+            plg.async_prefetch(static.arrays.rows.at[(*place, columns)])
+
+
+def _load_part(rows: Ref, places: Sequence[Place], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
+    for target, columns in targets:
+        for place, of_tile in places:
+            plg.copy_gmem_to_smem(rows.at[(*place, columns)], target.at[of_tile], full)
+
+
+def _arrive(barrier: Ref, count: int) -> None:
+    for _ in range(count):
+        plg.barrier_arrive(barrier)
+
+
+def _places(static: Static, item: Item, tile: jax.Array) -> list[Place]:
+    """Where the keys of a tile lie."""
+    spec, table, size = static.spec, static.arrays.table, static.spec.page_size
+    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + static.arrays.first_page[0]
+    if size >= TILE_KEYS:
+        per_page = jnp.int32(size // TILE_KEYS)
+        row = lax.rem(tile, per_page) * TILE_KEYS
+        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), pl.ds(0, TILE_KEYS))]
+    pieces, last = TILE_KEYS // size, lax.div(item.length - 1, jnp.int32(size))
+    pages = [physical(jnp.minimum(tile * pieces + i, last)) for i in range(pieces)]
+    return [((page, pl.ds(0, size)), pl.ds(i * size, size)) for i, page in enumerate(pages)]
+
+
+# --- consumers
+
+
+def _consume(static: Static, group: int) -> None:
+    """Consumer warp group: computes its half of the columns of each item."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    scratch, heads, spec = static.scratch, static.heads, static.spec
+
+    def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
+        rows = heads.rows_of(item.group, item.first, item.queries, spec)
+        prepared = scores.prepare(
+            spec,
+            _operands(static.arrays),
+            static.captured,
+            (smem.WARP_GROUP_ROWS, TILE_KEYS),
+            item.request,
+            rows.h,
+            q=rows.n,
+            q_first=item.first,
+            may_end=False,
+        )
+        plg.barrier_wait(scratch.queries_full.at[0])
+        run = step.Step(prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end)
+        state = run(item.begin, item.pairs)
+        plg.barrier_arrive(scratch.queries_empty.at[0])
+        out, lse = run.finish(state, lax.rem(i, jnp.int32(2)))
+        _store(static, item, rows, group, out, lse)
+        return pair + item.pairs
+
+    static.over_items(item_)
+
+
+def _store(static: Static, item: Item, rows: Rows, group: int, out: jax.Array, lse: jax.Array) -> None:
+    """Stores this half of the columns, and from group 0 the lse, to the result or to the partial results."""
+    heads, spec = static.heads, static.spec
+    column = group * (spec.Dv // 2)
+
+    def store(refs: tuple[Ref, ...], line: jax.Array) -> None:
+        inline_ptx.store_rows(refs[0], line, column, out.astype(refs[0].dtype))
+        if group == 0:
+            inline_ptx.store_values(refs[1], line, lse)
+
+    exists = lambda line: jnp.where(rows.exists, line, -1)
+    whole = lambda: store(static.outputs[:2], exists(rows.n * spec.Hq + rows.h))
+    if len(static.outputs) == 2:
+        whole()
+        return
+    first = (item.slot * spec.Hkv + item.group) * smem.WARP_GROUP_ROWS
+    pl.when(item.slot < 0)(whole)
+    pl.when(item.slot >= 0)(lambda: store(static.outputs[2:], exists(first + rows.t * heads.count + rows.head)))

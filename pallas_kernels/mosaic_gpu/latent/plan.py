@@ -1,0 +1,78 @@
+"""Whether the latent kernel for Hopper runs a paged call, and with which groups of heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.latent import kernel
+from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS, Heads
+from pallas_kernels.mosaic_gpu.limits import limit_of_captured
+from pallas_kernels.mosaic_gpu.support import limit_of_mods
+from pallas_kernels.plan import Refusal
+from pallas_kernels.program.programs import with_programs
+from pallas_kernels.spec import AttentionSpec
+
+MAX_HALF = 256  # columns of the output that a consumer warp group holds: half of its registers
+_STEP = 16  # columns of a half, and rotated columns: K of a wgmma
+_ROWS = 8  # of a swizzled tile: TMA writes a multiple to shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentPlan:
+    """How a call runs.
+
+    Attributes:
+      spec: The call, with its tile programs; `Hkv` counts the groups of heads.
+      heads: The groups.
+    """
+
+    spec: AttentionSpec
+    heads: Heads
+
+    def describe(self) -> str:
+        """Kernel and tiles, for `jflex.explain`."""
+        return f"latent {smem.WARP_GROUP_ROWS} x {TILE_KEYS} (8 warps that compute, 2 stages, {self.heads.count} heads)"
+
+
+@functools.lru_cache(maxsize=256)
+def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
+    """Plans a paged call on a machine that `limits.limit_of_machine` does not refuse."""
+    reason = _limit(spec) or limit_of_captured(spec)
+    if reason is not None:
+        return Refusal(reason)
+    heads = Heads.of(spec.Hq)
+    made = with_programs(dataclasses.replace(spec, heads_in_rows=True, Hkv=heads.groups))
+    if isinstance(made, Refusal):
+        return made
+    missing = limit_of_mods(made)
+    if missing is not None:
+        return missing
+    needed = smem.bytes_of(jax.tree.leaves(kernel.declare(made, heads, jnp.dtype(spec.dtype))))
+    if needed > smem.LIMIT:
+        return Refusal(f"its tiles need {needed} bytes of shared memory, of which there are {smem.LIMIT}")
+    return LatentPlan(made, heads)
+
+
+def _limit(spec: AttentionSpec) -> str | None:
+    assert spec.paging is not None  # the call is paged
+    half, rope = spec.Dv // 2, spec.D - spec.Dv
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
+    if half > MAX_HALF or spec.Dv % (2 * _STEP) or rope % _STEP:
+        return (
+            f"its kernel takes latent sizes that are a multiple of {2 * _STEP} up to {2 * MAX_HALF} and rotated keys "
+            f"of a multiple of {_STEP} columns, not {spec.Dv} and {rope}"
+        )
+    if spec.page_size % _ROWS or math.gcd(spec.page_size, TILE_KEYS) not in (spec.page_size, TILE_KEYS):
+        return f"its kernel takes pages of 8, 16 or 32 keys or of a multiple of {TILE_KEYS}, not of {spec.page_size}"
+    if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
+        return "its kernel for pages has neither dropout, statistics of rows nor weights without a softmax"
+    if spec.config.decode is not None or spec.config.forward is not None:
+        return "`config` sets tiles, and its kernel for pages has one: 64 rows by 64 keys"
+    return None

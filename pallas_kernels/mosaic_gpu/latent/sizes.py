@@ -1,0 +1,80 @@
+"""Tile sizes of the latent kernel, and how query heads and queries fill the rows of a tile."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu.tile import ROW
+from pallas_kernels.spec import AttentionSpec
+
+TILE_KEYS = 64  # of a tile of keys
+BUFFERS = 2  # of tiles of keys in shared memory, one for each consumer warp group
+_TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
+
+
+class Rows(NamedTuple):
+    """The rows of a tile of queries, [64] each.
+
+    Attributes:
+      t: Which query of the tile.
+      head: Which head of the group.
+      n: The query, packed; that of a padding row is another's.
+      h: The query head, likewise.
+      exists: False for padding.
+    """
+
+    t: jax.Array
+    head: jax.Array
+    n: jax.Array
+    h: jax.Array
+    exists: jax.Array
+
+
+class Heads(NamedTuple):
+    """How heads are divided: `groups` of `count` heads, each padded to `padded_count` rows; `queries` fill a tile."""
+
+    groups: int
+    count: int
+
+    @classmethod
+    def of(cls, heads: int) -> Heads:
+        """The fewest groups that are equal.
+
+        >>> Heads.of(128), Heads.of(9).queries, Heads.of(126).padded_count
+        (Heads(groups=2, count=64), 4, 64)
+        """
+        count = max(n for n in range(1, smem.WARP_GROUP_ROWS + 1) if heads % n == 0)
+        return cls(heads // count, count)
+
+    @property
+    def padded_count(self) -> int:
+        """Rows of a query in a tile."""
+        return -(-self.count // _TILED_ROWS) * _TILED_ROWS
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        return smem.WARP_GROUP_ROWS // self.padded_count
+
+    def padded(self, query: jax.Array) -> jax.Array:
+        """Queries [N, Hq, D] with each group of heads padded: [N, groups * padded_count, D]."""
+        if self.padded_count == self.count:
+            return query
+        N, _, D = query.shape
+        grouped = query.reshape(N, self.groups, self.count, D)
+        wide = jnp.pad(grouped, ((0, 0), (0, 0), (0, self.padded_count - self.count), (0, 0)))
+        return wide.reshape(N, self.groups * self.padded_count, D)
+
+    def rows_of(self, group: jax.Array, first: jax.Array, queries: jax.Array, spec: AttentionSpec) -> Rows:
+        """The rows of the tile from a packed query on, of a request that has so many from there."""
+        row = plg.broadcasted_iota(jnp.int32, (smem.WARP_GROUP_ROWS,), 0, layout=ROW)
+        t, head = lax.div(row, self.padded_count), lax.rem(row, self.padded_count)
+        exists = (t < jnp.minimum(queries, self.queries)) & (head < self.count)
+        n = jnp.minimum(first + t, spec.T - 1)
+        return Rows(t, head, n, group * self.count + jnp.minimum(head, self.count - 1), exists)

@@ -1,0 +1,347 @@
+"""Two tiles of keys by two consumer warp groups: QK^T of one each, PV of both with half of the columns (see `kernel`).
+
+Tiles are folded in order, and each is published with its row_max: the weights of tile t are relative to the largest
+score of tiles 0 to t. Warp group 0 publishes the even tiles, 1 the odd ones. Where group 0 computes the softmax of its
+tile, QK^T of the other runs; where group 1 does, PV of the first tile runs. A buffer has two parts: *near*, the latent
+columns that the group of its tile owns, and *far*, those of the other and the rotated keys. The near part is last read
+by the group of the tile, the far part by the other one, so that each has one reader to wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+
+from pallas_kernels.marks import mark
+from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu.cost import has_spare_registers
+from pallas_kernels.mosaic_gpu.forward.step import normalised
+from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS
+from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
+from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
+
+# Named barriers: the row_max of the tile in a buffer is published, its weights are, the sums of an item are.
+_MAX_BARRIER, _WEIGHTS_BARRIER, _SUMS_BARRIER = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 2, FIRST_FREE_BARRIER + 4
+_ROWS = smem.WARP_GROUP_ROWS
+# How far a score may exceed the row_max before that is raised: weights are up to 2 ** 8, and after the first tiles
+# accumulators are hardly ever rescaled, which takes 128 multiplications of a thread for each tile.
+MAX_EXCESS = 8.0
+
+
+class Buffers(NamedTuple):
+    """Two tiles of keys, their weights, and what else the consumers hand to each other; in shared memory.
+
+    Attributes:
+      latents: [buffers, 2, keys, Dv / 2], the halves of the latent columns.
+      ropes: [buffers, keys, D - Dv]; where it has the shape of weights, these overwrite it.
+      weights: [buffers, rows, keys]; None where they overwrite the rotated keys.
+      row_max: [buffers, rows].
+      row_sum: [2 * consumers, rows], of the item and of the next.
+      marks: Likewise.
+      near_full: For each buffer: its near part has arrived.
+      far_full: Its far part has arrived.
+      near_empty: Its near part has been read.
+      far_empty: Its far part has been read, and so have the weights.
+    """
+
+    latents: Ref
+    ropes: Ref
+    weights: Ref | None
+    row_max: Ref
+    row_sum: Ref
+    marks: Ref
+    near_full: Ref
+    far_full: Ref
+    near_empty: Ref
+    far_empty: Ref
+
+    def weights_of(self, b: Index) -> Ref:
+        """The weights of the tile in a buffer."""
+        return (self.ropes if self.weights is None else self.weights).at[b]
+
+
+class State(NamedTuple):
+    """Online softmax state after some of the tiles.
+
+    Attributes:
+      out: [rows, Dv / 2] float32: sum of weights times this half of the values.
+      row_max: [rows]: the largest score so far, in base 2, or up to `MAX_EXCESS` less.
+      row_sum: [rows, 8]: partial sums of the weights of the group's own tiles, each over every eighth column.
+    """
+
+    out: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+
+
+def start(spec: AttentionSpec) -> State:
+    """The state before the first tile."""
+    zeros = lambda columns: plg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), TILE)
+    row_max = plg.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), ROW)
+    return State(zeros(spec.Dv // 2), row_max, zeros(inline_ptx.TILE_COLUMNS))
+
+
+class Step(NamedTuple):
+    """The mainloop of a consumer warp group over the tiles of an item.
+
+    Attributes:
+      prepared: How scores are computed.
+      queries: [2, rows, Dv / 2] in shared memory.
+      query_ropes: [1, rows, D - Dv].
+      buffers: The tiles.
+      group: The warp group: 0 or 1; also the buffer of its own tiles, and the half of the columns that it owns.
+      length: Keys of the request.
+      end: One past the last tile of keys.
+      zero: Added to indices of shared memory; see `inline_ptx.unknown_zero`.
+    """
+
+    prepared: scores.Scores
+    queries: Ref
+    query_ropes: Ref
+    buffers: Buffers
+    group: int
+    length: jax.Array
+    end: jax.Array
+    zero: Index = 0
+
+    def __call__(self, begin: jax.Array, pairs: jax.Array) -> State:
+        """The state after so many pairs of tiles from `begin` on; the second tile of the last may be past the end."""
+        state = start(self.prepared.spec)
+        if self.group == 1:
+            return lax.fori_loop(0, pairs, lambda j, state: self._hidden()._follow(state, begin + 2 * j), state)
+
+        def lead(state: State) -> State:
+            state = self._hidden()._lead_first(state, begin)
+            on = lambda j, state: self._hidden()._lead_on(state, begin + 2 * j)
+            return self._hidden()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
+
+        return lax.cond(pairs > 0, lead, lambda state: state, state)
+
+    def _hidden(self) -> Step:
+        """The same with a zero that is not known."""
+        return self._replace(zero=inline_ptx.unknown_zero())
+
+    def _lead_first(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: the first of its own tiles."""
+
+        def scores_of(raw: Accumulator) -> jax.Array:
+            self._start_near_scores(raw)
+            self._start_far_scores(raw)
+            return self._modify(plg.wgmma_accumulator_load(raw), tile)
+
+        made = self._weights(state.row_max, pl.run_scoped(scores_of, _raw_scores()))
+        self._publish(made[1])
+        return self._lead_own(state, tile, *made)
+
+    def _lead_on(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: PV of the tile of the other after `tile`, then its own next tile.
+
+        Both GEMMs are issued together, so that the tensor cores go from one to the other without a bubble.
+        """
+        state = self._received_max(state, 1)
+
+        def both(refs: tuple[Any, ...], raw: Accumulator) -> None:
+            self._add_received(refs[0], 1)
+            self._start_near_scores(raw)
+            plg.wgmma_wait(1)
+            plg.barrier_arrive(self.buffers.far_empty.at[1])
+            self._start_far_scores(raw)
+            s = self._modify(plg.wgmma_accumulator_load(raw), tile + 2)
+            made = self._weights(state.row_max, s)
+            self._publish(made[1])
+            for ref, x in zip(refs[1:], made, strict=True):
+                ref[...] = x
+
+        run: Any = pl.run_state(lambda refs: pl.run_scoped(functools.partial(both, refs), _raw_scores()))
+        out, *made = run((plg.WGMMAAccumulatorRef.init(state.out), *self._no_weights()))
+        return self._lead_own(state._replace(out=out), tile + 2, *made)
+
+    def _lead_own(self, state: State, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array) -> State:
+        """Warp group 0: PV of its own tile, of which these are the weights."""
+        state = _rescaled(state, row_max)
+        self._clear_past_end(0, tile)
+        out = self._add(state.out, p, 0)
+        plg.barrier_arrive(self.buffers.near_empty.at[0])
+        return State(out, row_max, state.row_sum + added)
+
+    def _lead_last(self, state: State, tile: jax.Array) -> State:
+        """Warp group 0: PV of the last tile of the other."""
+        state = self._received_max(state, 1)
+        add: Any = pl.run_state(lambda ref: self._add_received(ref, 1, tile))
+        out = add(plg.WGMMAAccumulatorRef.init(state.out))
+        plg.barrier_arrive(self.buffers.far_empty.at[1])
+        return state._replace(out=out)
+
+    def _follow(self, state: State, tile: jax.Array) -> State:
+        """Warp group 1: the tile of the other while its own QK^T runs, then its own."""
+
+        def first(raw: Accumulator) -> tuple[jax.Array, ...]:
+            self._start_near_scores(raw)
+            self._start_far_scores(raw)
+            received = self._received_max(state, 0)
+
+            def both(refs: tuple[Any, ...]) -> None:
+                self._add_received(refs[0], 0, tile)
+                s = self._modify(plg.wgmma_accumulator_load(raw, wait_n=1), tile + 1)
+                made = self._weights(received.row_max, s)
+                self._publish(made[1])
+                for ref, x in zip(refs[1:], made, strict=True):
+                    ref[...] = x
+
+            run: Any = pl.run_state(both)
+            out, *made = run((plg.WGMMAAccumulatorRef.init(received.out), *self._no_weights()))
+            return out, received.row_max, received.row_sum, *made
+
+        *received, row_max, p, added = pl.run_scoped(first, _raw_scores())
+        plg.barrier_arrive(self.buffers.far_empty.at[0])
+        state = _rescaled(State(*received), row_max)
+        self._clear_past_end(1, tile + 1)
+        out = self._add(state.out, p, 1)
+        plg.barrier_arrive(self.buffers.near_empty.at[1])
+        return State(out, row_max, state.row_sum + added)
+
+    def _start_near_scores(self, raw: Accumulator) -> None:
+        """Issues QK^T of the near part of the group's own tile: it arrives first."""
+        b, keys = self.group, self.buffers.latents.at[self.group + self.zero, self.group]
+        plg.barrier_wait(self.buffers.near_full.at[b])
+        plg.wgmma(raw, self.queries.at[b + self.zero], keys.T)
+
+    def _start_far_scores(self, raw: Accumulator) -> None:
+        """Issues QK^T of the far part."""
+        b, buffers = self.group, self.buffers
+        plg.barrier_wait(buffers.far_full.at[b])
+        plg.wgmma(raw, self.queries.at[1 - b + self.zero], buffers.latents.at[b + self.zero, 1 - b].T)
+        plg.wgmma(raw, self.query_ropes.at[self.zero], buffers.ropes.at[b + self.zero].T)
+
+    def _modify(self, raw: jax.Array, tile: jax.Array) -> jax.Array:
+        """Scores of a tile: mods, and -inf past the end of the keys; all of a tile past the last one is masked."""
+        prepared, first = self.prepared, jnp.minimum(tile, self.end - 1) * TILE_KEYS
+        end = jnp.where(tile < self.end, self.length, 0)
+        by_clause = has_spare_registers(prepared.spec.programs.score)
+        s = scores.modify(prepared, raw, first, prepared.mask is not None, by_clause=by_clause).s
+
+        def cut(s: jax.Array) -> jax.Array:
+            exists = first + plg.broadcasted_iota(jnp.int32, (TILE_KEYS,), 0, layout=COLUMN) < end
+            return inline_ptx.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
+
+        return lax.cond(first + TILE_KEYS <= end, lambda s: s, cut, s)
+
+    def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
+        scale = self.prepared.log2_scale
+        largest = jnp.max(s, axis=1) * scale
+        row_max = jnp.where(largest > row_max + MAX_EXCESS, largest, row_max)
+        self.buffers.row_max[self.group, :] = row_max
+        number = jnp.int32(_MAX_BARRIER + self.group)
+        row_max = inline_ptx.after_barrier(number, 2 * WARP_GROUP_THREADS, ROW, row_max, "arrive")
+        p = inline_ptx.exp2(TILE, s * scale - _over_columns(_safe(row_max), s.shape))
+        return row_max, p.astype(self.queries.dtype), inline_ptx.sum_columns(TILE, p)
+
+    def _no_weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        zeros = lambda columns, dtype: plg.layout_cast(jnp.zeros((_ROWS, columns), dtype), TILE)
+        row_max = plg.layout_cast(jnp.zeros((_ROWS,), jnp.float32), ROW)
+        return row_max, zeros(TILE_KEYS, self.queries.dtype), zeros(inline_ptx.TILE_COLUMNS, jnp.float32)
+
+    def _publish(self, p: jax.Array) -> None:
+        """Hands the weights of the group's own tile to the other group."""
+        self.buffers.weights_of(self.group + self.zero)[...] = p
+        plg.commit_smem()
+        _barrier("arrive", _WEIGHTS_BARRIER + self.group)
+
+    def _received_max(self, state: State, b: int) -> State:
+        """The state, rescaled to the row_max of a tile of the other group.
+
+        It is published before the weights, so that accumulators are rescaled while the other group computes these.
+        """
+        _barrier("sync", _MAX_BARRIER + b)
+        return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+
+    def _add_received(self, out: Accumulator, b: int, tile: jax.Array | None = None) -> None:
+        """Issues PV of a tile of the other group, once its weights are published; `tile` if it may be the last.
+
+        It waits behind the fence with which an accumulator starts: ptxas moves the rescaling behind a barrier alone.
+        """
+        _barrier("sync", _WEIGHTS_BARRIER + b)
+        plg.barrier_wait(self.buffers.far_full.at[b])  # long complete; its values are read through TMA's proxy
+        if tile is not None:
+            self._clear_past_end(b, tile)
+        plg.wgmma(out, self.buffers.weights_of(b + self.zero), self._values(b))
+
+    def _values(self, b: int) -> Ref:
+        return self.buffers.latents.at[b + self.zero, self.group]
+
+    def _add(self, out: jax.Array, p: jax.Array, b: int) -> jax.Array:
+        """PV of the group's own tile."""
+        add: Any = pl.run_state(lambda ref: plg.wgmma(ref, p, self._values(b)))
+        return add(plg.WGMMAAccumulatorRef.init(out))
+
+    def _clear_past_end(self, b: int, tile: jax.Array) -> None:
+        """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
+        valid = jnp.where(tile < self.end, self.length - tile * TILE_KEYS, 0)
+        pl.when(valid < TILE_KEYS)(functools.partial(_clear_rows, self._values(b), valid))
+
+    def finish(self, state: State, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Epilogue: this half of the output, and the lse; `turn` is 0 and 1 in turns."""
+        buffers, marks = self.buffers, self.prepared.spec.needs_marks
+        own, other = 2 * turn + self.group, 2 * turn + (1 - self.group)
+        row_sum = jnp.sum(state.row_sum, axis=1)
+        buffers.row_sum[own, :] = row_sum
+        if marks:
+            buffers.marks[own, :] = mark(state.out)
+        plg.commit_smem()
+        _barrier("sync", _SUMS_BARRIER)
+        row_sum = row_sum + _load(buffers.row_sum.at[other], ROW)
+        out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
+        return out, lse + _load(buffers.marks.at[other], ROW) if marks else lse
+
+
+def _barrier(operation: str, number: int) -> None:
+    inline_ptx.hardware_barrier(operation, jnp.int32(number), 2 * WARP_GROUP_THREADS)
+
+
+def _raw_scores() -> Any:
+    return plg.WGMMAAccumulatorRef((_ROWS, TILE_KEYS), jnp.float32)
+
+
+def _rescaled(state: State, row_max: jax.Array) -> State:
+    """The state relative to a new row_max, if it is new to any row of the warp."""
+
+    def rescale(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        alpha = inline_ptx.exp2(ROW, state.row_max - _safe(row_max))
+        return tuple(x * _over_columns(alpha, x.shape) for x in sums)
+
+    differ = inline_ptx.differ_in_warp(ROW, row_max, state.row_max)
+    out, row_sum = lax.cond(differ, rescale, lambda sums: sums, (state.out, state.row_sum))
+    return State(out, row_max, row_sum)
+
+
+def _safe(row_max: jax.Array) -> jax.Array:
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
+
+
+def _clear_rows(ref: Ref, valid: jax.Array) -> None:
+    """Zeros in the rows from `valid` on."""
+    keys, size = ref.shape
+    width = smem.swizzle_of(size, 2) // 2
+    row = plg.broadcasted_iota(jnp.int32, (keys, width), 0, layout=TILE)
+    for column in range(0, size, width):
+        part = ref.at[:, pl.ds(column, width)]
+        part[...] = jnp.where(row < valid, _load(part, TILE), jnp.zeros((), ref.dtype))
+    plg.commit_smem()
+
+
+def _load(ref: Ref, layout: RegisterLayout) -> jax.Array:
+    load: Any = plg.load  # jax < 0.11: wants an index
+    return load(ref, layout=layout)
+
+
+def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, (0,))

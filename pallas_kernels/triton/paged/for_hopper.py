@@ -1,0 +1,66 @@
+"""What the Hopper kernel for pages leaves to these: the plan of its work items, the merge of its partial results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton import split_kv
+from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.paged.merge import merge_splits
+from pallas_kernels.triton.paged.work import PagedOperands, RequestExtents, Work, item_of, requests
+from pallas_kernels.types import Ref
+
+_UNLIMITED = 1 << 30
+FIELDS = 8  # of a work item
+
+
+def work_of(rows: int, keys: int, queries: int) -> Work:
+    """All requests in one launch, a CTA on each SM, with tiles of so many rows and keys, which hold so many queries."""
+    return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries, resident=split_kv.NUM_SMS)
+
+
+def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
+    """The work items of a launch, int32 [items, FIELDS].
+
+    Fields are the request, the first query, the queries from there on, the keys, the first tile of keys, one past the
+    last, the slot of the partial result (-1 where keys are not split), and the number of items that are not padding.
+
+    A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
+    """
+    count = work.num_items(spec)
+    [items] = launch(
+        functools.partial(_kernel, spec, work),
+        (RequestExtents(arrays.indptr, arrays.lengths),),
+        [jax.ShapeDtypeStruct((count, FIELDS), jnp.int32)],
+        name="jflex_paged_plan",
+        grid=(count,),
+        tiles=Tiles(16, 16, 1, 1),
+        spec=spec,
+    )
+    return items
+
+
+def _kernel(spec: AttentionSpec, work: Work, extents: RequestExtents[Ref], items: Ref) -> None:
+    number, tile = pl.program_id(0), work.tiles.block_kv
+    of = requests(spec, work, extents)
+    item = item_of(spec, work, of, number)
+    begin, end = split_kv.split_range(lax.div(item.length + (tile - 1), tile), item.split, item.splits)
+    slot = jnp.where(item.splits > 1, item.slot, -1)
+    fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
+    for i, field in enumerate(fields):
+        items[number, i] = field
+
+
+def merge(
+    spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], result: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch."""
+    return merge_splits(spec, work, arrays, result[:2], result[2:]) if len(result) > 2 else list(result)
