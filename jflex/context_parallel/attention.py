@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jflex._call.checks import check_arrays, check_lse
+from jflex._call.checks import check_arrays, check_lse, device_of
 from jflex._call.dispatch import Implementation
 from jflex.attention import Call, attend, prepare
 from jflex.backends.base import Inputs, Saved
@@ -23,7 +23,6 @@ from jflex.context_parallel.call import (
     STRATEGIES,
     ContextCall,
     Strategy,
-    Tables,
     check_block_size,
     divided,
     own_block_mask,
@@ -238,20 +237,19 @@ class _Sizes(NamedTuple):
         own = self.Hkv // place.head_shards
         if strategy == "ulysses" and own % place.shards:
             raise ValueError(
-                f"`strategy='ulysses'` divides the key heads of a device, {own}, among the {place.shards} devices along "
-                f"{place.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
+                f"`strategy='ulysses'` divides the key heads of a device, {own}, among the {place.shards} devices "
+                f"along {place.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
             )
 
     def whole(self, arrays: list[Any], layout: str, place: Placement) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the whole arrays, on a device of the mesh."""
         length = 1 if layout == "BTNH" else 2
-        devices = getattr(place.mesh, "devices", None)
-        sharding = None if devices is None else jax.sharding.SingleDeviceSharding(devices.flat[0])
+        device = place.mesh.devices.flat[0] if isinstance(place.mesh, jax.sharding.Mesh) else device_of(arrays[0])
+        sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
         lengths = (self.T, self.S, self.S)
         shape = lambda x, n: (*x.shape[:length], n, *x.shape[length + 1 :])
         return [
-            jax.ShapeDtypeStruct(shape(x, n), x.dtype, sharding=sharding)
-            for x, n in zip(arrays, lengths, strict=True)
+            jax.ShapeDtypeStruct(shape(x, n), x.dtype, sharding=sharding) for x, n in zip(arrays, lengths, strict=True)
         ]
 
 
@@ -269,18 +267,30 @@ def _run(
         local = call.spec if place.mesh is not None else dataclasses.replace(call.spec, T=call.spec.T // place.shards)
         return attend(CALLER, call._replace(spec=local), implementation)
     tables = divided(block_mask, strategy, place.shards, order)
-    known = tables.sees if isinstance(tables.sees, np.ndarray) else None
-    context = ContextCall(call.spec, place, strategy, order, implementation, known)
+    known = tuple(map(tuple, tables.sees.tolist())) if isinstance(tables.sees, np.ndarray) else None
+    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+    in_order = None if order is None else tuple(order.tolist())
+    context = ContextCall(call.spec, place, strategy, in_order, named, known)
     query, key, value = arrays
     inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
     sees = None if tables.sees is None else jnp.asarray(tables.sees)
     if place.mesh is None:
-        own = _own_tables(inputs, sees, place, strategy)
-        return _on_device(context, *own)
-    specs = _specs(call, inputs, tables, place, strategy)
-    saved_specs = Saved(place.rows(call.spec.layout), place.lse())
-    body = functools.partial(_on_device, context)
-    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved_specs)(inputs, sees)
+        return _on_device(context, *_own_tables(inputs, sees, place, strategy))
+    return _on_mesh(context, inputs, sees)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
+    """Runs the program of one device on each; under `jax.jit`, without which JAX maps no `jax.custom_vjp`."""
+    place = call.placement
+    specs = _specs(call, inputs), None if sees is None else PartitionSpec(place.axis)
+    body = functools.partial(_on_device, call)
+    saved: Any = (place.rows(call.spec.layout), place.lse())
+    saved = Saved(*saved)
+    if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
+        place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
+        inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
 
 
 def _own_tables(
@@ -293,25 +303,20 @@ def _own_tables(
     return inputs, None if sees is None else own(sees)
 
 
-def _specs(
-    call: Call, inputs: Inputs, tables: Tables, place: Placement, strategy: Strategy
-) -> tuple[Inputs, PartitionSpec | None]:
-    """How the inputs are divided among the devices."""
-    spec, whole = call.spec, PartitionSpec()
+def _specs(call: ContextCall, inputs: Inputs) -> Any:
+    """How the inputs are divided among the devices: `Inputs` of shardings."""
+    spec, place, whole = call.spec, call.placement, PartitionSpec()
     keys = place.rows(spec.layout, batch=spec.Bkv == spec.B)
-    lists = None
-    if tables.lists is not None and spec.blocks is not None:
-        leading = {"all_gather": (place.axis,), "ring": (place.axis, None), "ulysses": ()}[strategy]
+    lists: Any = None
+    if inputs.lists is not None and spec.blocks is not None:
+        leading = {"all_gather": (place.axis,), "ring": (place.axis, None), "ulysses": ()}[call.strategy]
         batch = place.batch if spec.blocks.batch == spec.B and place.batch else None
         heads = place.heads if spec.blocks.heads == spec.Hq and place.heads else None
-        lists = BlockLists(*[PartitionSpec(*leading, batch, heads)] * len(tables.lists))
-    every = lambda operands: tuple(whole for _ in operands)
-    specs = Inputs(
-        place.rows(spec.layout), keys, keys, lists, every(inputs.score_operands), every(inputs.mask_operands),
-        dropout_operands=every(inputs.dropout_operands),
-        sinks=None if inputs.sinks is None else PartitionSpec(place.heads or None),
-    )  # fmt: skip
-    return specs, None if tables.sees is None else PartitionSpec(place.axis)
+        of_lists: Any = PartitionSpec(*leading, batch, heads)
+        lists = BlockLists(*[of_lists] * len(inputs.lists))
+    specs: Any = jax.tree.map(lambda _: whole, inputs._replace(lists=None))
+    sinks = None if inputs.sinks is None else PartitionSpec(place.heads or None)
+    return specs._replace(query=place.rows(spec.layout), key=keys, value=keys, lists=lists, sinks=sinks)
 
 
 def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:

@@ -7,13 +7,11 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_context
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._call.dispatch import Implementation
 from jflex._jax.primitive import no_mesh
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lists import BlockLists
@@ -40,16 +38,17 @@ class Tables(NamedTuple):
     Attributes:
       lists: Each with leading axes: of devices for all-gather; of devices, and of those whose keys they visit, for the
         ring; none for Ulysses. None without a BlockMask.
-      sees: Which devices attend to keys of which, if known while tracing or by data; None without a BlockMask.
+      sees: Which devices attend to keys of which, for the ring; a numpy array if known while tracing. None without a
+        BlockMask.
     """
 
     lists: BlockLists | None = None
     sees: Bool[Array, "shards shards"] | np.ndarray | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class ContextCall:
-    """The static part of a checked call.
+    """The static part of a checked call: hashable, and equal if it computes the same.
 
     Attributes:
       spec: The call of all devices.
@@ -63,13 +62,13 @@ class ContextCall:
     spec: AttentionSpec
     placement: Placement
     strategy: Strategy
-    order: Order | None
-    implementation: Implementation
-    sees: np.ndarray | None = None
+    order: tuple[int, ...] | None
+    implementation: str | tuple[str, ...] | None
+    sees: tuple[tuple[bool, ...], ...] | None = None
 
     def starts(self, length: int) -> np.ndarray:
         """The first position of each chunk of each device, [shards, chunks of a device]."""
-        chunks = np.arange(self.placement.shards) if self.order is None else self.order
+        chunks = np.arange(self.placement.shards) if self.order is None else np.array(self.order)
         return (chunks * (length // chunks.size)).astype(np.int32).reshape(self.placement.shards, -1)
 
     def span(self, length: int, shard: Int32[Array, ""]) -> Span:

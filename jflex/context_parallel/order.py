@@ -123,8 +123,8 @@ def _chunk_costs(block_mask: Any, shards: int, chunk_blocks: int, partial_cost: 
     if not isinstance(block_mask, BlockMask) or not is_concrete(block_mask.lists):
         got = "a traced one" if isinstance(block_mask, BlockMask) else type(block_mask).__name__
         raise TypeError(f"`block_mask` must be a `BlockMask` whose lists are known, outside of `jit`. Got {got}.")
-    counts = block_mask.full_kv_num_blocks + partial_cost * block_mask.kv_num_blocks
-    rows = np.asarray(counts, np.float64).sum((0, 1))
+    partial, full = (np.asarray(x).sum((0, 1)) for x in (block_mask.kv_num_blocks, block_mask.full_kv_num_blocks))
+    rows = full + float(partial_cost) * partial
     if rows.size % (shards * chunk_blocks):
         raise ValueError(
             f"`block_mask` has {rows.size} query blocks, which must be a multiple of {shards} devices x {chunk_blocks} "
@@ -225,4 +225,3 @@ def checked_order(order: Any, shards: int, length: int | None) -> Order:
             f"{-(-length // chunks.size) * chunks.size}, and mask the padding."
         )
     return chunks.astype(np.int32)
-

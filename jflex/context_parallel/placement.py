@@ -46,7 +46,7 @@ class Placement:
         """
         around = jax.sharding.get_abstract_mesh()
         found = around if mesh is None else mesh
-        inside = mesh is None and axis in getattr(around, "manual_axes", ())
+        inside = mesh is None and axis in around.manual_axes
         sizes = dict(found.shape) if hasattr(found, "shape") else None
         if not sizes:
             raise ValueError(
@@ -66,6 +66,11 @@ class Placement:
             raise ValueError(
                 "`axis`, `batch_axes` and `head_axes` must name each axis of the mesh once. Got "
                 f"{', '.join(map(repr, used))}."
+            )
+        if inside and (batch or heads):
+            raise ValueError(
+                "`batch_axes` and `head_axes` must be empty inside of `jax.shard_map`, whose arrays are those of the "
+                f"shard. Got {batch!r} and {heads!r}."
             )
         product = lambda names: math.prod(sizes[name] for name in names)
         own = None if inside else found

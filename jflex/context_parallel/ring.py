@@ -2,17 +2,18 @@
 
 After Ring Attention (Liu et al. 2023, arXiv:2310.01889). The next keys are sent before the kernel runs on those at
 hand, so that a compiler may overlap both. In the backward pass keys and values go round once more, and the sums of
-their gradients follow one step behind; each kernel takes weights from the lse over all keys, so that gradients of steps
-add up. Steps at which no device attends to anything are left out where the mask is known, by a longer hop; at the others
-a device that attends to nothing computes nothing.
+their gradients follow one step behind; each kernel takes weights from the lse over all keys, so that the gradients of
+steps add up. Steps at which no device attends to anything are left out where the mask is known, by a longer hop; at the
+others a device that attends to nothing computes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ class _Local(NamedTuple):
     me: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Ring:
     """The static part of a call.
 
@@ -100,8 +101,9 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     """
     me = call.placement.shard()
     where = where._replace(queries=call.span(call.spec.T, me))
-    ring = _Ring(call, _steps(call.sees, call.placement.shards))
-    if call.sees is not None and _all_see(call.sees, ring.steps):
+    known = None if call.sees is None else np.array(call.sees)
+    ring = _Ring(call, _steps(known, call.placement.shards))
+    if known is not None and _all_see(known, ring.steps):
         sees = None
     local = _Local(inputs._replace(sinks=None), where, sees, me)
     local = match_manual_axes(local)
@@ -110,7 +112,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     if backends.get(name).differentiable:
         saved = _forward(ring, name, local)
     else:
-        saved = _attend(ring, name, local._replace(inputs=reverse_only(local.inputs)))
+        saved = cast(Saved, _attend(ring, name, local._replace(inputs=reverse_only(local.inputs))))
     return _with_sinks(saved, inputs.sinks, call.spec.layout, str(inputs.query.dtype))
 
 
@@ -156,21 +158,25 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
         return carry, onward, jax.tree.map(jnp.add, sums, addition)
 
     steps = ring.steps
-    state = (carry, (local.inputs.key, local.inputs.value), sums)
-    i = 0
+    hops = [after - before for before, after in itertools.pairwise(steps)]
+    leaves = [*hops, 0]
+    # The sums of this device's own keys stay, so that those of others set out at the second step.
+    arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
+    state = step((carry, (local.inputs.key, local.inputs.value), sums), jnp.int32(0), 0, leaves[0])
+    own, state = state[2], (*state[:2], sums)
+    i = 1
     while i < len(steps):
-        arrived = steps[i] - steps[i - 1] if i else 0
-        leaves = steps[i + 1] - steps[i] if i + 1 < len(steps) else 0
-        end = i + 1
-        while end + 1 < len(steps) and arrived == leaves == steps[end] - steps[end - 1] == steps[end + 1] - steps[end]:
-            end += 1
+        alike = lambda j: (arrived[j], leaves[j]) == (arrived[i], leaves[i])  # noqa: B023  # used at once
+        end = next((j for j in range(i, len(steps)) if not alike(j)), len(steps))
+        body = functools.partial(step, arrived=arrived[i], leaves=leaves[i])
         if end - i > 1:
-            body = functools.partial(step, arrived=arrived, leaves=leaves)
-            state, _ = lax.scan(lambda s, x: (body(s, x), None), state, jnp.asarray(steps[i:end], jnp.int32))
+            state, _ = lax.scan(lambda s, x: (body(s, x), None), state, jnp.array(steps[i:end], jnp.int32))  # noqa: B023
         else:
-            state = step(state, jnp.int32(steps[i]), arrived, leaves)
+            state = body(state, jnp.int32(steps[i]))
         i = end
-    return state[0], ring.hop(state[2], -steps[-1])
+    if len(steps) == 1:
+        return state[0], own
+    return state[0], jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
 
 
 def _where_seen(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
@@ -286,10 +292,13 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         return _typed_like(local, jax.tree.map(lambda x: x.astype(_exact(x.dtype)), sums))
 
     sum_of = lambda x, want: jnp.zeros(x.shape, _exact(x.dtype)) if want else None
-    none = _OfQueries(
-        sum_of(inputs.query, requested.query),
-        tuple(map(sum_of, inputs.score_operands, requested.score_operands)),
-    ), _OfKeys(sum_of(inputs.key, requested.key), sum_of(inputs.value, requested.value))
+    none = (
+        _OfQueries(
+            sum_of(inputs.query, requested.query),
+            tuple(map(sum_of, inputs.score_operands, requested.score_operands)),
+        ),
+        _OfKeys(sum_of(inputs.key, requested.key), sum_of(inputs.value, requested.value)),
+    )
     none = _typed_like(local, none)
 
     def visit(sums: _OfQueries, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:

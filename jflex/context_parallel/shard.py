@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 from jflex.backends.base import Inputs
@@ -34,7 +35,9 @@ class Span:
         """The position of a local token."""
         if self.starts.size == 1:
             return index + self.starts[0]
-        return self.starts[index // self.chunk] + index % self.chunk
+        chunk = jnp.int32(self.chunk)
+        # Not `//` and `%`, whose programs hold the mesh in which they are traced; no index is negative.
+        return self.starts[lax.div(index, chunk)] + lax.rem(index, chunk)
 
 
 class Where(NamedTuple):

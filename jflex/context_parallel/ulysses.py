@@ -6,7 +6,6 @@ After DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jflex.attention import Call, attend
@@ -43,5 +42,5 @@ def _to_heads(call: ContextCall, x: jax.Array, length: int, heads: int) -> jax.A
 
 def _to_tokens(call: ContextCall, x: jax.Array, length: int, heads: int) -> jax.Array:
     """The inverse of `_to_heads`."""
-    x = x if call.order is None else chunks_in_order(x, jnp.asarray(call.order), length)
+    x = x if call.order is None else chunks_in_order(x, np.array(call.order), length)
     return jax.lax.all_to_all(x, call.placement.axis, split_axis=length, concat_axis=heads, tiled=True)
