@@ -516,3 +516,27 @@ def test_axes_of_batch_inside_of_shard_map_are_refused():
     local = functools.partial(jflex.context_parallel_attention, batch_axes="data")
     with pytest.raises(ValueError, match=r"`batch_axes` and `head_axes` must be empty inside of `jax\.shard_map`"):
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows))(*arrays)
+
+
+# --- without it
+
+
+def test_jit_of_divided_tokens_says_what_divides_the_work():
+    """XLA's partitioner tells how arrays are sharded too late for an error that Python could raise."""
+    _, arrays = drawn(T=64)
+    run = jax.jit(functools.partial(jflex.flex_attention, implementation="xla"))
+    with pytest.warns(
+        UserWarning, match=r"gathers and computes all tokens\. They are sharded over 'context'\..*axis='con"
+    ):
+        found = run(*arrays)
+    assert_close(found, jflex.flex_attention(*[np.asarray(x) for x in arrays], implementation="xla"))
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_divided_tokens_of_an_explicit_mesh_are_refused(layout):
+    mesh, arrays = drawn(T=64, kind=AxisType.Explicit)
+    run = jax.jit(functools.partial(jflex.flex_attention, layout=layout, implementation="xla"))
+    with jax.set_mesh(mesh):
+        arrays = [x if layout == "BTNH" else x.swapaxes(1, 2) for x in arrays]
+        with pytest.raises(ValueError, match=r"all their tokens on each.*jflex\.context_parallel_att"):
+            run(*arrays)
