@@ -374,6 +374,21 @@ def test_any_permutation_gives_the_same_attention(order):
     assert_close(context_parallel.restore(found, order), right)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_reordered_tokens_are_sharded_as_before(kind, jitted):
+    mesh, (x, *_) = drawn(T=64, kind=kind)
+    turn = functools.partial(context_parallel.reorder, order=ZIGZAG)
+    back = functools.partial(context_parallel.restore, order=ZIGZAG)
+    with jax.set_mesh(mesh):
+        turned = jax.jit(turn)(x) if jitted else turn(x)
+        restored = jax.jit(back)(turned) if jitted else back(turned)
+    np.testing.assert_array_equal(turned, np.asarray(x)[:, context_parallel.positions(ZIGZAG, 64)])
+    np.testing.assert_array_equal(restored, x)
+    if kind == AxisType.Explicit:
+        assert jax.typeof(turned) == jax.typeof(restored) == jax.typeof(x)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 8])
 def test_zigzag_balances_a_causal_mask(shards):
     mask = jflex.create_block_mask(MASKS["causal"], None, None, 64 * shards, 64 * shards, block_size=16)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -155,7 +156,7 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
     >>> reorder(jnp.arange(8)[None], zigzag_order(2)).tolist()
     [[0, 1, 6, 7, 2, 3, 4, 5]]
     """
-    return chunks_in_order(jnp.asarray(x), checked_order(order, 1, jnp.shape(x)[axis]), axis % jnp.ndim(x))
+    return _permuted(jnp.asarray(x), checked_order(order, 1, jnp.shape(x)[axis]), axis)
 
 
 def restore(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axis: int = 1) -> Shaped[Array, "*axes"]:
@@ -176,7 +177,7 @@ def restore(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
     >>> restore(reorder(jnp.arange(8)[None], zigzag_order(2)), zigzag_order(2)).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    return chunks_in_order(jnp.asarray(x), np.argsort(checked_order(order, 1, jnp.shape(x)[axis])), axis % jnp.ndim(x))
+    return _permuted(jnp.asarray(x), np.argsort(checked_order(order, 1, jnp.shape(x)[axis])), axis)
 
 
 def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray, " length"]:
@@ -225,3 +226,12 @@ def checked_order(order: Any, shards: int, length: int | None) -> Order:
             f"{-(-length // chunks.size) * chunks.size}, and mask the padding."
         )
     return chunks.astype(np.int32)
+
+
+def _permuted(x: jax.Array, chunks: np.ndarray, axis: int) -> jax.Array:
+    """Permutes the chunks of an axis; the result is sharded like `x`, where types say how."""
+    permute = lambda x: chunks_in_order(x, chunks, axis % x.ndim)
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.explicit_axes:
+        return permute(x)
+    return jax.sharding.auto_axes(permute, out_sharding=sharding)(x)
