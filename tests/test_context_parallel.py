@@ -52,6 +52,11 @@ CASES = {
         {"context": 8},
         None,
     ),
+    "values of another size": (
+        Case("values_context", captured.slopes, masks.prefix, N(T=128, Hq=4, D=16, Dv=24), block=16),
+        {"context": 4},
+        SHUFFLED,
+    ),
     "mask of heads in a cube": (
         Case("heads_context", captured.bias_hqk, masks.window_by_head, GROUPED, block=32, by_head=True),
         CUBE,
@@ -176,8 +181,8 @@ def near(b, h, q_idx, kv_idx):
 EXPECTED = {
     ("all_gather", "causal"): ({"all-gather": 2}, {"all-gather": 2, "reduce-scatter": 2}),
     ("ulysses", "causal"): ({"all-to-all": 4}, {"all-to-all": 8}),
-    ("ring", "causal"): ({"collective-permute": 4}, {"collective-permute": 14}),
-    ("ring", "near"): ({"collective-permute": 4}, {"collective-permute": 8}),
+    ("ring", "causal"): ({"collective-permute": 2}, {"collective-permute": 7}),
+    ("ring", "near"): ({"collective-permute": 2}, {"collective-permute": 4}),
     ("ring", "own"): ({}, {}),
 }
 MASKS = {
@@ -239,7 +244,7 @@ def test_a_traced_mask(strategy):
     right = jflex.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j], implementation="reference")
     assert_close(run(ids, q, k, v), right)
     if strategy == "ring":
-        assert collectives(run.lower(ids, q, k, v).compile()) == {"collective-permute": 4}
+        assert collectives(run.lower(ids, q, k, v).compile()) == {"collective-permute": 2}
 
 
 # --- where it stands
@@ -283,7 +288,8 @@ def test_dropout_inside_of_shard_map_is_that_of_one_device(strategy):
     local = functools.partial(jflex.context_parallel_attention, strategy=strategy, **options)
     tokens = P(None, "context")
     sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))
-    assert_close(sharded(q, k, v), jflex.flex_attention(q, k, v, **options))
+    plain = [jnp.asarray(np.asarray(x)) for x in (q, k, v)]
+    assert_close(sharded(q, k, v), jflex.flex_attention(*plain, **options))
 
 
 @strategies
@@ -370,7 +376,7 @@ def test_any_permutation_gives_the_same_attention(order):
     mesh, (q, k, v) = drawn({"context": 4}, T=64, heads=1)
     turned = [context_parallel.reorder(x, order) for x in (q, k, v)]
     found = attend_in(mesh, "ring", order=order, mask_mod=MASKS["causal"])(*turned)
-    right = jflex.flex_attention(q, k, v, mask_mod=MASKS["causal"], implementation="xla")
+    right = jflex.flex_attention(q, k, v, mask_mod=MASKS["causal"], implementation="reference")
     assert_close(context_parallel.restore(found, order), right)
 
 

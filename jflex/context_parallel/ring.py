@@ -67,7 +67,11 @@ class _Ring:
     steps: tuple[int, ...]
 
     def hop(self, tree: Any, distance: int) -> Any:
-        """Sends arrays to the device `distance` steps further."""
+        """Sends arrays to the device `distance` steps further.
+
+        XLA has one transfer under way at a time, and only that one is hidden by a kernel: so keys and values, and their
+        gradients, travel as one array where they are alike.
+        """
         n = self.call.placement.shards
         if distance % n == 0:
             return tree
@@ -154,15 +158,18 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
         carry, keys, sums = state
         onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
         sums = ring.hop(sums, arrived)
-        carry, addition = visit(carry, keys, ring.owner(local, number))
-        return carry, onward, jax.tree.map(jnp.add, sums, addition)
+        carry, addition = visit(carry, _unpacked(keys, pair), ring.owner(local, number))
+        return carry, onward, jax.tree.map(jnp.add, sums, _packed(addition))
+
+    pair = (local.inputs.key, local.inputs.value)
+    zeros, sums = sums, _packed(sums)
 
     steps = ring.steps
     hops = [after - before for before, after in itertools.pairwise(steps)]
     leaves = [*hops, 0]
     # The sums of this device's own keys stay, so that those of others set out at the second step.
     arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
-    state = step((carry, (local.inputs.key, local.inputs.value), sums), jnp.int32(0), 0, leaves[0])
+    state = step((carry, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
     own, state = state[2], (*state[:2], sums)
     i = 1
     while i < len(steps):
@@ -174,9 +181,22 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
         else:
             state = body(state, jnp.int32(steps[i]))
         i = end
-    if len(steps) == 1:
-        return state[0], own
-    return state[0], jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
+    if len(steps) > 1:
+        own = jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
+    return state[0], _unpacked(own, zeros)
+
+
+def _packed(tree: Any) -> tuple[jax.Array, ...]:
+    """The arrays of a tree, stacked if they are alike."""
+    leaves = jax.tree.leaves(tree)
+    alike = len({(x.shape, x.dtype) for x in leaves}) == 1
+    return (jnp.stack(leaves),) if alike and len(leaves) > 1 else tuple(leaves)
+
+
+def _unpacked(packed: tuple[jax.Array, ...], like: Any) -> Any:
+    """The inverse of `_packed`, for a tree like `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    return jax.tree.unflatten(tree, packed if len(packed) == len(leaves) else list(packed[0]))
 
 
 def _where_seen(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
