@@ -404,6 +404,20 @@ def test_zigzag_balances_a_causal_mask(shards):
     assert len(set(context_parallel.device_costs(mask, shards, order).tolist())) == 1
 
 
+def test_a_picture_of_the_costs(tmp_path):
+    pytest.importorskip("matplotlib")
+    mask = jflex.create_block_mask(MASKS["causal"], None, None, 128, 128, block_size=16)
+    orders = {"natural": None, "zigzag": context_parallel.zigzag_order(4)}
+    figure = context_parallel.costs_to_image(mask, 4, orders)
+    figure.savefig(tmp_path / "costs.png")
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert heights[0] == list(range(1, 9))
+    assert heights[1] == [3, 7, 11, 15]
+    assert heights[2] == [1, 8, 2, 7, 3, 6, 4, 5]
+    assert heights[3] == [9, 9, 9, 9]
+    assert [axis.get_title() for axis in figure.axes[1::2]] == ["largest / mean: 1.67", "largest / mean: 1.00"]
+
+
 # --- wrong input
 
 
@@ -519,6 +533,11 @@ WRONG = {
         lambda: context_parallel.device_costs(block_mask(), 2, np.arange(8)),
         ValueError,
         r"`order` must divide the 4 query blocks of the mask.*Got 8 chunks",
+    ),
+    "no order to draw": (
+        lambda: context_parallel.costs_to_image(block_mask(), 2, {}),
+        ValueError,
+        r"`orders` must hold at least one order.*Got none",
     ),
     "no devices": (lambda: context_parallel.zigzag_order(0), ValueError, r"`shards` must be positive"),
 }

@@ -72,7 +72,7 @@ def balanced_order(block_mask: BlockMask, shards: int, *, chunk_blocks: int = 1,
     >>> order.tolist(), device_costs(causal, 4, order).tolist()
     ([0, 7, 1, 6, 2, 5, 3, 4], [9.0, 9.0, 9.0, 9.0])
     """
-    costs = _chunk_costs(block_mask, shards, chunk_blocks, partial_cost)
+    costs = chunk_costs(block_mask, shards, chunk_blocks, partial_cost)
     room = costs.size // shards
     loads = [(0.0, shard) for shard in range(shards)]
     chunks: list[list[int]] = [[] for _ in range(shards)]
@@ -107,19 +107,25 @@ def device_costs(
     >>> device_costs(causal, 4).tolist()  # the last device has five times the work of the first
     [3.0, 7.0, 11.0, 15.0]
     """
-    costs = _chunk_costs(block_mask, shards, 1, partial_cost)
-    if order is not None:
-        chunks = checked_order(order, shards, None)
-        if costs.size % chunks.size:
-            raise ValueError(
-                f"`order` must divide the {costs.size} query blocks of the mask into chunks of whole blocks. Got "
-                f"{chunks.size} chunks."
-            )
-        costs = costs.reshape(chunks.size, -1)[chunks].reshape(-1)
+    costs = costs_in_order(chunk_costs(block_mask, shards, 1, partial_cost), shards, order)
     return costs.reshape(shards, -1).sum(1)
 
 
-def _chunk_costs(block_mask: Any, shards: int, chunk_blocks: int, partial_cost: float) -> np.ndarray:
+def costs_in_order(costs: np.ndarray, shards: int, order: Any) -> np.ndarray:
+    """The costs of query blocks in the order of the tokens, None for the natural one."""
+    if order is None:
+        return costs
+    chunks = checked_order(order, shards, None)
+    if costs.size % chunks.size:
+        raise ValueError(
+            f"`order` must divide the {costs.size} query blocks of the mask into chunks of whole blocks. Got "
+            f"{chunks.size} chunks."
+        )
+    return costs.reshape(chunks.size, -1)[chunks].reshape(-1)
+
+
+def chunk_costs(block_mask: Any, shards: int, chunk_blocks: int, partial_cost: float) -> np.ndarray:
+    """The cost of each chunk of a mask, in the natural order; checks the arguments."""
     shards, chunk_blocks = checked_width(shards, "shards"), checked_width(chunk_blocks, "chunk_blocks")
     if not isinstance(block_mask, BlockMask) or not is_concrete(block_mask.lists):
         got = "a traced one" if isinstance(block_mask, BlockMask) else type(block_mask).__name__
@@ -234,4 +240,5 @@ def _permuted(x: jax.Array, chunks: np.ndarray, axis: int) -> jax.Array:
     sharding = jax.typeof(x).sharding
     if not sharding.mesh.explicit_axes:
         return permute(x)
-    return jax.sharding.auto_axes(permute, out_sharding=sharding)(x)
+    permute_any: Any = jax.sharding.auto_axes(permute, out_sharding=sharding)
+    return permute_any(x)
