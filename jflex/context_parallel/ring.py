@@ -24,6 +24,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jflex import backends
 from jflex._call.dispatch import select_forward, select_passes
+from jflex._call.sinks import fold_sinks
 from jflex._jax.custom_vjp import reverse_only
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import BackwardOp, ForwardOp
@@ -33,7 +34,7 @@ from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import ContextCall
 from jflex.context_parallel.gather import CALLER
 from jflex.context_parallel.shard import Shard, Where, shard_of
-from jflex.merging import merge, with_sinks
+from jflex.merging import merge
 from jflex.state import AttentionState
 from pallas_kernels.plan import GradientRequest
 
@@ -117,14 +118,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
         saved = _forward(ring, name, local)
     else:
         saved = cast(Saved, _attend(ring, name, local._replace(inputs=reverse_only(local.inputs))))
-    return _with_sinks(saved, inputs.sinks, call.spec.layout, str(inputs.query.dtype))
-
-
-def _with_sinks(saved: Saved, sinks: jax.Array | None, layout: str, dtype: str) -> Saved:
-    if sinks is not None:
-        state = with_sinks(AttentionState.from_attention(saved.out, saved.lse, layout), sinks)
-        saved = Saved(*state.to_attention(layout))
-    return saved._replace(out=saved.out.astype(dtype))
+    return fold_sinks(shard.spec, saved, inputs.sinks)
 
 
 def _steps(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
@@ -148,7 +142,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
       local: The arrays of this device.
       visit: ``(carry, keys, owner) -> (carry, addition)``.
       carry: What stays on this device.
-      sums: Zeros, to which the additions are added; they travel with the keys that they belong to. None for nothing.
+      sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
 
     Returns:
       The carry, and the sums of the keys of this device.
@@ -163,7 +157,6 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
 
     pair = (local.inputs.key, local.inputs.value)
     zeros, sums = sums, _packed(sums)
-
     steps = ring.steps
     hops = [after - before for before, after in itertools.pairwise(steps)]
     leaves = [*hops, 0]
@@ -171,19 +164,18 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
     arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
     state = step((carry, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
     own, state = state[2], (*state[:2], sums)
-    i = 1
-    while i < len(steps):
-        alike = lambda j: (arrived[j], leaves[j]) == (arrived[i], leaves[i])  # noqa: B023  # used at once
-        end = next((j for j in range(i, len(steps)) if not alike(j)), len(steps))
-        body = functools.partial(step, arrived=arrived[i], leaves=leaves[i])
-        if end - i > 1:
-            state, _ = lax.scan(lambda s, x: (body(s, x), None), state, jnp.array(steps[i:end], jnp.int32))  # noqa: B023
-        else:
-            state = body(state, jnp.int32(steps[i]))
-        i = end
+    for (come, go), alike in itertools.groupby(range(1, len(steps)), lambda i: (arrived[i], leaves[i])):
+        state = _repeated(functools.partial(step, arrived=come, leaves=go), state, [steps[i] for i in alike])
     if len(steps) > 1:
         own = jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
     return state[0], _unpacked(own, zeros)
+
+
+def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -> Any:
+    """Takes several steps, in a loop if there is more than one: a ring of any size compiles four kernels at most."""
+    if len(numbers) == 1:
+        return step(state, jnp.int32(numbers[0]))
+    return lax.scan(lambda state, number: (step(state, number), None), state, jnp.array(numbers, jnp.int32))[0]
 
 
 def _packed(tree: Any) -> tuple[jax.Array, ...]:
@@ -231,7 +223,7 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
 
     state, _ = _walk(ring, local, visit, empty, None)
     out, lse = state.to_attention(layout)
-    return Saved(checkpoint_name(out, "jflex_out"), checkpoint_name(lse, "jflex_lse"))
+    return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"))
 
 
 def _typed_like(local: _Local, tree: Any) -> Any:
@@ -296,14 +288,12 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     requested, inputs = backward.requested, local.inputs
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
-    dtype = inputs.query.dtype
-    of_out = Saved(saved.out.astype(dtype), saved.lse)
-    d_saved = SavedCotangents(d_out.astype(dtype), None if zero(cotangents.lse) else cotangents.lse)
+    d_saved = SavedCotangents(d_out, None if zero(cotangents.lse) else cotangents.lse)
 
     def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)
         operation = BackwardOp(backward.backend, shard.spec, _of_shard(shard, requested))
-        found = call_as_primitive(operation, match_manual_axes((shard.inputs, of_out, d_saved)))
+        found = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
         captured = tuple(
             None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
             for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
