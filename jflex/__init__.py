@@ -7,6 +7,7 @@ inside of mods ``b``, ``h`` (query head), ``q_idx``, ``kv_idx``.
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from jflex import context_parallel as context_parallel
 from jflex import masks as masks
 from jflex import paged as paged
 from jflex import rotary as rotary
@@ -24,6 +25,7 @@ from jflex.cascade import cascade_attention as cascade_attention
 from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
+from jflex.context_parallel.attention import context_parallel_attention as context_parallel_attention
 from jflex.errors import UnsupportedError as UnsupportedError
 from jflex.explain import explain as explain
 from jflex.jax_nn import dot_product_attention as dot_product_attention

@@ -29,6 +29,7 @@ from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
 from jflex._jax import custom_vjp
 from jflex._jax.manual_axes import match_manual_axes
+from jflex._jax.partitioning import refuse_divided_tokens
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
@@ -382,6 +383,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
 
 
 def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
+    refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
     inputs = match_manual_axes(inputs)
     if backends.get(name).differentiable:
         return backends.get(name).forward(spec, inputs)

@@ -208,6 +208,11 @@ def everything(case: Case, backend: str) -> Results:
     return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
 
 
+def everything_by(case: Case, attend: Any) -> Results:
+    """Out, lse and all gradients by ``attend(drawn, blocks, query, key, value, captures) -> (out, lse)``, BTNH."""
+    return _differentiated(case, poisoned(case), attend, block_mask(case), in_haste=True)
+
+
 def poisoned(case: Case) -> Drawn:
     """The arrays of a case, with NaN in all keys and values that no length reaches."""
     x, n = draw(case), case.sizes
@@ -315,7 +320,11 @@ def precision(case: Case) -> str | None:
 
 def check_forward(case: Case, backend: str) -> None:
     """Fails unless out and lse are right."""
-    found, by_plain, by_oracle = everything(case, backend), plain(case), exact(case)
+    compare_forward(case, everything(case, backend), plain(case), exact(case))
+
+
+def compare_forward(case: Case, found: Results, by_plain: Results, by_oracle: Exact) -> None:
+    """Fails unless out and lse are as near to those of the oracle as they must be."""
     right = by_oracle.results
     out_rounding = tolerance.one_rounding(right.out, np.asarray(found.out).dtype)
     lse_rounding = tolerance.one_rounding(right.lse, np.float32)

@@ -1,10 +1,13 @@
 """Every case that the Triton kernels can run, lowered for an H200 and compiled to machine code, without a GPU."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests import evaluation, gpu_compile
 from tests.cases import CASES, LENGTHS, Case, Sizes
@@ -131,3 +134,30 @@ def test_reports_what_cannot_be_compiled():
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.query, x.key, x.value)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)shared memory"):
         gpu_compile.compile_kernels(call, *shapes)
+
+
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+def test_kernels_hide_the_transfers_of_a_ring():
+    """In XLA's schedule for four GPUs, a kernel stands between the start and the end of every transfer, in both passes.
+
+    XLA runs the instructions of a computation in the order of its text; it has one transfer under way at a time.
+    """
+    import jflex
+
+    mesh = Mesh(np.array(gpu_compile.absent_gpus(4)), ("context",), axis_types=(AxisType.Auto,))
+    tokens = NamedSharding(mesh, PartitionSpec(None, "context"))
+    shape = lambda heads: jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16, sharding=tokens)
+    attend = functools.partial(
+        jflex.context_parallel_attention, mask_mod=lambda b, h, q, k: q >= k, mesh=mesh, strategy="ring",
+        order=jflex.context_parallel.zigzag_order(4),
+    )  # fmt: skip
+    pulled = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    lowered = jax.jit(pulled).trace(shape(16), shape(4), shape(4)).lower(lowering_platforms=("cuda",))
+    transfers = 0
+    for computation in re.split(r"\n\}\n", lowered.compile().as_text()):
+        for start in re.finditer(r"%(\S*) = [^\n]* collective-permute-start\(", computation):
+            between = computation[start.end() :].partition(f"collective-permute-done(%{start[1]})")
+            assert between[1], start[0]
+            assert re.search(r"__gpu\$xla\.gpu\.triton|mosaic_gpu", between[0]), start[0]
+            transfers += 1
+    assert transfers == 6  # XLA has one for several steps in a loop, and one for both passes

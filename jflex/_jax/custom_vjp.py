@@ -38,20 +38,25 @@ class Static(NamedTuple):
 
 def attend(static: Static, inputs: Inputs) -> Saved:
     """Runs a backend so that JAX can differentiate the result in reverse mode."""
-    guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    inputs = inputs._replace(
-        query=guard(inputs.query),
-        key=guard(inputs.key),
-        value=guard(inputs.value),
-        score_operands=tuple(map(guard, inputs.score_operands)),
-        sinks=None if inputs.sinks is None else guard(inputs.sinks),
-    )
+    inputs = reverse_only(inputs)
     try:
         return _attend(static, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # JAX's error for custom_vjp, which `jit(jacfwd(...))` raises before the guard
             raise NotImplementedError(ONLY_REVERSE) from error
         raise
+
+
+def reverse_only(inputs: Inputs) -> Inputs:
+    """The same inputs, which refuse forward mode with a message of the library."""
+    guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return inputs._replace(
+        query=guard(inputs.query),
+        key=guard(inputs.key),
+        value=guard(inputs.value),
+        score_operands=tuple(map(guard, inputs.score_operands)),
+        sinks=None if inputs.sinks is None else guard(inputs.sinks),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

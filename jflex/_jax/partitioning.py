@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -175,6 +176,9 @@ def partitioned(
     call = custom_partitioning(function)
 
     def partition(mesh, in_shapes, out_shapes):
+        divided = _divided_tokens(spec, in_shapes[0].sharding)
+        if divided is not None:
+            warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
         split = _split(spec, mesh, in_shapes[0].sharding, in_axes[0])
         sharding = lambda x, axes: NamedSharding(mesh, split.pspec(axes, len(x.shape)))
         outs, _ = jax.tree.flatten(out_shapes)
@@ -196,6 +200,27 @@ def partitioned(
 
     call.def_partition(partition, sharding_rule=rule)
     return call
+
+
+def refuse_divided_tokens(spec: AttentionSpec, *arrays: jax.Array) -> None:
+    """Raises ValueError if types, those of a mesh with explicit axes, say that tokens are divided among devices."""
+    for x in arrays:
+        divided = _divided_tokens(spec, jax.typeof(x).sharding)
+        if divided is not None:
+            raise ValueError(f"`query`, `key` and `value` must have all their tokens on each device. {divided}")
+
+
+def _divided_tokens(spec: AttentionSpec, sharding: NamedSharding | None) -> str | None:
+    """Says over which axes the tokens of an array of a dense call are divided, and what to do; None if they are not."""
+    pspec, axis = getattr(sharding, "spec", ()), 1 if spec.layout == "BTNH" else 2
+    entry = pspec[axis] if spec.paging is None and axis < len(pspec) else None
+    names = (entry,) if isinstance(entry, str) else entry
+    if sharding is None or not names or all(sharding.mesh.shape[name] == 1 for name in names):
+        return None
+    return (
+        f"They are sharded over {', '.join(map(repr, names))}. To divide the work, call "
+        f"`jflex.context_parallel_attention(..., mesh=mesh, axis={names[0]!r})`."
+    )
 
 
 def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding | None, axes: Axes) -> Split:

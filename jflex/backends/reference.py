@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex._call.kv_lengths import inputs_without_lengths, spec_without_lengths
+from jflex._jax.manual_axes import vary, varying_axes
 from jflex.backends import paged_reference
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax, stats_of
@@ -125,6 +126,7 @@ def _contained_outputs(visible: jax.Array) -> _Outputs:
             return total + einsum("bnts,bntsh->bnth", weights, values), None
 
         start = jnp.zeros((*weights.shape[:3], value.shape[3]), weights.dtype)
+        start = vary(start, varying_axes(weights, visible, value))
         return jax.lax.scan(add, start, (chunks(weights, 3), chunks(visible, 3), chunks(value, 2)))[0]
 
     return outputs

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from jflex._jax.manual_axes import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import Requirement, program_requirements
 from jflex.mods.batchable import CALLS, batchable, bind
-from jflex.mods.fingerprint import Open, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
 
 Role = Literal["score", "mask", "key", "value"]
 ScalarRole = Literal["score", "mask"]
@@ -269,7 +269,7 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
         env: dict[core.Var, _Value] = dict(zip(jaxpr.constvars, (_Known(c, True) for c in consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
-            ins = [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            ins = [_known_literal(v) if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
             inner = sub_jaxpr(eqn) if eqn.primitive.name in CALLS else None
             if eqn.primitive.name in _TYPE_CASTS:
                 outs = ins
@@ -285,7 +285,7 @@ def _hoist(traced: core.ClosedJaxpr) -> tuple[Callable[..., jax.Array], tuple[ja
                 outs = [next(count) for _ in eqn.outvars]
                 steps.append((eqn, ins, outs))
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [_Known(v.val, False) if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+        return [_known_literal(v) if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
 
     jaxpr, consts = open_jaxpr(traced)
     arguments = [next(count) for _ in jaxpr.invars]
@@ -328,6 +328,15 @@ def _with_key_data(
 
 def _is_key(x: jax.Array | np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _known_literal(literal: core.Literal) -> _Known:
+    """A literal without the mesh of an enclosing `jax.shard_map`, which JAX 0.11 keeps in it: programs know no mesh."""
+    value = literal.val
+    if jax.sharding.get_abstract_mesh().empty or not hasattr(value, "dtype"):
+        return _Known(value, False)
+    known = np.asarray(value)
+    return _Known(known.item() if aval_of(literal).weak_type else known, False)
 
 
 def _is_literal(x: _Known) -> bool:

@@ -1,0 +1,99 @@
+"""Where a context parallel call runs: the mesh, and which of its axes divide tokens, batch and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+Names = str | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The axes of a mesh that divide a call.
+
+    Attributes:
+      mesh: The mesh over which the call maps itself; None inside of the caller's `jax.shard_map`.
+      axis: The axis that divides the tokens.
+      shards: Its size.
+      batch: The axes that divide the batch.
+      heads: The axes that divide the heads.
+      batch_shards: The product of their sizes.
+      head_shards: Likewise.
+    """
+
+    mesh: Any
+    axis: str
+    shards: int
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    batch_shards: int
+    head_shards: int
+
+    @classmethod
+    def of(cls, mesh: Any, axis: object, batch_axes: Names, head_axes: Names) -> Placement:
+        """Checks the arguments of a call.
+
+        Raises:
+          TypeError: A name is not a string.
+          ValueError: There is no mesh, it lacks a named axis, or an axis has two uses.
+        """
+        around = jax.sharding.get_abstract_mesh()
+        found = around if mesh is None else mesh
+        inside = mesh is None and axis in around.manual_axes
+        sizes = dict(found.shape) if hasattr(found, "shape") else None
+        if not sizes:
+            raise ValueError(
+                "`mesh` must be a `jax.sharding.Mesh` unless the call stands inside of `jax.shard_map` or "
+                f"`jax.set_mesh`. Got {type(mesh).__name__ if mesh is not None else None}. Make one with "
+                "`jax.make_mesh((8,), ('context',))`."
+            )
+        batch, heads = _names("batch_axes", batch_axes), _names("head_axes", head_axes)
+        used = (*_names("axis", axis if isinstance(axis, str) else (axis,)), *batch, *heads)  # pyright: ignore
+        for name in used:
+            if name not in sizes:
+                raise ValueError(
+                    f"`axis`, `batch_axes` and `head_axes` must name axes of the mesh. Got {name!r}; the mesh has "
+                    f"{', '.join(map(repr, sizes))}."
+                )
+        if len(set(used)) < len(used):
+            raise ValueError(
+                "`axis`, `batch_axes` and `head_axes` must name each axis of the mesh once. Got "
+                f"{', '.join(map(repr, used))}."
+            )
+        if inside and (batch or heads):
+            raise ValueError(
+                "`batch_axes` and `head_axes` must be empty inside of `jax.shard_map`, whose arrays are those of the "
+                f"shard. Got {batch!r} and {heads!r}."
+            )
+        product = lambda names: math.prod(sizes[name] for name in names)
+        own = None if inside else found
+        return cls(own, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads))
+
+    def shard(self) -> jax.Array:
+        """The number of the device along `axis`, inside of its program."""
+        return jax.lax.axis_index(self.axis).astype(jnp.int32)
+
+    def rows(self, layout: str, *, batch: bool = True) -> PartitionSpec:
+        """The sharding of query, key, value or output; `batch`: whether each batch entry has its own."""
+        first = self.batch if batch and self.batch else None
+        heads = self.heads or None
+        return PartitionSpec(first, self.axis, heads) if layout == "BTNH" else PartitionSpec(first, heads, self.axis)
+
+    def lse(self) -> PartitionSpec:
+        """The sharding of an lse [B, Hq, T]."""
+        return PartitionSpec(self.batch or None, self.heads or None, self.axis)
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        what = "the name of an axis" if argument == "axis" else "a name of an axis, or a sequence of names"
+        raise TypeError(f"`{argument}` must be {what} of the mesh. Got {given!r}.")
+    return tuple(names)

@@ -1,0 +1,335 @@
+"""Context parallel attention over a ring: keys and values pass from device to device, and states are merged.
+
+After Ring Attention (Liu et al. 2023, arXiv:2310.01889). The next keys are sent before the kernel runs on those at
+hand, so that a compiler may overlap both. In the backward pass keys and values go round once more, and the sums of
+their gradients follow one step behind; each kernel takes weights from the lse over all keys, so that the gradients of
+steps add up. Steps at which no device attends to anything are left out where the mask is known, by a longer hop; at the
+others a device that attends to nothing computes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from jflex import backends
+from jflex._call.dispatch import select_forward, select_passes
+from jflex._call.sinks import fold_sinks
+from jflex._jax.custom_vjp import reverse_only
+from jflex._jax.manual_axes import match_manual_axes
+from jflex._jax.ops import BackwardOp, ForwardOp
+from jflex._jax.primitive import call_as_primitive
+from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.block_mask.lists import BlockLists
+from jflex.context_parallel.call import ContextCall
+from jflex.context_parallel.gather import CALLER
+from jflex.context_parallel.shard import Shard, Where, shard_of
+from jflex.merging import merge
+from jflex.state import AttentionState
+from pallas_kernels.plan import GradientRequest
+
+
+class _Local(NamedTuple):
+    """The arrays of one device.
+
+    Attributes:
+      inputs: Query, key and value are local; `lists` have a leading axis of the devices whose keys are visited.
+      where: Where they lie; `keys` are not known before a step.
+      sees: Whether this device attends to the keys of each device; None if it does to all.
+      me: The number of this device.
+    """
+
+    inputs: Inputs
+    where: Where
+    sees: jax.Array | None
+    me: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The static part of a call.
+
+    Attributes:
+      call: The call.
+      steps: The steps at which any device attends to anything; at step ``s``, device ``i`` holds the keys of ``i - s``.
+    """
+
+    call: ContextCall
+    steps: tuple[int, ...]
+
+    def hop(self, tree: Any, distance: int) -> Any:
+        """Sends arrays to the device `distance` steps further.
+
+        XLA has one transfer under way at a time, and only that one is hidden by a kernel: so keys and values, and their
+        gradients, travel as one array where they are alike.
+        """
+        n = self.call.placement.shards
+        if distance % n == 0:
+            return tree
+        pairs = [(i, (i + distance) % n) for i in range(n)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.call.placement.axis, pairs), tree)
+
+    def at(self, local: _Local, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> Shard:
+        """The call of this device on the keys of another one."""
+        spec, lists = self.call.spec, local.inputs.lists
+        lists = None if lists is None else BlockLists(*(x[owner] for x in lists))
+        inputs = local.inputs._replace(key=keys[0], value=keys[1], lists=lists)
+        shard = shard_of(spec, inputs, local.where._replace(keys=self.call.span(spec.S, owner)))
+        return shard._replace(inputs=match_manual_axes(shard.inputs))
+
+    def owner(self, local: _Local, step: Any) -> jax.Array:
+        """Whose keys this device holds at a step."""
+        return lax.rem(local.me - step + self.call.placement.shards, jnp.int32(self.call.placement.shards))
+
+
+Visit = Callable[[Any, tuple[jax.Array, jax.Array], jax.Array], tuple[Any, Any]]
+
+
+def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Array | None) -> Saved:
+    """The attention of one device, inside of its program; `inputs` are local.
+
+    Args:
+      call: The call.
+      inputs: The arrays of this device.
+      where: Its batch entries and heads.
+      sees: Whether this device attends to the keys of each device; None if not known.
+    """
+    me = call.placement.shard()
+    where = where._replace(queries=call.span(call.spec.T, me))
+    known = None if call.sees is None else np.array(call.sees)
+    ring = _Ring(call, _steps(known, call.placement.shards))
+    if known is not None and _all_see(known, ring.steps):
+        sees = None
+    local = _Local(inputs._replace(sinks=None), where, sees, me)
+    local = match_manual_axes(local)
+    shard = ring.at(local, (local.inputs.key, local.inputs.value), me)
+    name = select_forward(call.implementation, shard.spec, CALLER)
+    if backends.get(name).differentiable:
+        saved = _forward(ring, name, local)
+    else:
+        saved = cast(Saved, _attend(ring, name, local._replace(inputs=reverse_only(local.inputs))))
+    return fold_sinks(shard.spec, saved, inputs.sinks)
+
+
+def _steps(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
+    """The steps at which any device attends to anything; the first one in any case."""
+    if sees is None:
+        return tuple(range(n))
+    devices = np.arange(n)
+    return tuple(s for s in range(n) if s == 0 or sees[devices, (devices - s) % n].any())
+
+
+def _all_see(sees: np.ndarray, steps: tuple[int, ...]) -> bool:
+    devices = np.arange(len(sees))
+    return all(sees[devices, (devices - s) % len(sees)].all() for s in steps)
+
+
+def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tuple[Any, Any]:
+    """Visits the keys of all steps.
+
+    Args:
+      ring: The ring.
+      local: The arrays of this device.
+      visit: ``(carry, keys, owner) -> (carry, addition)``.
+      carry: What stays on this device.
+      sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
+
+    Returns:
+      The carry, and the sums of the keys of this device.
+    """
+
+    def step(state: Any, number: Any, arrived: int, leaves: int) -> Any:
+        carry, keys, sums = state
+        onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
+        sums = ring.hop(sums, arrived)
+        carry, addition = visit(carry, _unpacked(keys, pair), ring.owner(local, number))
+        return carry, onward, jax.tree.map(jnp.add, sums, _packed(addition))
+
+    pair = (local.inputs.key, local.inputs.value)
+    zeros, sums = sums, _packed(sums)
+    steps = ring.steps
+    hops = [after - before for before, after in itertools.pairwise(steps)]
+    leaves = [*hops, 0]
+    # The sums of this device's own keys stay, so that those of others set out at the second step.
+    arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
+    state = step((carry, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
+    own, state = state[2], (*state[:2], sums)
+    for (come, go), alike in itertools.groupby(range(1, len(steps)), lambda i: (arrived[i], leaves[i])):
+        state = _repeated(functools.partial(step, arrived=come, leaves=go), state, [steps[i] for i in alike])
+    if len(steps) > 1:
+        own = jax.tree.map(jnp.add, own, ring.hop(state[2], -steps[-1]))
+    return state[0], _unpacked(own, zeros)
+
+
+def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -> Any:
+    """Takes several steps, in a loop if there is more than one: a ring of any size compiles four kernels at most."""
+    if len(numbers) == 1:
+        return step(state, jnp.int32(numbers[0]))
+    return lax.scan(lambda state, number: (step(state, number), None), state, jnp.array(numbers, jnp.int32))[0]
+
+
+def _packed(tree: Any) -> tuple[jax.Array, ...]:
+    """The arrays of a tree, stacked if they are alike."""
+    leaves = jax.tree.leaves(tree)
+    alike = len({(x.shape, x.dtype) for x in leaves}) == 1
+    return (jnp.stack(leaves),) if alike and len(leaves) > 1 else tuple(leaves)
+
+
+def _unpacked(packed: tuple[jax.Array, ...], like: Any) -> Any:
+    """The inverse of `_packed`, for a tree like `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    return jax.tree.unflatten(tree, packed if len(packed) == len(leaves) else list(packed[0]))
+
+
+def _where_seen(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
+    """``compute(keys)`` if this device attends to any key of the owner, else zeros or the state of no keys."""
+    if local.sees is None:
+        return compute(keys)
+    nothing, seen = match_manual_axes((nothing, local.sees[owner]))
+    return lax.cond(seen, compute, lambda _: nothing, keys)
+
+
+def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
+    spec, exact = ring.call.spec, ring.call.spec.exact
+    layout, normalize = spec.layout, spec.normalize
+
+    def attend(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> AttentionState:
+        shard = ring.at(local, keys, owner)
+        if backends.get(backend).differentiable:
+            saved = backends.get(backend).forward(shard.spec, shard.inputs)
+        else:
+            saved = call_as_primitive(ForwardOp(backend, shard.spec), shard.inputs)
+        state = AttentionState.from_attention(saved.out.astype(exact), saved.lse, layout)
+        return dataclasses.replace(state, normalize=normalize)
+
+    axis, heads = (1, 2) if layout == "BTNH" else (2, 1)
+    query = local.inputs.query
+    shape = (query.shape[0], query.shape[axis], query.shape[heads], spec.Dv)
+    empty = _typed_like(local, AttentionState.empty(shape, exact, normalize))
+
+    def visit(state: AttentionState, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
+        found = _where_seen(local, owner, lambda keys: attend(keys, owner), keys, empty)
+        return merge(state, found), None
+
+    state, _ = _walk(ring, local, visit, empty, None)
+    out, lse = state.to_attention(layout)
+    return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"))
+
+
+def _typed_like(local: _Local, tree: Any) -> Any:
+    """Types a tree as varying over the axes of the arrays of this device."""
+    return match_manual_axes((tree, local.me, local.inputs.query))[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(ring: _Ring, backend: str, local: _Local) -> Saved:
+    return _forward(ring, backend, local)
+
+
+def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, Any]:
+    del backend
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    local = jax.tree.map(lambda x: x.value, perturbed, is_leaf=is_primal)
+    asked = jax.tree.map(lambda x: x.perturbed, perturbed.inputs, is_leaf=is_primal)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, local.inputs.score_operands, strict=True))
+    requested = GradientRequest(asked.query, asked.key, asked.value, captured)
+    shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
+    passes = select_passes(ring.call.implementation, shard.spec, _of_shard(shard, requested))
+    saved = _forward(ring, passes.forward, local)
+    return saved, (local, saved, _Backward(passes.backward, requested))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """Which backend computes which gradients: a static part of the residuals."""
+
+    backend: str
+    requested: GradientRequest
+
+
+def _of_shard(shard: Shard, requested: GradientRequest) -> GradientRequest:
+    """The request in the numbering of the captured arrays of a shard."""
+    asked = [False] * len(shard.inputs.score_operands)
+    for number, want in zip(shard.operands, requested.score_operands, strict=True):
+        if number is not None:
+            asked[number] = want
+    return requested._replace(score_operands=tuple(asked))
+
+
+class _OfQueries(NamedTuple):
+    """The gradients that stay on a device, in float32 (float64 for arrays of it); None where not requested."""
+
+    query: jax.Array | None
+    score_operands: tuple[jax.Array | None, ...]
+
+
+class _OfKeys(NamedTuple):
+    """The gradients that travel with keys and values, likewise."""
+
+    key: jax.Array | None
+    value: jax.Array | None
+
+
+def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Backward], cotangents: Saved) -> tuple[Any]:
+    del backend
+    local, saved, backward = residuals
+    requested, inputs = backward.requested, local.inputs
+    zero = lambda x: isinstance(x, SymbolicZero)
+    d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
+    d_saved = SavedCotangents(d_out, None if zero(cotangents.lse) else cotangents.lse)
+
+    def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
+        shard = ring.at(local, keys, owner)
+        operation = BackwardOp(backward.backend, shard.spec, _of_shard(shard, requested))
+        found = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
+        captured = tuple(
+            None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
+            for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
+        )
+        sums = _OfQueries(found.query, captured), _OfKeys(found.key, found.value)
+        return _typed_like(local, jax.tree.map(lambda x: x.astype(_exact(x.dtype)), sums))
+
+    sum_of = lambda x, want: jnp.zeros(x.shape, _exact(x.dtype)) if want else None
+    none = (
+        _OfQueries(
+            sum_of(inputs.query, requested.query),
+            tuple(map(sum_of, inputs.score_operands, requested.score_operands)),
+        ),
+        _OfKeys(sum_of(inputs.key, requested.key), sum_of(inputs.value, requested.value)),
+    )
+    none = _typed_like(local, none)
+
+    def visit(sums: _OfQueries, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
+        of_queries, of_keys = _where_seen(local, owner, lambda keys: pull(keys, owner), keys, none)
+        return jax.tree.map(jnp.add, sums, of_queries), of_keys
+
+    of_queries, of_keys = _walk(ring, local, visit, *none)
+    like = lambda g, x: None if g is None else g.astype(x.dtype)
+    nothing = jax.tree.map(lambda _: None, local)
+    gradients = nothing.inputs._replace(
+        query=like(of_queries.query, inputs.query),
+        key=like(of_keys.key, inputs.key),
+        value=like(of_keys.value, inputs.value),
+        score_operands=tuple(map(like, of_queries.score_operands, inputs.score_operands)),
+    )
+    return (nothing._replace(inputs=gradients),)
+
+
+def _exact(dtype: Any) -> Any:
+    """The dtype of sums."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

@@ -1,0 +1,118 @@
+"""The part of a call that one device computes: local sizes, and mods that map local indices to absolute positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from jflex.backends.base import Inputs
+from jflex.mods.reindex import Positions, ReindexedMod
+from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
+from pallas_kernels.spec import AttentionSpec, Blocks, Mod
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Span:
+    """The absolute positions of local tokens.
+
+    Attributes:
+      starts: The first position of each local chunk.
+      chunk: Tokens in a chunk.
+    """
+
+    starts: Int32[Array, " chunks"]
+    chunk: int = dataclasses.field(metadata={"static": True})
+
+    def position(self, index: Any) -> Any:
+        """The position of a local token."""
+        if self.starts.size == 1:
+            return index + self.starts[0]
+        chunk = jnp.int32(self.chunk)
+        # Not `//` and `%`, whose programs hold the mesh in which they are traced; no index is negative.
+        return self.starts[lax.div(index, chunk)] + lax.rem(index, chunk)
+
+
+class Where(NamedTuple):
+    """Where local arrays lie in those of the whole call; None where they begin at 0 and are in order.
+
+    Attributes:
+      batch: The first batch entry.
+      head: The first query head.
+      queries: Positions of the queries.
+      keys: Positions of the keys.
+    """
+
+    batch: Int32[Array, ""] | None = None
+    head: Int32[Array, ""] | None = None
+    queries: Span | None = None
+    keys: Span | None = None
+
+    def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
+        """The absolute positions of local indices."""
+        add = lambda index, first: index if first is None else index + first
+        of = lambda index, span: index if span is None else span.position(index)
+        return Positions(add(b, self.batch), add(h, self.head), of(q_idx, self.queries), of(kv_idx, self.keys))
+
+
+class Shard(NamedTuple):
+    """The call of one device.
+
+    Attributes:
+      spec: With local sizes.
+      inputs: The local arrays; the mods capture where these lie.
+      operands: The index here of each array that the score mod captures in the whole call; None if it is not read.
+    """
+
+    spec: AttentionSpec
+    inputs: Inputs
+    operands: tuple[int | None, ...]
+
+
+def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
+    """The call of one device, from the spec of the whole call and local arrays."""
+    score, score_operands = _moved(whole.score_mod, inputs.score_operands, where, trace_score_mod)
+    mask, mask_operands = _moved(whole.mask_mod, inputs.mask_operands, where, trace_mask_mod)
+    dropout, dropout_operands = whole.dropout, inputs.dropout_operands
+    if dropout is not None:
+        kept, dropout_operands = _moved(dropout.mod, dropout_operands, where, trace_mask_mod)
+        assert kept is not None  # as `dropout.mod`
+        dropout = dataclasses.replace(dropout, mod=kept)
+    blocks = whole.blocks
+    if blocks is not None and inputs.lists is not None:
+        blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
+    length, heads = (1, 2) if whole.layout == "BTNH" else (2, 1)
+    query, key = inputs.query.shape, inputs.key.shape
+    spec = dataclasses.replace(
+        whole, B=query[0], T=query[length], S=key[length], Hq=query[heads], Hkv=key[heads], Bkv=key[0],
+        score_mod=score, mask_mod=mask, dropout=dropout, blocks=blocks, sinks=inputs.sinks is not None,
+    )  # fmt: skip
+    numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
+    captured = {"score_operands": score_operands, "mask_operands": mask_operands, "dropout_operands": dropout_operands}
+    return Shard(spec, inputs._replace(**captured), numbers)
+
+
+def _moved(
+    mod: Mod | None,
+    operands: tuple[jax.Array, ...],
+    where: Where,
+    trace: Callable[..., tuple[TracedMod, tuple[jax.Array, ...]]],
+) -> tuple[Mod | None, tuple[jax.Array, ...]]:
+    """A mod that takes local indices."""
+    if mod is None or all(x is None for x in where):
+        return mod, operands
+    traced, captured = trace(ReindexedMod(functools.partial(mod, operands), where.positions))
+    return dataclasses.replace(traced, source=mod.source), captured
+
+
+def chunks_in_order(x: jax.Array, order: Any, axis: int) -> jax.Array:
+    """Takes the chunks of an axis in another order."""
+    divided = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
+    return jnp.take(divided, order, axis=axis, unique_indices=True, mode="clip").reshape(x.shape)
