@@ -302,7 +302,7 @@ def _paged_fp8() -> list[Problem]:
 
 @_suite(
     "multi-head latent attention, absorbed: latent vectors of 512 columns and rotated keys of 64, in pages",
-    "jflex jflex-mosaic jax-xla-latents",
+    "jflex-mosaic jflex-triton jax-xla-latents",
     served=True,
 )
 def _mla() -> list[Problem]:

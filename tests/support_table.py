@@ -124,7 +124,7 @@ def features() -> list[Feature]:
     bias, shared = ((B, HEADS, LENGTH, LENGTH), "bfloat16"), ((HEADS, LENGTH, LENGTH), "bfloat16")
     distances, table = ((HEADS, 2 * LENGTH), "float32"), ((64, 64), "float32")
     pages = {"paging": Paging(page_size=64, num_pages=1024), "T": 33, "B": 32}
-    latent = {"Hkv": 1, "D": 576, "Dv": 512, "values_in_keys": True}
+    latent = {"Hq": 128, "Hkv": 1, "D": 576, "Dv": 512, "values_in_keys": True}
     return [
         Feature("bfloat16, float16", {"dtype": "float16"}),
         Feature("float32", {"dtype": "float32"}),

@@ -198,7 +198,8 @@ def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captu
     return function, (captured, *inputs)
 
 
-def _implementation(on_gpu: str = "triton") -> str:
+def _implementation(on_gpu: str | None) -> str | None:
+    """What a call names on a GPU; None leaves the choice to jflex."""
     return on_gpu if jax.default_backend() == "gpu" else "xla"
 
 
@@ -224,7 +225,7 @@ def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
 
 
-def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
+def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
     def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
         begins = problem.S - problem.T if lengths is None else lengths - problem.T  # where q_idx 0 lies
         bound = _served_mods(problem, mods(captured))
@@ -289,7 +290,7 @@ def _in_eight_bits(dtype: str, cache: Any) -> Any:
     return jflex.paged.write(empty, rows(cache.k), rows(cache.v), jnp.arange(pages * size, dtype=jnp.int32))
 
 
-def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing: bool = False) -> Program:
+def _paged(problem: Problem, mods: BoundMods, on_gpu: str | None = None, *, sharing: bool = False) -> Program:
     """Every sequence loads all of its pages by itself; with `sharing`, those of the prefix are the same pages."""
 
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
@@ -312,7 +313,7 @@ def _paged(problem: Problem, mods: BoundMods, on_gpu: str = "triton", *, sharing
     return attend, _paged_inputs(problem, problem.prefix * sharing)
 
 
-def _cascade(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
+def _cascade(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
     """The shared pages are loaded once: the same arrays as two levels."""
     query, cache, batch = _paged_inputs(problem, problem.prefix)
     pages = problem.prefix // problem.page
@@ -329,14 +330,14 @@ def _cascade(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Progr
     return attend, (query, cache, shared, own)
 
 
-def _served_jflex(problem: Problem, mods: BoundMods, on_gpu: str = "triton") -> Program:
+def _served_jflex(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
     return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods, on_gpu)
 
 
 _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex": _served_jflex,
     "jflex-mosaic": functools.partial(_served_jflex, on_gpu="mosaic_gpu"),
-    "jflex-triton": _served_jflex,
+    "jflex-triton": functools.partial(_served_jflex, on_gpu="triton"),
     "jflex-official": functools.partial(_served_jflex, on_gpu="official_triton"),
     "jflex-contiguous": _contiguous,
     "jflex-flat": functools.partial(_paged, sharing=True),

@@ -178,6 +178,7 @@ def speed_table(results: Results) -> str:
         suites.get("decode"), columns, "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0
     )
     rows += _served_row(suites.get("paged"), columns, "the same from pages of 64, 4096 keys, B 32", 64)
+    rows += _latent_row(suites.get("mla"), len(columns))
     for question, words, names in _WHOLE_MODELS:
         if (result := suites.get(question)) is not None:
             found = {record.name: f"{record.value.median:,.0f}" for record in result.records}
@@ -202,6 +203,14 @@ def _served_row(result: ResultFile | None, columns: Sequence[str], words: str, p
         seconds = [record.seconds for record in records if record is not None]
         row.append(_microseconds(min(seconds)) if seconds else "")
     return [row]
+
+
+def _latent_row(result: ResultFile | None, columns: int) -> Table:
+    """One row: latent attention with many heads; no peer of the table computes it."""
+    problem = next((x for x in result.problems if x.Hq == 128 and x.T == 1), None) if result else None
+    record = result.find(problem, result.baseline, "forward") if result and problem else None
+    words = "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s"
+    return [] if record is None else [[words, f"{record.tflops:.0f}", *[""] * (columns - 1)]]
 
 
 def readme_with_table(readme: str, results: Results) -> str:
