@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
+from jflex.context_parallel import attention
 from tests import captured_pairs as captured
 from tests import dropout_bits, evaluation
 from tests import mask_pairs as masks
@@ -304,18 +305,16 @@ def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
     assert_close(found, jflex.flex_attention(*plain, mask_mod=MASKS["causal"], implementation="xla"))
 
 
-def test_a_new_value_compiles_nothing():
-    """Masks and mods with the same program and other values are the same program."""
+def test_a_new_value_compiles_nothing(monkeypatch):
+    """Mods of eager calls with the same program and other values are the same program of a device."""
     mesh, arrays = drawn(T=64)
-    traces = []
-
-    @jax.jit
-    def run(slope, *x):
-        traces.append(1)
-        return attend_in(mesh, "ring")(*x, lambda s, b, h, i, j: s * slope, mask_mod=MASKS["causal"])
-
-    first, second = run(jnp.float32(1), *arrays), run(jnp.float32(2), *arrays)
-    assert len(traces) == 1
+    traces, on_device = [], attention._on_device
+    monkeypatch.setattr(attention, "_on_device", lambda *x: traces.append(1) or on_device(*x))
+    scaled = lambda slope: lambda s, b, h, i, j: s * slope
+    run = lambda slope: attend_in(mesh, "ring")(*arrays, scaled(slope), mask_mod=MASKS["causal"])
+    first, count = run(jnp.float32(1)), len(traces)
+    second = run(jnp.float32(2))
+    assert len(traces) == count > 0
     assert not np.allclose(first, second)
 
 
@@ -475,6 +474,11 @@ WRONG = {
         ValueError,
         r"key heads of a device, 2,",
     ),
+    "devices as a mesh": (
+        lambda: call(mesh=np.array(jax.devices())),
+        ValueError,
+        r"`mesh` must be a `jax\.sharding\.Mesh` unless .*Got ndarray",
+    ),
     "a chunk twice": (
         lambda: call(order=np.array([0, 1, 1, 3])),
         ValueError,
@@ -561,9 +565,12 @@ def test_axes_of_batch_inside_of_shard_map_are_refused():
 # --- without it
 
 
-def test_jit_of_divided_tokens_says_what_divides_the_work():
+@pytest.mark.parametrize("whole", [None, 0], ids=["all divided", "whole query"])
+def test_jit_of_divided_tokens_says_what_divides_the_work(whole):
     """XLA's partitioner tells how arrays are sharded too late for an error that Python could raise."""
-    _, arrays = drawn(T=64)
+    mesh, arrays = drawn(T=64)
+    if whole is not None:
+        arrays[whole] = jax.device_put(arrays[whole], NamedSharding(mesh, P("data")))
     run = jax.jit(functools.partial(jflex.flex_attention, implementation="xla"))
     with pytest.warns(
         UserWarning, match=r"gathers and computes all tokens\. They are sharded over 'context'\..*axis='con"

@@ -16,6 +16,7 @@ from jflex._call.sinks import sinks_gradient
 from jflex._jax import partitioning
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
+from jflex._jax.shard import Where, moved, moved_dropout
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
 from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import GradientRequest
@@ -88,11 +89,7 @@ class BackwardOp:
         def local(mesh: jax.sharding.Mesh, split: Split, *flat: jax.Array) -> tuple[jax.Array, ...]:
             inputs, saved, d_saved = jax.tree.unflatten(tree, flat)
             shard = partitioning.shard_of(self.spec, inputs, mesh, split)
-            asked = [False] * len(shard.inputs.score_operands)
-            for number, want in zip(shard.operands, self.requested.score_operands, strict=True):
-                if number is not None:
-                    asked[number] = want
-            own = BackwardOp(self.backend, shard.spec, self.requested._replace(score_operands=tuple(asked)))
+            own = BackwardOp(self.backend, shard.spec, shard.requested(self.requested))
             found = own((shard.inputs, saved, d_saved))
             captured = []
             for number, x in zip(shard.operands, gradients.score_operands, strict=True):
@@ -173,13 +170,13 @@ def _paged_shard_of(
     pieces = math.prod(mesh.shape[name] for name in names)
     if pieces == 1:
         return spec, inputs
-    first = (None, jax.lax.axis_index(names) * (spec.Hq // pieces))
-    score, score_operands = partitioning.shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = partitioning.shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    dropout, dropout_operands = partitioning.shifted_dropout(spec.dropout, inputs.dropout_operands, first)
+    first = Where(head=jax.lax.axis_index(names) * (spec.Hq // pieces))
+    score, score_operands = moved(spec.score_mod, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = moved(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
+    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.dropout_operands, first)
     key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
     sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
-    first_key = (None, jax.lax.axis_index(names) * (spec.Hkv // pieces))
+    first_key = Where(head=jax.lax.axis_index(names) * (spec.Hkv // pieces))
     key, key_operands = _shifted_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
     value, value_operands = _shifted_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
     local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
@@ -193,7 +190,7 @@ def _paged_shard_of(
 
 
 def _shifted_vector_mod(
-    spec: AttentionSpec, mod: Mod | None, operands: tuple[jax.Array, ...], first: tuple[None, jax.Array]
+    spec: AttentionSpec, mod: Mod | None, operands: tuple[jax.Array, ...], first: Where
 ) -> tuple[Mod | None, tuple[jax.Array, ...]]:
     """A key or value mod that takes key heads of one shard."""
     if mod is None:
@@ -201,4 +198,4 @@ def _shifted_vector_mod(
     role: VectorRole = "key" if mod.role == "key" else "value"
     size = spec.D if role == "key" else spec.Dv
     trace = functools.partial(trace_vector_mod, role=role, size=size, dtype=jnp.dtype(spec.exact))
-    return partitioning.shifted(mod, operands, first, trace)
+    return moved(mod, operands, first, trace)

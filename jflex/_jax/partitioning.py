@@ -6,23 +6,21 @@ independent, and give it the program of one shard, in which the mods still get g
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jflex._jax import shard
 from jflex._jax.primitive import Flat, lower_separately
+from jflex._jax.shard import Shard, Where
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
-from jflex.mods.reindex import Positions, ReindexedMod
-from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
-from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Mod
+from pallas_kernels.spec import AttentionSpec
 
 
 class Axes(NamedTuple):
@@ -70,20 +68,6 @@ def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
     return [own for x, own in zip(arrays, axes, strict=True) if x is not None]
 
 
-class Shard(NamedTuple):
-    """One shard of a spec.
-
-    Attributes:
-      spec: The spec with local sizes.
-      inputs: The local arrays; the mods capture the first batch entry and head of the shard.
-      operands: The index here of each array that the score mod captures in the whole spec; None if it is not read.
-    """
-
-    spec: AttentionSpec
-    inputs: Inputs
-    operands: tuple[int | None, ...]
-
-
 class Split(NamedTuple):
     """Names of the mesh axes over which batch and heads are split."""
 
@@ -101,60 +85,12 @@ class Split(NamedTuple):
 
 def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
     """The local spec and inputs, inside the program of one shard."""
-    batch_pieces, head_pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
-    first = [
+    pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
+    batch, head = (
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
-        for names, size, n in zip(split, (spec.B, spec.Hq), (batch_pieces, head_pieces), strict=True)
-    ]
-    score, score_operands = shifted(spec.score_mod, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = shifted(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    dropout, dropout_operands = shifted_dropout(spec.dropout, inputs.dropout_operands, first)
-    blocks = spec.blocks
-    if blocks is not None and inputs.lists is not None:
-        blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
-    local = dataclasses.replace(
-        spec,
-        B=spec.B // batch_pieces,
-        Hq=spec.Hq // head_pieces,
-        Hkv=spec.Hkv // head_pieces,
-        Bkv=inputs.key.shape[0],
-        score_mod=score,
-        mask_mod=mask,
-        blocks=blocks,
-        dropout=dropout,
+        for names, size, n in zip(split, (spec.B, spec.Hq), pieces, strict=True)
     )
-    numbers = tuple(next((i for i, y in enumerate(score_operands) if y is x), None) for x in inputs.score_operands)
-    captured = {"score_operands": score_operands, "mask_operands": mask_operands, "dropout_operands": dropout_operands}
-    return Shard(local, inputs._replace(**captured), numbers)
-
-
-def shifted(
-    mod: Mod | None,
-    operands: tuple[jax.Array, ...],
-    first: Sequence[jax.Array | None],
-    trace: Callable[..., tuple[TracedMod, tuple[jax.Array, ...]]],
-) -> tuple[Mod | None, tuple[jax.Array, ...]]:
-    """A mod that takes local indices of batch and head."""
-    if mod is None or all(x is None for x in first):
-        return mod, operands
-    whole = lambda local, start: local if start is None else local + start.astype(jnp.int32)
-
-    def positions(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
-        return Positions(whole(b, first[0]), whole(h, first[1]), q_idx, kv_idx)
-
-    traced, captured = trace(ReindexedMod(functools.partial(mod, operands), positions))
-    return dataclasses.replace(traced, source=mod.source), captured
-
-
-def shifted_dropout(
-    dropout: Dropout | None, operands: tuple[jax.Array, ...], first: Sequence[jax.Array | None]
-) -> tuple[Dropout | None, tuple[jax.Array, ...]]:
-    """Dropout whose mod takes local indices of batch and head."""
-    if dropout is None:
-        return None, operands
-    kept, operands = shifted(dropout.mod, operands, first, trace_mask_mod)
-    assert kept is not None  # as `dropout.mod`
-    return dataclasses.replace(dropout, mod=kept), operands
+    return shard.shard_of(spec, inputs, Where(batch, head))
 
 
 def partitioned(
@@ -176,7 +112,8 @@ def partitioned(
     call = custom_partitioning(function)
 
     def partition(mesh, in_shapes, out_shapes):
-        divided = _divided_tokens(spec, in_shapes[0].sharding)
+        query, key, value = (x.sharding for x in in_shapes[:3])
+        divided = next(filter(None, (_divided_tokens(spec, x) for x in (query, key, value))), None)
         if divided is not None:
             warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
         split = _split(spec, mesh, in_shapes[0].sharding, in_axes[0])

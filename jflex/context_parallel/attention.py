@@ -14,12 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from jflex._call.checks import check_arrays, check_lse, device_of
 from jflex._call.dispatch import Implementation
+from jflex._jax.shard import Where
 from jflex.attention import Call, attend, prepare
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.context_parallel.call import (
+    CALLER,
     STRATEGIES,
     ContextCall,
     Strategy,
@@ -27,11 +29,10 @@ from jflex.context_parallel.call import (
     divided,
     own_block_mask,
 )
-from jflex.context_parallel.gather import CALLER, attend_gathered
+from jflex.context_parallel.gather import attend_gathered
 from jflex.context_parallel.order import Order, checked_order
 from jflex.context_parallel.placement import Names, Placement
 from jflex.context_parallel.ring import attend_in_ring
-from jflex.context_parallel.shard import Where
 from jflex.context_parallel.ulysses import attend_exchanged
 from jflex.mods.types import MaskMod, ScoreMod
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
@@ -94,7 +95,7 @@ def context_parallel_attention(
     """`flex_attention` of sequences whose tokens are divided among the devices of a mesh.
 
     The result is that of one device: mods see absolute positions, and gradients flow into query, key, value, sinks and
-    every floating-point array that `score_mod` captures. Each device computes the output of its own queries. What
+    every floating-point array that `score_mod` captures. Each device returns the output of its own queries. What
     differs is how they meet the keys of others:
 
     * ``"all_gather"``: every device gets all keys and values. The gradients of these are summed by a reduce-scatter.
@@ -113,7 +114,7 @@ def context_parallel_attention(
       value: In `layout`.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, at absolute positions.
       block_mask: Of the whole sequence, its tokens in their natural order, whatever `order` is. Its blocks must divide
-        the chunks of a device.
+        the chunks of `order`, or without one the tokens of a device; for ``"ulysses"`` any do.
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, at absolute positions, in place of a BlockMask. The call makes one of
         it, in blocks of the largest power of two that divides the chunks, 128 at most; below 16 it evaluates the mask
         everywhere.

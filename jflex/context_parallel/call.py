@@ -13,18 +13,19 @@ from jax.core import Tracer, eval_context
 from jaxtyping import Array, Bool, Int8, Int32
 
 from jflex._jax.primitive import no_mesh
+from jflex._jax.shard import Span
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask, create_block_mask
 from jflex.block_mask.tables import block_lists
 from jflex.context_parallel.order import Order
 from jflex.context_parallel.placement import Placement
-from jflex.context_parallel.shard import Span
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod
 from pallas_kernels.spec import AttentionSpec
 
+CALLER = "context_parallel_attention"  # in messages
 Strategy = Literal["all_gather", "ring", "ulysses"]
 STRATEGIES: tuple[Strategy, ...] = ("all_gather", "ring", "ulysses")
 # Blocks of masks that the call makes: 128 as by default, or less where chunks are no multiple of it. Below 16 kernels

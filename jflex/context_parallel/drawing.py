@@ -58,5 +58,5 @@ def costs_to_image(
 
 
 def _ratio(costs: np.ndarray) -> float:
-    """How much longer the device with the most work takes than all with the mean."""
+    """The largest cost of a device over the mean."""
     return float(costs.max() / costs.mean()) if costs.any() else 1.0

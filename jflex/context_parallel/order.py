@@ -1,7 +1,7 @@
 """Orders of tokens that give every device the same share of a mask: zigzag, and one from the blocks of a BlockMask.
 
-An order is a permutation of chunks, equal parts of the sequence: the arrays hold chunk ``order[i]`` at place ``i``, and
-each device holds an equal run of places. Zigzag is that of Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section
+An order is a permutation of chunks, equal parts of the sequence: the arrays hold chunk ``order[i]`` in slot ``i``, and
+each device holds an equal run of slots. Zigzag is that of Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section
 3.3.2); the other is the rule of the longest processing time first (Graham 1969, Bounds on Multiprocessing Timing
 Anomalies), with as many chunks for each device.
 """
@@ -21,7 +21,6 @@ from jaxtyping import Array, Float64, Int, Int32, Shaped
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lengths import checked_width
 from jflex.block_mask.mask import BlockMask
-from jflex.context_parallel.shard import chunks_in_order
 
 Order = Int32[np.ndarray, " chunks"]
 
@@ -153,7 +152,7 @@ def reorder(x: Shaped[ArrayLike, "*axes"], order: Int[ArrayLike, " chunks"], axi
       axis: The axis of the tokens.
 
     Returns:
-      An array of the same shape, with chunk ``order[i]`` at place ``i``.
+      An array of the same shape, with chunk ``order[i]`` in slot ``i``.
 
     Raises:
       TypeError: The order is not of integers, or is traced.
@@ -194,7 +193,7 @@ def positions(order: Int[ArrayLike, " chunks"], length: int) -> Int32[np.ndarray
       length: Tokens of the sequence.
 
     Returns:
-      The position of the token at each place.
+      The position of the token in each slot.
 
     Raises:
       TypeError: The order is not of integers, or is traced.
@@ -242,3 +241,9 @@ def _permuted(x: jax.Array, chunks: np.ndarray, axis: int) -> jax.Array:
         return permute(x)
     permute_any: Any = jax.sharding.auto_axes(permute, out_sharding=sharding)
     return permute_any(x)
+
+
+def chunks_in_order(x: jax.Array, order: Any, axis: int) -> jax.Array:
+    """Takes the chunks of an axis in another order."""
+    divided = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
+    return jnp.take(divided, order, axis=axis, unique_indices=True, mode="clip").reshape(x.shape)

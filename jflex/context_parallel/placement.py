@@ -47,7 +47,7 @@ class Placement:
         around = jax.sharding.get_abstract_mesh()
         found = around if mesh is None else mesh
         inside = mesh is None and axis in around.manual_axes
-        sizes = dict(found.shape) if hasattr(found, "shape") else None
+        sizes = dict(found.shape) if isinstance(found, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) else None
         if not sizes:
             raise ValueError(
                 "`mesh` must be a `jax.sharding.Mesh` unless the call stands inside of `jax.shard_map` or "

@@ -29,11 +29,10 @@ from jflex._jax.custom_vjp import reverse_only
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import call_as_primitive
+from jflex._jax.shard import Shard, Where, shard_of
 from jflex.backends.base import Inputs, Saved, SavedCotangents
 from jflex.block_mask.lists import BlockLists
-from jflex.context_parallel.call import ContextCall
-from jflex.context_parallel.gather import CALLER
-from jflex.context_parallel.shard import Shard, Where, shard_of
+from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.merging import merge
 from jflex.state import AttentionState
 from pallas_kernels.plan import GradientRequest
@@ -172,7 +171,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
 
 
 def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -> Any:
-    """Takes several steps, in a loop if there is more than one: a ring of any size compiles four kernels at most."""
+    """Takes several steps, in a loop if there is more than one: a ring that leaves none out compiles four kernels."""
     if len(numbers) == 1:
         return step(state, jnp.int32(numbers[0]))
     return lax.scan(lambda state, number: (step(state, number), None), state, jnp.array(numbers, jnp.int32))[0]
@@ -191,7 +190,7 @@ def _unpacked(packed: tuple[jax.Array, ...], like: Any) -> Any:
     return jax.tree.unflatten(tree, packed if len(packed) == len(leaves) else list(packed[0]))
 
 
-def _where_seen(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
+def _where_attended(local: _Local, owner: jax.Array, compute: Callable[[Any], Any], keys: Any, nothing: Any) -> Any:
     """``compute(keys)`` if this device attends to any key of the owner, else zeros or the state of no keys."""
     if local.sees is None:
         return compute(keys)
@@ -218,7 +217,7 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
     empty = _typed_like(local, AttentionState.empty(shape, exact, normalize))
 
     def visit(state: AttentionState, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
-        found = _where_seen(local, owner, lambda keys: attend(keys, owner), keys, empty)
+        found = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
         return merge(state, found), None
 
     state, _ = _walk(ring, local, visit, empty, None)
@@ -245,7 +244,7 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
     captured = tuple(a and is_float(x) for a, x in zip(asked.score_operands, local.inputs.score_operands, strict=True))
     requested = GradientRequest(asked.query, asked.key, asked.value, captured)
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
-    passes = select_passes(ring.call.implementation, shard.spec, _of_shard(shard, requested))
+    passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
     saved = _forward(ring, passes.forward, local)
     return saved, (local, saved, _Backward(passes.backward, requested))
 
@@ -257,15 +256,6 @@ class _Backward:
 
     backend: str
     requested: GradientRequest
-
-
-def _of_shard(shard: Shard, requested: GradientRequest) -> GradientRequest:
-    """The request in the numbering of the captured arrays of a shard."""
-    asked = [False] * len(shard.inputs.score_operands)
-    for number, want in zip(shard.operands, requested.score_operands, strict=True):
-        if number is not None:
-            asked[number] = want
-    return requested._replace(score_operands=tuple(asked))
 
 
 class _OfQueries(NamedTuple):
@@ -292,16 +282,16 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
 
     def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)
-        operation = BackwardOp(backward.backend, shard.spec, _of_shard(shard, requested))
+        operation = BackwardOp(backward.backend, shard.spec, shard.requested(requested))
         found = call_as_primitive(operation, match_manual_axes((shard.inputs, saved, d_saved)))
         captured = tuple(
             None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
             for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
         )
         sums = _OfQueries(found.query, captured), _OfKeys(found.key, found.value)
-        return _typed_like(local, jax.tree.map(lambda x: x.astype(_exact(x.dtype)), sums))
+        return _typed_like(local, jax.tree.map(lambda x: x.astype(_accumulator_dtype(x.dtype)), sums))
 
-    sum_of = lambda x, want: jnp.zeros(x.shape, _exact(x.dtype)) if want else None
+    sum_of = lambda x, want: jnp.zeros(x.shape, _accumulator_dtype(x.dtype)) if want else None
     none = (
         _OfQueries(
             sum_of(inputs.query, requested.query),
@@ -312,7 +302,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     none = _typed_like(local, none)
 
     def visit(sums: _OfQueries, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
-        of_queries, of_keys = _where_seen(local, owner, lambda keys: pull(keys, owner), keys, none)
+        of_queries, of_keys = _where_attended(local, owner, lambda keys: pull(keys, owner), keys, none)
         return jax.tree.map(jnp.add, sums, of_queries), of_keys
 
     of_queries, of_keys = _walk(ring, local, visit, *none)
@@ -327,7 +317,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     return (nothing._replace(inputs=gradients),)
 
 
-def _exact(dtype: Any) -> Any:
+def _accumulator_dtype(dtype: Any) -> Any:
     """The dtype of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from jflex._jax.shard import Where, shard_of
 from jflex.attention import Call, attend
 from jflex.backends.base import Inputs, Saved
 from jflex.block_mask.lists import BlockLists
-from jflex.context_parallel.call import ContextCall
-from jflex.context_parallel.gather import CALLER
-from jflex.context_parallel.shard import Where, chunks_in_order, shard_of
+from jflex.context_parallel.call import CALLER, ContextCall
+from jflex.context_parallel.order import chunks_in_order
 
 
 def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:

@@ -215,7 +215,7 @@ def unknown_zero() -> jax.Array:
 
 
 def store_values(ref: Ref, at: jax.Array, x: jax.Array) -> None:
-    """Stores float32 [rows] to places of an array in global memory, seen as flat; -1 is no place."""
+    """Stores float32 [rows] to elements of an array in global memory, by flat index; -1 stores nothing."""
     pairs = (x.shape[0], TILE_COLUMNS)
     column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
     place = jnp.where(column == 0, lax.broadcast_in_dim(at, pairs, (0,)), -1)  # one thread of a row

@@ -7,13 +7,13 @@ import math
 from pallas_kernels.mosaic_gpu.cost import is_periodic
 from pallas_kernels.mosaic_gpu.plan import Plan
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
-from pallas_kernels.program.patterns import hides_later_keys_alone
+from pallas_kernels.program.patterns import masks_later_keys_only
 from pallas_kernels.spec import AttentionSpec
 
 WARPS_PER_GROUP = 4
 MIN_LENGTH = 256  # queries and keys from which on these kernels may be preferred
 NARROW = 64  # head size up to which few tiles, and gradients of short sequences, are faster in 'triton'
-LATENT_ROWS = 32  # of a request: query tokens times heads, from which on products outweigh loading latent vectors
+LATENT_ROWS = 32  # of a request: query tokens times heads, from which on MMAs take longer than loading latent rows
 VERY_NARROW = 32  # head size up to which that goes for longer ones
 
 
@@ -42,10 +42,10 @@ def slower_forward(plan: Plan) -> str | None:
 
 
 def slower_latent(spec: AttentionSpec) -> str | None:
-    """Latent caches of which loading takes longer than the products, or tiles are skipped, as a sentence, or None.
+    """Latent caches of which loading takes longer than the MMAs, or that were not measured; as a sentence, or None.
 
     H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
-    `triton`: 16 heads, 220 and 180 with one query token, 236 and 294 with two; 128 heads, 250 and 838, 514 and 1770.
+    `triton`: 16 heads, 224 and 180 with one query token, 237 and 292 with two; 128 heads, 249 and 834, 491 and 1749.
 
     Args:
       spec: With its tile programs.
@@ -53,9 +53,9 @@ def slower_latent(spec: AttentionSpec) -> str | None:
     rows = spec.Hq * spec.T // spec.B
     if rows < LATENT_ROWS:
         return f"below {LATENT_ROWS} query rows to a request (here {rows}), it is faster"
-    return (
-        None if hides_later_keys_alone(spec.programs.mask) else "only the kernels of 'triton' skip masked tiles of keys"
-    )
+    if masks_later_keys_only(spec.programs.mask):
+        return None
+    return "with a mask that hides earlier keys, its kernel was not measured"
 
 
 def slower_backward(spec: AttentionSpec) -> str | None:

@@ -177,7 +177,7 @@ def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
     return ordered, others
 
 
-def hides_later_keys_alone(program: Program | None) -> bool:
+def masks_later_keys_only(program: Program | None) -> bool:
     """Whether each conjunct of a mask is an upper limit of the key index: so a causal one, but no window."""
     ordered, others = clauses(program)
     return not others and all(_is_upper_limit(node, "k") for node in ordered)

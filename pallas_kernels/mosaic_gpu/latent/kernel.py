@@ -36,7 +36,7 @@ from pallas_kernels.types import A, Axis, Index, Ref
 
 CONSUMERS = 2
 PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
-Place: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
+PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 
 class LatentOperands(NamedTuple, Generic[A]):
@@ -288,7 +288,7 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
         pl.when(ahead < item.end)(functools.partial(_prefetch, static, item, ahead))
     for b in range(BUFFERS):
         tile = item.begin + 2 * j + b
-        places = _places(static, item, jnp.minimum(tile, item.end - 1))
+        pages = _page_rows(static, item, jnp.minimum(tile, item.end - 1))
         latents = lambda which, b=b: (buffers.latents.at[b, which], columns[which])
         near, far = [latents(b)], [latents(1 - b), (buffers.ropes.at[b], columns[2])]
         for full, empty, targets in (
@@ -296,26 +296,26 @@ def _load_pair(static: Static, item: Item, j: jax.Array, pair: jax.Array) -> jax
             (buffers.far_full, buffers.far_empty, far),
         ):
             pl.when(pair > 0)(functools.partial(plg.barrier_wait, empty.at[b]))
-            load = functools.partial(_load_part, static.arrays.rows, places, targets, full.at[b])
+            load = functools.partial(_load_part, static.arrays.rows, pages, targets, full.at[b])
             if b == 0:
                 load()
             else:
                 pl.when(tile < item.end)(load)
-                pl.when(tile >= item.end)(functools.partial(_arrive, full.at[b], len(targets) * len(places)))
+                pl.when(tile >= item.end)(functools.partial(_arrive, full.at[b], len(targets) * len(pages)))
     return pair + 1
 
 
 def _prefetch(static: Static, item: Item, tile: jax.Array) -> None:
     """Loads a tile into the L2 cache."""
     for columns in _columns(static.spec):
-        for place, _ in _places(static, item, tile):
-            plg.async_prefetch(static.arrays.rows.at[(*place, columns)])
+        for at, _ in _page_rows(static, item, tile):
+            plg.async_prefetch(static.arrays.rows.at[(*at, columns)])
 
 
-def _load_part(rows: Ref, places: Sequence[Place], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
+def _load_part(rows: Ref, pages: Sequence[PageRows], targets: Sequence[tuple[Ref, Axis]], full: Ref) -> None:
     for target, columns in targets:
-        for place, of_tile in places:
-            plg.copy_gmem_to_smem(rows.at[(*place, columns)], target.at[of_tile], full)
+        for at, of_tile in pages:
+            plg.copy_gmem_to_smem(rows.at[(*at, columns)], target.at[of_tile], full)
 
 
 def _arrive(barrier: Ref, count: int) -> None:
@@ -323,7 +323,7 @@ def _arrive(barrier: Ref, count: int) -> None:
         plg.barrier_arrive(barrier)
 
 
-def _places(static: Static, item: Item, tile: jax.Array) -> list[Place]:
+def _page_rows(static: Static, item: Item, tile: jax.Array) -> list[PageRows]:
     """Where the keys of a tile lie."""
     spec, table, size = static.spec, static.arrays.table, static.spec.page_size
     physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + static.arrays.first_page[0]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.latent import kernel
-from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS, Heads
+from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS, TILED_ROWS, Heads
 from pallas_kernels.mosaic_gpu.limits import limit_of_captured
 from pallas_kernels.mosaic_gpu.support import limit_of_mods
 from pallas_kernels.plan import Refusal
@@ -20,7 +20,6 @@ from pallas_kernels.spec import AttentionSpec
 
 MAX_HALF = 256  # columns of the output that a consumer warp group holds: half of its registers
 _STEP = 16  # columns of a half, and rotated columns: K of a wgmma
-_ROWS = 8  # of a swizzled tile: TMA writes a multiple to shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _limit(spec: AttentionSpec) -> str | None:
             f"its kernel takes latent sizes that are a multiple of {2 * _STEP} up to {2 * MAX_HALF} and rotated keys "
             f"of a multiple of {_STEP} columns, not {spec.Dv} and {rope}"
         )
-    if spec.page_size % _ROWS or math.gcd(spec.page_size, TILE_KEYS) not in (spec.page_size, TILE_KEYS):
+    if spec.page_size % TILED_ROWS or math.gcd(spec.page_size, TILE_KEYS) not in (spec.page_size, TILE_KEYS):
         return f"its kernel takes pages of 8, 16 or 32 keys or of a multiple of {TILE_KEYS}, not of {spec.page_size}"
     if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
         return "its kernel for pages has neither dropout, statistics of rows nor weights without a softmax"

@@ -15,7 +15,7 @@ from pallas_kernels.spec import AttentionSpec
 
 TILE_KEYS = 64  # of a tile of keys
 BUFFERS = 2  # of tiles of keys in shared memory, one for each consumer warp group
-_TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
+TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
     @property
     def padded_count(self) -> int:
         """Rows of a query in a tile."""
-        return -(-self.count // _TILED_ROWS) * _TILED_ROWS
+        return -(-self.count // TILED_ROWS) * TILED_ROWS
 
     @property
     def queries(self) -> int:

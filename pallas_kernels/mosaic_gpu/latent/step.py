@@ -116,16 +116,17 @@ class Step(NamedTuple):
         """The state after so many pairs of tiles from `begin` on; the second tile of the last may be past the end."""
         state = start(self.prepared.spec)
         if self.group == 1:
-            return lax.fori_loop(0, pairs, lambda j, state: self._hidden()._follow(state, begin + 2 * j), state)
+            follow = lambda j, state: self._with_opaque_zero()._follow(state, begin + 2 * j)
+            return lax.fori_loop(0, pairs, follow, state)
 
         def lead(state: State) -> State:
-            state = self._hidden()._lead_first(state, begin)
-            on = lambda j, state: self._hidden()._lead_on(state, begin + 2 * j)
-            return self._hidden()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
+            state = self._with_opaque_zero()._lead_first(state, begin)
+            on = lambda j, state: self._with_opaque_zero()._lead_on(state, begin + 2 * j)
+            return self._with_opaque_zero()._lead_last(lax.fori_loop(0, pairs - 1, on, state), begin + 2 * pairs - 1)
 
         return lax.cond(pairs > 0, lead, lambda state: state, state)
 
-    def _hidden(self) -> Step:
+    def _with_opaque_zero(self) -> Step:
         """The same with a zero that is not known."""
         return self._replace(zero=inline_ptx.unknown_zero())
 

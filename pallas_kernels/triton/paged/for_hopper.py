@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
@@ -15,6 +14,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import split_kv
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.merge import merge_splits
+from pallas_kernels.triton.paged.walk import walk_of_all_heads
 from pallas_kernels.triton.paged.work import PagedOperands, RequestExtents, Work, item_of, requests
 from pallas_kernels.types import Ref
 
@@ -38,7 +38,7 @@ def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]
     count = work.num_items(spec)
     [items] = launch(
         functools.partial(_kernel, spec, work),
-        (RequestExtents(arrays.indptr, arrays.lengths),),
+        (RequestExtents(arrays.indptr, arrays.lengths), arrays.mask_operands),
         [jax.ShapeDtypeStruct((count, FIELDS), jnp.int32)],
         name="jflex_paged_plan",
         grid=(count,),
@@ -48,11 +48,14 @@ def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]
     return items
 
 
-def _kernel(spec: AttentionSpec, work: Work, extents: RequestExtents[Ref], items: Ref) -> None:
-    number, tile = pl.program_id(0), work.tiles.block_kv
+def _kernel(
+    spec: AttentionSpec, work: Work, extents: RequestExtents[Ref], mask_operands: tuple[Ref, ...], items: Ref
+) -> None:
+    number = pl.program_id(0)
     of = requests(spec, work, extents)
     item = item_of(spec, work, of, number)
-    begin, end = split_kv.split_range(lax.div(item.length + (tile - 1), tile), item.split, item.splits)
+    walk = walk_of_all_heads(spec, work, mask_operands, item)
+    begin, end = (walk.first + x for x in split_kv.split_range(walk.last - walk.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
     fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
     for i, field in enumerate(fields):

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.program import intervals
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile
@@ -29,10 +28,9 @@ from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_c
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
+from pallas_kernels.triton.paged.walk import walk_of
 from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Work, WorkItem, work_item_of
 from pallas_kernels.types import Index, Ref, S
-
-MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
 
 
 def paged(spec: AttentionSpec, works: tuple[Work, ...], arrays: PagedOperands[jax.Array]) -> list[jax.Array]:
@@ -220,15 +218,6 @@ def _load_queries(spec: AttentionSpec, ref: Ref, n: jax.Array, h: jax.Array) -> 
     return tuple(load(*chunk) for chunk in key_chunks(spec))
 
 
-class _Walk(NamedTuple):
-    """Tiles of keys that some queries visit, and the unmasked (full) ones among them: first, and one past the last."""
-
-    first: Index
-    last: Index
-    first_whole: Index
-    last_whole: Index
-
-
 def _over_keys(
     spec: AttentionSpec,
     work: Work,
@@ -239,7 +228,7 @@ def _over_keys(
 ) -> S:
     """Folds a step over this program's split of the tiles that its rows visit."""
     tile = work.tiles.block_kv
-    walk = _walk_of(spec, tile, prepared, work_item, spec.S)
+    walk = walk_of(spec, tile, prepared.mask, work_item)
     start, end = split_kv.split_range(walk.last - walk.first, work_item.split, work_item.splits)
     start, end = walk.first + start, walk.first + end
     inside = lambda x: jnp.minimum(jnp.maximum(x, start), end)
@@ -249,32 +238,3 @@ def _over_keys(
         state = lax.fori_loop(start, first_whole, partial, state)
     state = lax.fori_loop(first_whole, last_whole, lambda t, state: step(state, t * tile, False), state)
     return lax.fori_loop(jnp.maximum(last_whole, start), end, partial, state)
-
-
-def _walk_of(a: AttentionSpec, tile: int, prepared: scores.Scores, work_item: WorkItem, capacity: int) -> _Walk:
-    last, whole = lax.div(work_item.length + (tile - 1), tile), lax.div(work_item.length, tile)
-    if prepared.mask is None:
-        return _Walk(0, last, 0, whole)
-    assert a.programs.mask is not None
-    tiles = pl.cdiv(capacity, tile)
-    run = pl.cdiv(tiles, MAX_JUDGED_RUNS)  # tiles judged as one
-    count = 1 << (pl.cdiv(tiles, run) - 1).bit_length()
-    i = lax.broadcasted_iota(jnp.int32, (count,), 0)
-    first_key = i * (run * tile)
-    visible = intervals.visibility(a.programs.mask, prepared.mask, first_key, first_key + (run * tile - 1))
-    exists = i * run < last
-    some, all_of = visible.some & exists, visible.all & ((i + 1) * run <= whole)
-    first, after = _first_where(some, i, count), _last_where(some, i) + 1
-    first_whole = _first_where(all_of, i, count)
-    last_whole = _first_where(~all_of & (i > first_whole), i, count)
-    end = jnp.minimum(after * run, last)
-    begin = jnp.minimum(first * run, end)
-    return _Walk(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
-
-
-def _first_where(x: jax.Array, i: jax.Array, count: int) -> jax.Array:
-    return jnp.min(jnp.where(x, i, count))
-
-
-def _last_where(x: jax.Array, i: jax.Array) -> jax.Array:
-    return jnp.max(jnp.where(x, i, -1))

@@ -1,4 +1,4 @@
-"""The part of a call that one device computes: local sizes, and mods that map local indices to absolute positions."""
+"""The part of a call that one device computes: local sizes, and mods that map local indices to those of the whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxtyping import Array, Int32
 from jflex.backends.base import Inputs
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
-from pallas_kernels.spec import AttentionSpec, Blocks, Mod
+from pallas_kernels.plan import GradientRequest
+from pallas_kernels.spec import AttentionSpec, Blocks, Dropout, Mod
 
 
 @jax.tree_util.register_dataclass
@@ -75,16 +76,20 @@ class Shard(NamedTuple):
     inputs: Inputs
     operands: tuple[int | None, ...]
 
+    def requested(self, of_whole: GradientRequest) -> GradientRequest:
+        """The gradients that the whole call requests, in the numbering of the captured arrays here."""
+        requested = [False] * len(self.inputs.score_operands)
+        for number, want in zip(self.operands, of_whole.score_operands, strict=True):
+            if number is not None:
+                requested[number] = want
+        return of_whole._replace(score_operands=tuple(requested))
+
 
 def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     """The call of one device, from the spec of the whole call and local arrays."""
-    score, score_operands = _moved(whole.score_mod, inputs.score_operands, where, trace_score_mod)
-    mask, mask_operands = _moved(whole.mask_mod, inputs.mask_operands, where, trace_mask_mod)
-    dropout, dropout_operands = whole.dropout, inputs.dropout_operands
-    if dropout is not None:
-        kept, dropout_operands = _moved(dropout.mod, dropout_operands, where, trace_mask_mod)
-        assert kept is not None  # as `dropout.mod`
-        dropout = dataclasses.replace(dropout, mod=kept)
+    score, score_operands = moved(whole.score_mod, inputs.score_operands, where, trace_score_mod)
+    mask, mask_operands = moved(whole.mask_mod, inputs.mask_operands, where, trace_mask_mod)
+    dropout, dropout_operands = moved_dropout(whole.dropout, inputs.dropout_operands, where)
     blocks = whole.blocks
     if blocks is not None and inputs.lists is not None:
         blocks = Blocks(blocks.size, *inputs.lists[0].shape[:2])
@@ -99,7 +104,7 @@ def shard_of(whole: AttentionSpec, inputs: Inputs, where: Where) -> Shard:
     return Shard(spec, inputs._replace(**captured), numbers)
 
 
-def _moved(
+def moved(
     mod: Mod | None,
     operands: tuple[jax.Array, ...],
     where: Where,
@@ -112,7 +117,12 @@ def _moved(
     return dataclasses.replace(traced, source=mod.source), captured
 
 
-def chunks_in_order(x: jax.Array, order: Any, axis: int) -> jax.Array:
-    """Takes the chunks of an axis in another order."""
-    divided = x.reshape(*x.shape[:axis], len(order), x.shape[axis] // len(order), *x.shape[axis + 1 :])
-    return jnp.take(divided, order, axis=axis, unique_indices=True, mode="clip").reshape(x.shape)
+def moved_dropout(
+    dropout: Dropout | None, operands: tuple[jax.Array, ...], where: Where
+) -> tuple[Dropout | None, tuple[jax.Array, ...]]:
+    """Dropout whose mod takes local indices."""
+    if dropout is None:
+        return None, operands
+    kept, operands = moved(dropout.mod, operands, where, trace_mask_mod)
+    assert kept is not None  # as `dropout.mod`
+    return dataclasses.replace(dropout, mod=kept), operands

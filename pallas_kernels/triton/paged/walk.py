@@ -1,0 +1,85 @@
+"""Which tiles of keys the queries of a work item visit: interval arithmetic bounds the mask at the ends of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.program import intervals
+from pallas_kernels.program.evaluate import Evaluation
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.paged.work import Work, WorkItem
+from pallas_kernels.triton.tile import evaluation
+from pallas_kernels.types import Index, Ref
+
+MAX_JUDGED_RUNS = 1024  # runs of tiles of keys whose mask is bounded at once, each a value in a register
+
+
+class Walk(NamedTuple):
+    """Tiles of keys that some queries visit, and the unmasked (full) ones among them: first, and one past the last."""
+
+    first: Index
+    last: Index
+    first_whole: Index
+    last_whole: Index
+
+
+def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkItem) -> Walk:
+    """The tiles of `tile` keys that a work item visits.
+
+    Args:
+      spec: The spec.
+      tile: Keys of a tile.
+      mask: The mask of the item's rows, evaluated where it does not depend on keys; None without one.
+      item: The work item.
+    """
+    last, whole = lax.div(item.length + (tile - 1), tile), lax.div(item.length, tile)
+    if mask is None:
+        return Walk(0, last, 0, whole)
+    assert spec.programs.mask is not None  # that was evaluated
+    tiles = pl.cdiv(spec.S, tile)
+    run = pl.cdiv(tiles, MAX_JUDGED_RUNS)  # tiles judged as one
+    count = 1 << (pl.cdiv(tiles, run) - 1).bit_length()
+    i = lax.broadcasted_iota(jnp.int32, (count,), 0)
+    first_key = i * (run * tile)
+    visible = intervals.visibility(spec.programs.mask, mask, first_key, first_key + (run * tile - 1))
+    exists = i * run < last
+    some, all_of = visible.some & exists, visible.all & ((i + 1) * run <= whole)
+    first, after = _first_where(some, i, count), _last_where(some, i) + 1
+    first_whole = _first_where(all_of, i, count)
+    last_whole = _first_where(~all_of & (i > first_whole), i, count)
+    end = jnp.minimum(after * run, last)
+    begin = jnp.minimum(first * run, end)
+    return Walk(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
+
+
+def walk_of_all_heads(spec: AttentionSpec, work: Work, refs: Sequence[Ref], item: WorkItem) -> Walk:
+    """The tiles that all groups of heads of a work item visit, where they visit the same; all of them otherwise.
+
+    Args:
+      spec: The spec; its key heads are the groups.
+      work: The launch.
+      refs: What the mask captures.
+      item: The work item.
+    """
+    program, tile = spec.programs.mask, work.tiles.block_kv
+    if program is None or (spec.Hkv > 1 and program.argument("h") in program.nodes):
+        return walk_of(spec, tile, None, item)
+    row = item.rows(spec, work, jnp.zeros_like(item.request))
+    at = {"b": item.request, "h": row.h[:, None], "q": row.n[:, None]}
+    mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, route=spec.route)
+    mask.prepare(program.nodes, ("", "q"))
+    return walk_of(spec, tile, mask, item)
+
+
+def _first_where(x: jax.Array, i: jax.Array, count: int) -> jax.Array:
+    return jnp.min(jnp.where(x, i, count))
+
+
+def _last_where(x: jax.Array, i: jax.Array) -> jax.Array:
+    return jnp.max(jnp.where(x, i, -1))
