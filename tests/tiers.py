@@ -41,14 +41,14 @@ SHORT = {
     "test_cascade": r"worked_example|gradient|on_every_backend\[.*(xla|triton).*(dense|two)",
     "test_checkpoints": r"read\[(gemma3|phi3)|several|device|divide|memory.*False|differences|full|interrupted|other"
     r"|wrong",
-    "test_context_parallel": r"float64\[causal-ring|wrong|zigzag|inside_of_shard_map\[all|explicit_mesh",
+    "test_context_parallel": r"float64\[causal-ring|wrong|zigzag|explicit_mesh",
     "test_constraints": r"refused(?!.*slow)",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_drafts": r"naive|longer|bits|follows.*8",
     "test_dropout": r"rate_of_0.*xla|generator.*triton|lse|new_key|binomial.*0\.1|0\.1-|old_keys|refuses|explain",
     "test_engine": r"preemption",
-    "test_engine_speculation": r"recomputation.*: 3,|wrong|shapes",
+    "test_engine_speculation": r"wrong|shapes",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[mixed-triton",
     "test_doctests": r"jflex\.(attention|rotary|jax_nn|varlen|cascade|state|lse|merging|explain|config|masks)"
@@ -56,12 +56,12 @@ SHORT = {
     "test_dot_product_attention": r"(two|causal_padding|long_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|unbatched_res|shared",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
-    "test_generate": r"greedy_tokens|in_place|window|wrong|buckets",
+    "test_generate": r"greedy_tokens.*paged|in_place|window|wrong|buckets",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
     "test_hopper_emulated": r"results.*slopes|tma|phase",
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
-    "test_kv_lengths": r"one_program.*xla|tiles_of_the_user\[|traced_lengths|explain|length_one_query|message",
+    "test_kv_lengths": r"one_program.*xla|traced_lengths|explain|length_one_query|message",
     "test_layer_decoding": r"dense_calls_of_any_length.*alibi-xla",
     "test_layer_decoding_errors": r"nnx",
     "test_layer_decoding_steps": r"update_the_cache.*nnx",
@@ -69,7 +69,7 @@ SHORT = {
     "test_layer_options": r"^(?!.*block_mask_for)",
     "test_layer_transforms": r"message",
     "test_latent_hopper": r"fill_tiles|refuses|preferred|declared|float64\[hopper_softcap",
-    "test_latent_layers": r"transformers\[latent_queries|scale|nnx_and_linen|the_call\[latent_queries-nnx|paged.*linen"
+    "test_latent_layers": r"transformers\[latent_queries|scale|paged.*linen"
     r"|gradients.*nnx|form_follows|message|rejected",
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",
     "test_masks": r"^(?!.*(groups (of|by)|Morton, high|even window|first frame|of a video|traced text|short ones))",
@@ -90,16 +90,16 @@ SHORT = {
     "test_prefix_machine": r"^(?!.*10000)",
     "test_primitives": r"\[select-bfloat16-bfloat16",
     "test_ragged": r"message|no_tokens|lists_tell|against_each.*triton.*causal_grouped",
-    "test_paged_dropout": r"test_pages_drop.*\[16-(xla|triton-interpret)|levels_drop.*16-xla|tree.*xla"
+    "test_paged_dropout": r"test_pages_drop.*\[16-(xla|triton-interpret)|tree.*xla"
     r"|requests_share.*xla|rate_of_0.*xla|wrong|need|shape",
-    "test_paged_eight_bits": r"bit_for_bit.*float32|finite|move|e4m3-xla|widened|accuracy|wrong",
+    "test_paged_eight_bits": r"bit_for_bit.*float32|finite|e4m3-xla|widened|accuracy|wrong",
     "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\]|divided_with_empty)"
-    r"|levels.*append.*xla|splits_of.*(lengths-BTNH-4|alike-BNTH-16)|wrong|no_levels|layers",
+    r"|levels.*append.*xla|splits_of.*(lengths-BTNH-4|alike-BNTH-16)|wrong|no_levels",
     "test_paged_without_softmax": r"ends1-triton|lse|wrong",
     "test_random_keys": r"data|primitive|draws\[normal|threefry",
     "test_random_mods": r"seed|faults",
     "test_ready_masks": r"evaluate|orders|groups_pass|are_documents|rows\[Morton|(Morton, wide|shared prefix)\]",
-    "test_ready_scores": r"evaluate|undo|relu-xla",
+    "test_ready_scores": r"evaluate|undo",
     "test_return_stats": r"float64.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
     "test_serving_faults": r"^(?!.*random_cancellations)",
@@ -117,7 +117,7 @@ SHORT = {
     "test_train": r"flops|fit|read|there_are|none|rows_that",
     "test_train_loss": r"24-None|document",
     "test_train_runs": r"wrong|empty|beyond|sentence",
-    "test_transforms": r"eagerly_and_under_jit.*xla|bit_for_bit.*xla",
+    "test_transforms": r"bit_for_bit.*xla",
     "test_vector_mods": r"\[(every|packed|lengths)-xla|every_bfloat16-reference|rotated-triton|zeros|nothing",
     "test_vector_programs": r"^(?!.*vmap\[(48|32))|vmap\[32-halves",
     "test_paged_vector_mods": r"nan.*xla|written|messages|default",
