@@ -60,13 +60,6 @@ def _bounded_memory() -> Iterator[None]:
         jax.clear_caches()
 
 
-@pytest.fixture
-def in_haste() -> Iterator[None]:
-    """Compiles without most of XLA's optimisations, on the CPU."""
-    with haste.compiled_in_haste(jax.default_backend() != "gpu"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     """The engine of `tests.served`, which the tests of a module share. Its packages are imported here alone."""

@@ -33,7 +33,7 @@ class Held(NamedTuple):
     @classmethod
     def of(cls, case: PagedCase, rows: list[np.ndarray]) -> Held:
         """Rounds what was drawn; scales of heads cut some numbers off."""
-        assert case.held is not None  # it is asked for
+        assert case.held is not None  # the case has a dtype of eight bits
         of_heads = np.float32(2.5 + np.arange(case.Hkv)) / eight_bits_model.LARGEST[case.held]
         by_token = lambda x: eight_bits_model.scales_of_rows(x, case.held)
         made = [by_token(x) if case.scales == "token" else np.tile(of_heads, (len(x), 1)) for x in rows]

@@ -11,8 +11,6 @@ import jflex
 from jflex.paged import PagedBatch, PagedCache
 from tests import gpu_compile
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 KERNEL = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 

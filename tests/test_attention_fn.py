@@ -15,8 +15,6 @@ import jflex
 from flax_layers import attention_fn
 from tests.layer_flavours import HEADS
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, KV_HEADS, D, WIDTH = 2, 9, 2, 8, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 FLAX = {"nnx": nnx.dot_product_attention, "linen": linen.dot_product_attention}

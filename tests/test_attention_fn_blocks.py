@@ -12,8 +12,6 @@ from flax_layers import attention_fn
 from tests.layer_flavours import HEADS
 from tests.test_attention_fn import B, D, T, arrays, assert_close, draw
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 LONG = 512
 FIRST_KEYS = jnp.arange(LONG)[None] < 200
 

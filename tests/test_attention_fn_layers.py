@@ -14,8 +14,6 @@ from flax_layers.linen import params_from_nnx
 from tests.layer_flavours import HEADS, SLOPES, LinenAlibi, NNXAlibi
 from tests.test_attention_fn import KV_HEADS, WIDTH, B, D, T, arrays, assert_close, causal_array, draw, flavours, shown
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 def nnx_layer(function=None, **options) -> nnx.MultiHeadAttention:
     plain = {"num_kv_heads": KV_HEADS, "decode": False, "rngs": nnx.Rngs(0)}

@@ -112,7 +112,6 @@ def arrays(B=2, T=20, S=100, Hq=4, Hkv=2, D=8):
     return jax.random.normal(query, (B, T, Hq, D)), jax.random.normal(key, (B, S, Hkv, D))
 
 
-@pytest.mark.usefixtures("in_haste")
 @pytest.mark.parametrize("block", [None, 16])
 def test_masked_nan_reaches_nothing(block):
     """Of keys, of queries that are not chosen, and of the mod; gradients too."""
@@ -201,7 +200,6 @@ def test_traced_rows_and_captures_compile_once():
     assert module._weights._cache_size() == before + 1
 
 
-@pytest.mark.usefixtures("in_haste")
 def test_vmap_over_each_argument():
     query, key = (jnp.stack([x, x + 1, x * 2]) for x in arrays(B=1))
     rows, lengths = jnp.array([[0, 1], [5, 2], [19, -1]]), jnp.array([[100], [3], [70]], jnp.int32)
@@ -217,7 +215,6 @@ def test_vmap_over_each_argument():
         np.testing.assert_allclose(found[number], attend(*(x[number] for x in everything)), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.usefixtures("in_haste")
 def test_second_derivatives_as_of_reference():
     query, key = arrays(B=1, T=4, S=6, Hq=2, Hkv=1, D=2)
     options = {"score_mod": lambda s, b, h, q, k: jnp.tanh(s), "mask_mod": causal()}
@@ -232,7 +229,6 @@ def test_second_derivatives_as_of_reference():
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; tests/conftest.py simulates them")
-@pytest.mark.usefixtures("in_haste")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 def test_of_sharded_batch_and_heads(kind):
     query, key = arrays()

@@ -6,8 +6,6 @@ from benchmarks.questions import engine, generation
 from benchmarks.questions.engine import Roof, Sizes, Step
 from benchmarks.questions.generation import Shape, weight_bytes
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 TINY = Shape(2, 64, 128, 4, 2, 16, 300)
 SIZES = Sizes(
     prompt=20, output=6, clients=(1, 4), users=4, shared=32, own=8, page_size=8, step_tokens=32, gemm=64

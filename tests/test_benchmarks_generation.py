@@ -6,8 +6,6 @@ from benchmarks.questions import generation
 from benchmarks.questions.generation import Load, Shape, step_bytes
 from benchmarks.results import schema
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 TINY, LOAD = Shape(2, 64, 128, 4, 2, 16, 300), Load(2, 20, 10)
 
 

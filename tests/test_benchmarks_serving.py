@@ -14,8 +14,6 @@ from benchmarks.questions.serving import Load, Timing, records_of, send
 from benchmarks.questions.started import Started, started
 from tests.served import app_of, idle, running
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 SMALL = Load(requests=6, concurrency=2, lengths=((20, 5), (9, 3)), shared=8, warm_up=1)
 
 

@@ -12,8 +12,6 @@ from flax_layers.models import Decoder, LayerConfig, ModelConfig
 from flax_layers.streaming_llm import Streaming
 from tests import streaming_llm_cases as oracle
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.mark.parametrize("chunk", [70])
 def test_losses_are_those_of_the_oracle(chunk):

@@ -9,8 +9,6 @@ from benchmarks.questions import training
 from flax_layers.train.flops import multiplied_parameters
 from tests import train_cases
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 def test_peers_have_the_losses_of_jflex(monkeypatch):
     monkeypatch.setattr(jflex, "flex_attention", jflex.flex_attention)  # which a peer exchanges for good

@@ -13,8 +13,6 @@ import jflex
 from jflex import CascadeLevel
 from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 BACKENDS = {
     "reference": {"implementation": "reference"},
     "xla": {"implementation": "xla"},

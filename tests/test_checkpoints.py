@@ -34,8 +34,6 @@ from flax_layers.models.folders import MORE_TEMPLATES
 from flax_layers.nnx import AlibiBias
 from tests.golden_models import NAMES, ROOT, expected, load, logits_of, relative_error
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 BIG = ModelConfig(
     vocabulary=2048, width=256, mlp_width=512, num_heads=4, num_kv_heads=4, head_dim=64, layers=(LayerConfig(),) * 2,
     max_positions=64,

@@ -38,7 +38,6 @@ from tests.engine_cases import Client, fail_once, run, submit
 from tests.golden_models import ROOT
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
 PROMPT = (70, 71, 72)
 JSON, REGEX = Constraint.json_schema(PERSON), Constraint.regex(WORDS)
 KINDS = pytest.mark.parametrize("kind", ["bytes", "bpe"])

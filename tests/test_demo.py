@@ -18,8 +18,6 @@ from tests.train_cases import counted_compilations
 
 SMALL = Sizes(width=16, layers=2, heads=2, kv_heads=1)
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.fixture(scope="module")
 def corpus() -> data.Corpus:

@@ -19,8 +19,6 @@ SIZES = Sizes(width=32, layers=2, heads=4, kv_heads=2)
 PROMPTS = [b"def ", b"import os, sys\n\nclass", b"x"]
 COUNT = 30
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:

@@ -18,8 +18,6 @@ from pallas_kernels.plan import GradientRequest, Refusal
 from tests import gpu_compile
 from tests.specs import spec_of
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, H, D = 1, 256, 2, 64
 X = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
 

@@ -6,8 +6,6 @@ import pathlib
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("jflex", "pallas_kernels", "flax_layers")
 

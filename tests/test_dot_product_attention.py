@@ -12,8 +12,6 @@ import pytest
 import jflex
 from tests import oracle, tolerance
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True, contain_nan=False)}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 

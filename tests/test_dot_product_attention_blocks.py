@@ -14,8 +14,6 @@ from jflex.block_mask.bands import Band, band_block_mask, dense_states
 from jflex.jax_nn import translate
 from tests import gpu_compile
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 F32, I32 = jnp.float32, jnp.int32
 array = lambda *shape, dtype=F32: jnp.zeros(shape, dtype)
 X = array(2, 8, 4, 16)

@@ -25,8 +25,6 @@ from tests.golden_models import ROOT, expected, load, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:

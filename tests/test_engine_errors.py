@@ -10,8 +10,6 @@ from flax_layers.serving.penalties import Penalties
 from tests import engine_cases
 from tests.engine_cases import Client, engine_of, run
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:

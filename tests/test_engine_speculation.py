@@ -27,8 +27,6 @@ from tests.golden_models import ROOT, expected, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 LONG = 24
 REPEATED = [(1, 2, 3, 4) * 4, (5,) * 9, (*SYSTEM, *SYSTEM[:6])]
 

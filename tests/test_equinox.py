@@ -12,7 +12,6 @@ from jflex.scores import alibi, alibi_slopes
 
 eqx = pytest.importorskip("equinox")  # of the extra `test`
 
-pytestmark = pytest.mark.usefixtures("in_haste")
 
 B, T, HEADS, WIDTH = 2, 40, 4, 32
 

@@ -22,8 +22,6 @@ from tests.golden_models import NAMES, ROOT, expected, load, logits_of
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 caches = pytest.mark.parametrize("cache", KINDS)
 PROMPTS = [[1, 2, 3], list(range(40, 51)), [9] * 7]
 COUNT = 12

@@ -17,8 +17,6 @@ from flax_layers.generate.folder import default_dtype, load, stop_tokens
 from flax_layers.models import CheckpointError, Decoder, LayerConfig, ModelConfig, Tokenizer, save_pretrained
 from tests.golden_models import ROOT
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 CONFIG = ModelConfig(
     vocabulary=280, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
     max_positions=128, initializer_range=0.5, eos_token_ids=(1,),

@@ -140,7 +140,7 @@ REFUSALS = [
         "shared memory",
         jax.ShapeDtypeStruct((1, 512, 2, 256), X.dtype),
         {"config": jflex.Config(forward=jflex.Tiles(128, 128, num_warps=8, num_stages=4))},
-        r"needs \d+ bytes of shared memory, of which there are 232448",
+        r"needs \d+ bytes of shared memory, and a CTA has 232448",
     ),
     (
         "a primitive",

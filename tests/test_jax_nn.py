@@ -8,8 +8,6 @@ import pytest
 import jflex
 from jflex import masks, scores
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, S, HEADS, D = 2, 48, 64, 4, 16
 LENGTHS = jnp.array([20, 48], jnp.int32)
 BIAS = jax.random.normal(jax.random.key(3), (1, HEADS, T, S))

@@ -16,8 +16,6 @@ from tests.cases import LENGTHS
 from tests.test_transforms import shapes_made
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, S, HQ, HKV, D = 2, 2, 96, 4, 2, 16
 BACKENDS = {
     "xla": {"implementation": "xla"},

@@ -272,7 +272,7 @@ REFUSALS = [
         {"latent": 480, "mask_mod": jflex.masks.causal()},
         "the kernels of Triton merge its partial results and repair them, and .* not 480",
     ),
-    ("shared memory", {"rope": 128}, r"need \d+ bytes of shared memory, of which there are 232448"),
+    ("shared memory", {"rope": 128}, r"need \d+ bytes of shared memory, and a CTA has 232448"),
 ]
 
 

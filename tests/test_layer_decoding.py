@@ -13,7 +13,7 @@ from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch
 from tests.layer_flavours import FLAVOURS, SLOPES
 
-pytestmark = [pytest.mark.usefixtures("in_haste"), pytest.mark.parametrize("flavour", FLAVOURS)]
+pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
 
 FEATURES, LENGTH, ROOM = 24, 21, 32
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)

@@ -9,7 +9,7 @@ from jflex.paged import PagedCache
 from tests.layer_flavours import FLAVOURS, LinenLayer
 from tests.test_layer_decoding import ROOM, batch_of, causal, inputs_of, layer_of, table_of
 
-pytestmark = [pytest.mark.usefixtures("in_haste"), pytest.mark.parametrize("flavour", FLAVOURS)]
+pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
 
 
 def like(layer, **options):

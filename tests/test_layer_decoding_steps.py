@@ -8,7 +8,7 @@ from flax import nnx
 from tests.layer_flavours import FLAVOURS
 from tests.test_layer_decoding import FEATURES, assert_close, batch_of, causal, inputs_of, layer_of, table_of
 
-pytestmark = [pytest.mark.usefixtures("in_haste"), pytest.mark.parametrize("flavour", FLAVOURS)]
+pytestmark = [pytest.mark.parametrize("flavour", FLAVOURS)]
 
 
 class CountedCalls:

@@ -13,8 +13,6 @@ import jflex
 from flax_layers import attention_core
 from tests.layer_flavours import FLAVOURS, HEADS, LinenLayer
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 IN_FEATURES, LENGTH, RATE = 32, 19, 0.4
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 assert_same = np.testing.assert_array_equal

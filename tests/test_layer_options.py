@@ -14,8 +14,6 @@ from flax_layers.nnx import FlexAttention, RMSNorm
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling
 from jflex.masks import causal, sliding_window
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 HEADS = np.random.default_rng(0).normal(size=(1, 6, 2, 8)).astype(np.float32)
 PLACES = jnp.arange(6)
 

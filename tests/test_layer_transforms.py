@@ -19,8 +19,6 @@ from flax_layers.linen import params_from_nnx, params_to_nnx
 from flax_layers.rotary_scaling import LinearScaling
 from tests.layer_flavours import FLAVOURS, HEADS, LinenLayer
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 FEATURES, LENGTH, DEPTH = 32, 13, 2
 SIZES = {"num_kv_heads": 2, "head_dim": 8}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)

@@ -13,8 +13,6 @@ from flax_layers.attention_core import SharedPrefix
 from flax_layers.streaming_llm import Streaming
 from tests.layer_flavours import FLAVOURS
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 IN_FEATURES, LENGTH, D = 32, 19, 8
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 INPUTS = np.random.default_rng(1).normal(size=(2, LENGTH, IN_FEATURES)).astype(np.float32)

@@ -13,8 +13,6 @@ import jflex
 from flax_layers import attention_core, functional
 from tests.layer_flavours import FLAVOURS, HEADS, SLOPES, LinenLayer, NNXAlibi
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 IN_FEATURES, KV_HEADS, HEAD_DIM, LENGTH = 24, 2, 8, 19
 flavours = pytest.mark.parametrize("flavour", FLAVOURS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)

@@ -12,8 +12,6 @@ from jflex.mods.compose import AndMasks, NotMask, OrMasks, and_masks, noop_mask,
 from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests.ready_masks import READY
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 BATCH, HEADS, LENGTH = 2, 2, 24
 I, J = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None]
 B = np.arange(BATCH)[:, None, None]

@@ -24,8 +24,6 @@ from tests.sized_calls import (
     varlen,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 CHAIN = masks.tree_ancestors([-1, 0, 1])
 
 

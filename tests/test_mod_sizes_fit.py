@@ -16,8 +16,6 @@ from jflex.mods.trace import trace_mask_mod
 from jflex.paged import PagedBatch, PagedCache
 from tests.sized_calls import DOCUMENT, IDS, block_mask, call, cascade, draw, ids_of, int32, layer, paged, varlen
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 LONG_IDS, WIDE_BIAS = ids_of(2, 40), draw(2, 4, 40, 48)
 # What may be larger than a call, and the same of the sizes of the call.

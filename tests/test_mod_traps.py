@@ -9,8 +9,6 @@ import pytest
 
 import jflex
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 F32 = jnp.float32
 KERNEL = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 REFERENCE = {"implementation": "reference"}

@@ -20,8 +20,6 @@ from tests.golden_models import (
     relative_error,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 families = pytest.mark.parametrize("name", NAMES)
 TOLERANCE = 1e-4
 

@@ -15,8 +15,6 @@ from jflex.mods.trace import trace_mask_mod, trace_score_mod
 from tests import oracle
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, LENGTH, T, HQ, HKV, D = 2, 48, 4, 4, 2, 16
 F32 = jnp.float32
 BACKENDS = {

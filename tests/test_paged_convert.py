@@ -20,8 +20,6 @@ from jflex.paged import (
 from tests import oracle
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 T, HQ, HKV, D, DV = 8, 4, 2, 16, 8
 LENGTHS = np.array([70, 33, 0, 5], np.int32)  # a prefix is shared, one is empty, one has fewer keys than queries
 B, KV_LEN = len(LENGTHS), 80

@@ -12,8 +12,6 @@ from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
 from tests import dropout_bits, paged_evaluation
 from tests.paged_cases import PagedCase
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 RATE, KEY, HQ, HKV = 0.3, jax.random.key(dropout_bits.KEY[1]), 4, 2
 BACKENDS = {
     "reference": {"implementation": "reference"},

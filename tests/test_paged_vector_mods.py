@@ -13,8 +13,6 @@ import jflex
 from tests import vector_pairs as pairs
 from tests.test_vector_mods import BACKENDS, CASES, Case, assert_close, causal, drawn, mods_of
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.mark.parametrize("backend", ["xla", "triton-interpret"])
 def test_pages_and_levels(backend):

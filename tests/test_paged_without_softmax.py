@@ -15,7 +15,6 @@ BACKENDS = ["reference", "xla", "triton"]
 INTERPRET = jflex.Config(interpret=True)
 WEIGH = jflex.scores.sigmoid(-1.0)
 N, S, Hq, Hkv, D = 6, 70, 4, 2, 16
-pytestmark = pytest.mark.usefixtures("in_haste")
 
 
 def causal(b, h, q_idx, kv_idx):

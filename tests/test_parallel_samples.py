@@ -19,7 +19,6 @@ from tests.engine_cases import COUNT, PROMPTS, SYSTEM, Client, engine_of, fail_o
 from tests.test_models import SMALL
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
 SEEDED = [Sampling(1.0, seed=seed) for seed in range(4)]
 
 

@@ -264,7 +264,6 @@ def test_requests_that_fork_share_a_lock_and_copy_the_partial_page():
     cache.check([])
 
 
-@pytest.mark.usefixtures("in_haste")
 def test_tokens_are_attended_to_on_the_pages_of_the_cache_once_duplicates_are_gone():
     """Pages that are free hold NaN, as another request could have written anything there."""
     pool, cache = make(num_pages=8, page_size=4)

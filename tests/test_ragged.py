@@ -18,8 +18,6 @@ from tests.ragged_cases import CASES, OPTIONS, arguments_of, check, found_by, pl
 from tests.test_transforms import shapes_made
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 F32 = jnp.float32
 backends = pytest.mark.parametrize("backend", evaluation.BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)

@@ -14,7 +14,6 @@ from tests import gpu_compile
 from tests.hopper_emulator import emulated
 
 T, HEADS = 5, 2
-pytestmark = pytest.mark.usefixtures("in_haste")
 INTERPRET = jflex.Config(interpret=True)
 KEYS = {"typed": jax.random.key(3), "raw": jax.random.PRNGKey(3)}
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)

@@ -13,8 +13,6 @@ import pytest
 
 from tests import support_table
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -8,8 +8,6 @@ import pytest
 from jflex import masks, scores
 from tests.sized_calls import IDS, call, draw, ids_of, int32
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 TWO_ROWS = ids_of(2, 24)
 TILED = masks.neighborhood((4, 4), (3, 3), order=masks.tile_order((4, 4), (2, 2)))
 

@@ -10,8 +10,6 @@ from jflex import masks
 from tests import oracle
 from tests.ready_masks import GRID, READY, by_morton, by_tiles, cells
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 INTERPRETED = jflex.Config(interpret=True)
 
 

@@ -10,8 +10,6 @@ from jflex import masks, scores
 from tests import ready_score_pairs as ready
 from tests.cases import Sizes
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 INTERPRETED = jflex.Config(interpret=True)
 KEYS = jax.random.split(jax.random.key(0), 3)
 QUERY, KEY, VALUE = (jax.random.normal(key, (2, 20, heads, 16)) for key, heads in zip(KEYS, (4, 2, 2), strict=True))

@@ -17,8 +17,6 @@ from tests.hopper_emulator import emulated
 from tests.test_transforms import shapes_made
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 TABLE = {case.name: case for case in [*CASES, *LENGTHS]}
 NAMES = [
     "alibi_like", "bnth", "causal_mask_mod", "decode", "decode_sees_nothing", "dropout", "extreme_logits",

@@ -16,7 +16,6 @@ import jflex
 from jflex.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling, rotate
 from tests.vector_pairs import turned
 
-pytestmark = pytest.mark.usefixtures("in_haste")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 VECTORS = np.random.default_rng(0).normal(size=(2, 7, 3, 16)).astype(np.float32)
 HF_PAIRS, HF_FREQUENCIES = (

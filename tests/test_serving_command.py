@@ -33,8 +33,6 @@ from flax_layers.serving.http import Served, create_app
 from flax_layers.serving.server import Launch, Server, bind, url_of
 from tests.golden_models import ROOT
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 CONFIG = ModelConfig(
     vocabulary=280, width=16, mlp_width=32, num_heads=2, num_kv_heads=1, head_dim=8, layers=(LayerConfig(),),
     max_positions=256, initializer_range=0.5, eos_token_ids=(1,),

@@ -36,7 +36,7 @@ from tests.served import (
     texts_of,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
+pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])

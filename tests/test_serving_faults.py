@@ -31,7 +31,7 @@ from tests.served import (
     model,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
+pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 
 def test_a_full_queue_and_a_closed_engine():

@@ -32,7 +32,7 @@ from tests.served import (
     texts_of,
 )
 
-pytestmark = pytest.mark.usefixtures("in_haste", "no_page_is_lost")
+pytestmark = pytest.mark.usefixtures("no_page_is_lost")
 
 
 def test_the_text_is_that_of_the_engine(engine):

@@ -25,7 +25,6 @@ from tests import engine_cases
 from tests.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
 from tests.specs import spec_of
 
-pytestmark = pytest.mark.usefixtures("in_haste")
 D, PAGE = 8, 4
 SCENARIOS: dict[str, Callable[[], None]] = {}
 

@@ -22,7 +22,6 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
-    pytest.mark.usefixtures("in_haste"),
 ]
 
 

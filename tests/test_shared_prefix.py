@@ -25,8 +25,6 @@ from tests.test_cascade import BACKENDS, HKV, HQ, MODS, D, backends
 from tests.traces import Traced
 from tests.train_cases import counted_compilations
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 PAGE = 8
 LENGTHS = np.array([41, 30, 37, 12, 0, 25], np.int32)
 QUERIES = np.array([1, 3, 1, 2, 0, 1], np.int32)

@@ -14,7 +14,6 @@ from tests import paged_cases, paged_evaluation
 
 INTERPRET = {"implementation": "triton", "config": jflex.Config(interpret=True)}
 BACKENDS = {"xla": {"implementation": "xla"}, "triton-interpret": INTERPRET}
-pytestmark = pytest.mark.usefixtures("in_haste")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 

@@ -14,8 +14,6 @@ import jflex
 from jflex import AttentionState, merge, merge_all
 from tests import mask_pairs, oracle, score_pairs
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, S, HQ, HKV, D, DV = 2, 20, 24, 4, 2, 8, 12
 F32 = jnp.float32
 INF = np.inf

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import jflex
 from jflex import AttentionState
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 ALL = ("lse", "max", "entropy")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-5, atol=3e-5)
 

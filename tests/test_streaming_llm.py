@@ -21,8 +21,6 @@ from jflex.paged import PagedBatch, PagedCache, token_positions
 from tests import streaming_llm_cases as oracle
 from tests.test_models import SMALL
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 FEATURES, LENGTH, PAIRS = 24, 45, 4
 ROTARY = {"rotary_base": 30.0}
 LONGROPE = {"short_factors": (1.0, 1.1, 1.3, 2.0), "long_factors": (9.0,) * PAIRS, "magnitude": 1.2}

@@ -15,8 +15,6 @@ from flax_layers.serving.penalties import Penalties
 from tests import streaming_llm_cases as oracle
 from tests.engine_cases import Client, run
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 STREAMING = Streaming(sinks=3, window=9)
 SIZES = {
     "max_requests": 4, "max_step_tokens": 16, "num_pages": 60, "page_size": 4, "context": 4096, "poison": True,

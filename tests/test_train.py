@@ -20,7 +20,6 @@ MESHES = ["data=8", "fsdp=8", "data=4,model=2", "data=2,fsdp=2,model=2"]
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
-    pytest.mark.usefixtures("in_haste"),
 ]
 
 

@@ -12,8 +12,6 @@ from flax_layers.nnx import AlibiBias, RelativeBias
 from flax_layers.train import Recipe
 from flax_layers.train.trainer import flat_parameters
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 EVERYTHING = ModelConfig(
     vocabulary=8, width=4, mlp_width=4, num_heads=2, num_kv_heads=1, head_dim=2, layers=(LayerConfig(),),
     max_positions=8, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, post_norms=True,

@@ -25,8 +25,6 @@ from flax_layers.train.shapes import SHAPES
 from tests import train_cases
 from tests.train_cases import VOCABULARY
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 SMALL = (  # noqa: SIM905
     "--tokenizer=bytes --sizes=width=16,mlp_width=32,num_heads=4,num_kv_heads=2,head_dim=8,layers=1,max_positions=64 "
     "--length=32 --batch=8 --steps=6 --learning-rate=0.01 --dtype=float32 --save-every=2 --evaluate-every=3 "

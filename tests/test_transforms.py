@@ -15,8 +15,6 @@ from jflex.backends.gpu.triton import Triton
 from jflex.backends.xla.attention import Xla
 from tests.traces import Traced
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 B, T, H, D = 2, 40, 2, 16
 BACKENDS = {
     "xla": {"implementation": "xla"},

@@ -24,8 +24,6 @@ from jflex.masks import causal
 from tests import checked_types, evaluation
 from tests.cases import CASES, LENGTHS, Case
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 MODULES = sorted({x.__module__ for x in checked_types.public().values()})
 # One array of each: T and S, Hq and Hkv, D and Dv differ, so that no two axes are taken for one another.
 SIZES = {"query": (2, 8, 4, 16), "key": (2, 12, 2, 16), "value": (2, 12, 2, 24)}

@@ -24,7 +24,6 @@ BACKENDS = {
     "reference": {"implementation": "reference"},
     "triton-interpret": INTERPRET,
 }
-pytestmark = pytest.mark.usefixtures("in_haste")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
 ROLES = ("query", "key", "value", "output")

@@ -39,8 +39,8 @@ class Tables(NamedTuple):
     Attributes:
       lists: Each with leading axes: of devices for all-gather; of devices, and of those whose keys they visit, for the
         ring; none for Ulysses. None without a BlockMask.
-      sees: Which devices attend to keys of which, for the ring; a numpy array if known while tracing. None without a
-        BlockMask.
+      sees: For the ring: whether the queries of a device (row) attend to keys of another (column). A numpy array if the
+        mask is known while tracing; None without a BlockMask.
     """
 
     lists: BlockLists | None = None
@@ -57,7 +57,7 @@ class ContextCall:
       strategy: How queries meet keys.
       order: The order of the tokens, or None.
       implementation: As in `flex_attention`.
-      sees: Which devices attend to keys of which, if known while tracing.
+      sees: As in `Tables`, if the mask is known while tracing; else None.
     """
 
     spec: AttentionSpec

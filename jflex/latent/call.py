@@ -36,7 +36,7 @@ def checked_call(
       batch: The queries and keys of each request.
       mods: The score mod and the mask mod.
       sinks: The sinks, or None.
-      scaling: `qk_head_dim` and `scale`, one of which is None.
+      scaling: `qk_head_dim` and `scale`; exactly one is None.
 
     Raises:
       TypeError: An argument has a wrong type.
@@ -57,7 +57,7 @@ def checked_call(
 def result_of(
     call: PagedCall, sinks: Any, implementation: Implementation, *, return_lse: bool
 ) -> Float[Array, "N Hq latent"] | tuple[Float[Array, "N Hq latent"], Float[Array, "N Hq"]]:
-    """Runs a checked call: its output in the dtype of the queries, with the lse if that is asked for."""
+    """Runs a checked call: the output in the dtype of the queries, and the lse with `return_lse`."""
     state = attend(call, implementation)
     state = state if sinks is None else with_sinks(state, sinks)
     out = state.out.astype(call.query.dtype)

@@ -105,7 +105,7 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     declared = kernel.declare(spec, tiles, jnp.dtype(spec.dtype))
     needed = smem.bytes_of(jax.tree.leaves(declared))
     if needed > smem.LIMIT:
-        return Refusal(f"its tile needs {needed} bytes of shared memory, of which there are {smem.LIMIT}")
+        return Refusal(f"its tile needs {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
     return Plan(spec, choice, bool(declared.has_bias_tiles))
 
 
@@ -181,7 +181,7 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
         return tiles
     needed = max(smem.bytes_of(jax.tree.leaves(x)) for x in gradients.declare(spec, tiles, spec.dtype, groups))
     if needed > smem.LIMIT:
-        return Refusal(f"their tiles need {needed} bytes of shared memory, of which there are {smem.LIMIT}")
+        return Refusal(f"their tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
     return tiles
 
 

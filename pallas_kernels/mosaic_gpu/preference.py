@@ -42,7 +42,7 @@ def slower_forward(plan: Plan) -> str | None:
 
 
 def slower_latent(spec: AttentionSpec) -> str | None:
-    """Latent caches of which loading takes longer than the MMAs, or that were not measured; as a sentence, or None.
+    """Why `triton` is preferred for a latent cache: loads bound the time, or nothing was measured; None otherwise.
 
     H200, jax 0.11.2, bf16, 128 sequences of 4096 keys, latent and rope size 512 and 64, pages of 64, us beside those of
     `triton`: 16 heads, 224 and 180 with one query token, 237 and 292 with two; 128 heads, 249 and 834, 491 and 1749.

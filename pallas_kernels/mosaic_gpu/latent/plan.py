@@ -54,7 +54,7 @@ def plan(spec: AttentionSpec) -> LatentPlan | Refusal:
         return missing
     needed = smem.bytes_of(jax.tree.leaves(kernel.declare(made, heads, jnp.dtype(spec.dtype))))
     if needed > smem.LIMIT:
-        return Refusal(f"its tiles need {needed} bytes of shared memory, of which there are {smem.LIMIT}")
+        return Refusal(f"its tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
     return LatentPlan(made, heads)
 
 

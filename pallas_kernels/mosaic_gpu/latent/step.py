@@ -166,7 +166,7 @@ class Step(NamedTuple):
         return self._lead_own(state._replace(out=out), tile + 2, *made)
 
     def _lead_own(self, state: State, tile: jax.Array, row_max: jax.Array, p: jax.Array, added: jax.Array) -> State:
-        """Warp group 0: PV of its own tile, of which these are the weights."""
+        """Warp group 0: PV of its own tile, from its weights."""
         state = _rescaled(state, row_max)
         self._clear_past_end(0, tile)
         out = self._add(state.out, p, 0)
