@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 KEY = (0, 7)  # the words of `jax.random.key(7)`
-RATIO = 0x9E3779B9  # of the numbers of two keys that share a hash
+RATIO = 95872743  # of the numbers of two positions that share a hash
 
 
 def kept(rate: float, words: tuple[int, int], b, h, q, k) -> np.ndarray:
@@ -13,12 +13,14 @@ def kept(rate: float, words: tuple[int, int], b, h, q, k) -> np.ndarray:
     with np.errstate(over="ignore"):
         first, second = _folded(_folded(words, b), h)
         q, k = np.asarray(q).astype(np.uint32), np.asarray(k).astype(np.uint32)
-        partner = (k // 8) % 2
-        x = (first + q * np.uint32(0x9E3779B9)) ^ ((k - 8 * partner) * np.uint32(0x85EBCA6B))
+        sharer = (k // 8) % 4 + 4 * ((q // 8) % 2)
+        powers = np.uint32([pow(RATIO, i, 2**32) for i in range(8)])
+        k, q = k - (k // 8) % 4 * 8, q - (q // 8) % 2 * 8
+        x = (first + q * np.uint32(0x9E3779B9)) ^ (k * np.uint32(0x85EBCA6B))
         x = x ^ (x >> np.uint32(16))
         x = x * np.uint32(0x7FEB352D)
         x = x ^ (x >> np.uint32(15)) ^ (second + q * np.uint32(0xC2B2AE35))
-        x = x * np.uint32(0x846CA68B) * np.where(partner == 1, np.uint32(RATIO), np.uint32(1))
+        x = x * np.uint32(0x846CA68B) * powers[sharer]
     return x >= np.uint32(round(rate * 2**32))
 
 

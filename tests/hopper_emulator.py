@@ -317,10 +317,21 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 _LIBRARY = {"powf": jnp.power, "acos": jnp.arccos, "asin": jnp.arcsin, "atan": jnp.arctan, "acosh": jnp.arccosh,
             "asinh": jnp.arcsinh, "atanh": jnp.arctanh}  # fmt: skip
+
+
+def _logistic_of_pairs(exponent, of_rows):
+    denominator = 1 + jnp.exp2(jnp.minimum(exponent, 63))
+    number = np.arange(exponent.shape[1 - of_rows])
+    partner = denominator[number ^ 8] if of_rows else denominator[:, number ^ 1]
+    return partner / (denominator * partner)
+
+
 _FUNCTIONS = {
     "exp2": lambda layout, x: jnp.exp2(x),
     "tanh": lambda layout, x: jnp.tanh(x),
     "logistic": lambda layout, exponent: 1 / (1 + jnp.exp2(exponent)),
+    "logistic_of_pairs": lambda exponent, of_rows: _logistic_of_pairs(exponent, of_rows),
+    "keep_from": lambda layout, x, number, least: jnp.where(number >= jnp.uint32(least), x, 0),
     "mask_scores": lambda layout, s, shown: jnp.where(functools.reduce(jnp.logical_and, shown), s, -jnp.inf),
     "weights": lambda layout, s, log2_scale, row_max: jnp.exp2(s * jnp.float32(log2_scale) - row_max),
     "from_library": lambda name, layout, *x: _LIBRARY.get(name, getattr(jnp, name, None))(*x),

@@ -153,6 +153,30 @@ def test_padding_gets_zero_gradients(backend):
             assert not tokens_of(name, found[name])[first:].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sigmoid_attention(backend):
+    """Weights that share a reciprocal share a NaN, but none that a mask hides: documents begin at odd tokens."""
+    length, _, block, _ = sizes_of(backend)
+    arrays, _ = draw(backend)
+    hidden, others = slice(2 * length + 1, 3 * length), np.r_[: 2 * length + 1, 3 * length : 4 * length]
+    ids = jnp.zeros(4 * length, jnp.int32).at[hidden].set(1)
+    mask = jflex.create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, *[4 * length] * 2,
+                                   block_size=block)  # fmt: skip
+    how = {"normalize": "none", **options_of(backend)}
+    attend = lambda *qkv: jflex.flex_attention(*qkv, jflex.scores.sigmoid(-2.0), mask, **how)
+
+    @jax.jit
+    def both(query, key, value, d_out):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(d_out)
+
+    clean = both(*(arrays[name] for name in NAMES))
+    found = both(*(arrays[name].at[:, hidden].set(jnp.nan) for name in NAMES))
+    for name, x, y in zip(("out", *OUTPUTS[2:5]), found, clean, strict=True):
+        assert_close(tokens_of(name, x)[others], tokens_of(name, y)[others], backend, name)
+        assert not np.isfinite(np.asarray(tokens_of(name, x)[hidden], np.float32)).any()
+
+
 @pytest.mark.parametrize("lengths", [None, (150, 90)], ids=["even", "kv_lengths"])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -272,23 +272,41 @@ def test_rectangles_and_diagonals_are_independent(rate):
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_keys_that_share_a_hash_are_independent(rate):
-    """Of each other, and of the pairs of other queries and heads; and each half by itself has the rate."""
-    halves = np.moveaxis(drawn(rate).reshape(*POSITIONS[:3], -1, 2, 8), -2, 0)
-    assert all(deviations(half) < 4 for half in halves)
-    products = halves[0] * halves[1]
-    assert deviations(products) < 4
-    for axis, lag in itertools.product(range(products.ndim), (1, 2)):
-        z = np.moveaxis(products, axis, 0)
-        assert lag >= len(z) or deviations(z[lag:] * z[:-lag]) < 4.5
+def test_positions_that_share_a_hash_are_independent(rate):
+    """Of each other, and of those of other queries and heads; and each of the eight by itself has the rate."""
+    B, H, queries, keys = POSITIONS
+    parted = drawn(rate).reshape(B, H, queries // 16, 2, 8, keys // 32, 4, 8)
+    sharers = np.moveaxis(parted, (3, 6), (0, 1)).reshape(8, B, H, queries // 16, 8, keys // 32, 8)
+    assert all(deviations(sharer) < 4 for sharer in sharers)
+    for one, other in itertools.combinations(sharers, 2):
+        products = one * other
+        assert deviations(products) < 4
+        for axis in range(products.ndim):
+            z = np.moveaxis(products, axis, 0)
+            assert len(z) == 1 or deviations(z[1:] * z[:-1]) < 4.5
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_patterns_of_positions_that_share_a_hash(rate):
+    """How often each of their 256 patterns occurs, among a million words."""
+    words = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32)
+    below = [words * np.uint32(pow(dropout_bits.RATIO, i, 2**32)) < np.uint32(round(rate * 2**32)) for i in range(8)]
+    patterns = sum(x.astype(np.int64) << i for i, x in enumerate(below))
+    dropped = np.array([i.bit_count() for i in range(256)])
+    expected = len(words) * rate**dropped * (1 - rate) ** (8 - dropped)
+    often = expected > 5
+    squares = ((np.bincount(patterns, minlength=256) - expected) ** 2 / expected)[often]
+    assert abs(squares.sum() - often.sum()) < 5 * np.sqrt(2 * often.sum())
 
 
 @pytest.mark.parametrize("rate", RATES)
 def test_words_of_a_pair_correlate_by_less_than_a_millionth(rate):
     """Counted over all 2 ** 32 words: how many have both multiples below the threshold."""
     below, words = round(rate * 2**32), 2**32
-    both = floor_sum(below, words, dropout_bits.RATIO, 0) - floor_sum(below, words, dropout_bits.RATIO, -below)
-    assert abs(both / words - (below / words) ** 2) < 1e-6 * rate * (1 - rate)
+    for steps in range(1, 8):
+        ratio = pow(dropout_bits.RATIO, steps, words)
+        both = floor_sum(below, words, ratio, 0) - floor_sum(below, words, ratio, -below)
+        assert abs(both / words - (below / words) ** 2) < 1e-6 * rate * (1 - rate)
 
 
 def floor_sum(count, modulus, factor, offset):

@@ -84,10 +84,11 @@ def test_grid_on_hopper(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("queries", [1, 2])
-def test_deepseek_on_hopper(heads, queries):
+@pytest.mark.parametrize("mask", [mask_pairs.causal, mask_pairs.window], ids=["causal", "window"])
+def test_deepseek_on_hopper(heads, queries, mask):
     sizes = {"Hq": heads, "D": 576, "Dv": 512, "rope": 64, "scale": 192**-0.5, "page_size": 64, "dtype": "bfloat16"}
     lengths = (1500, 1, 63, 64, 65, 127, 128, 129, 0, 700)
-    case = latent_case(f"deepseek_{heads}_{queries}", (queries,) * 10, lengths, mask=mask_pairs.causal, **sizes)
+    case = latent_case(f"deepseek_{heads}_{queries}", (queries,) * 10, lengths, mask=mask, **sizes)
     first = None
     for seed in range(3):  # of the pages' places: the same bits, or a race
         found = run(case, "mosaic_gpu", seed)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -217,6 +218,8 @@ def modify(
         assert spec.programs.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = prefetched.score or _at(scores, scores.score, spec.programs.score, first)
+        if not is_partial:
+            score = Evaluation(_space(score).where_all_visible(), score.values, score.products)
         tiles = zip(bias_tiles.bias_loads(spec, transposed=scores.transposed) if bias else (), bias, strict=True)
         load_tile: Any = plg.load  # jax < 0.11: wants an index
         loaded = {bias_load.load: load_tile(ref, layout=TILE) for bias_load, ref in tiles}
@@ -242,6 +245,18 @@ def kept(scores: Scores, first: Index) -> jax.Array | None:
     program = scores.spec.programs.dropout
     assert program is not None  # what `prepare` began to evaluate
     return _at(scores, scores.dropout, program, first).tile(program.output)
+
+
+def drop(scores: Scores, first: Index, p: jax.Array) -> jax.Array:
+    """The weights of the tile from `first` on, with zeros where dropout drops them."""
+    if scores.dropout is None:
+        return p
+    program = scores.spec.programs.dropout
+    assert program is not None  # what `prepare` began to evaluate
+    number, least = program.output.inputs if program.output.op == "ge" else (None, None)
+    if number is None or least is None or least.op != "literal" or number.dtype != np.uint32:
+        return jnp.where(kept(scores, first), p, 0.0)
+    return inline_ptx.keep_from(TILE, p, _at(scores, scores.dropout, program, first).tile(number), int(least.value))
 
 
 def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
@@ -283,6 +298,11 @@ def _distances(scores: Scores, prepared: Evaluation, program: Program, first: In
     return result
 
 
+def _space(prepared: Evaluation) -> TileSpace:
+    assert isinstance(prepared.space, TileSpace)  # `prepare` made it
+    return prepared.space
+
+
 def _runs(scores: Scores, prepared: Evaluation, program: Program, first: Index) -> dict[Node, jax.Array]:
     """Contiguous loads along the loop axis: each thread loads its pairs at constant offsets from one address.
 
@@ -291,8 +311,7 @@ def _runs(scores: Scores, prepared: Evaluation, program: Program, first: Index) 
     walk = scores.walk
     if walk.passes_end:
         return {}
-    space = prepared.space
-    assert isinstance(space, TileSpace)
+    space = _space(prepared)
     runs = patterns.runs(program, walk.axis, space.operand_shapes)
     return {run: space.load_run(run, [prepared(x) for x in run.inputs[:-1]], first, walk.count) for run in runs}
 

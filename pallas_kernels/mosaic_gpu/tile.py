@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,6 +50,7 @@ class TileSpace(Space):
     ) -> None:
         block_q, block_kv = tile
         self.refs, self.operand_shapes, self.transposed, self.may_end = refs, shapes, transposed, may_end
+        self.all_visible = False
         self.shapes = {
             Axes.ROW: (block_q,),
             Axes.COLUMN: (block_kv,),
@@ -112,10 +114,23 @@ class TileSpace(Space):
         return result
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
-        """The logistic by two SFU functions, for its inputs have 16 bits."""
+        """The logistic by SFU functions, for its inputs have 16 bits: two for each element, or three for a pair.
+
+        A pair shares its NaN. So only tiles without hidden elements have pairs, and both elements are of one query.
+        """
         if kind == Axes.UNIFORM:
             return {}
-        return {"logistic": OfMultiple(-LOG2_E, functools.partial(inline_ptx.logistic, self.layouts[kind]))}
+        if kind == Axes.TILE and self.all_visible:
+            logistic = functools.partial(inline_ptx.logistic_of_pairs, of_rows=self.transposed)
+        else:
+            logistic = functools.partial(inline_ptx.logistic, self.layouts[kind])
+        return {"logistic": OfMultiple(-LOG2_E, logistic)}
+
+    def where_all_visible(self) -> TileSpace:
+        """For tiles in which nothing is masked."""
+        space = copy.copy(self)
+        space.all_visible = True
+        return space
 
 
 def _boolean(x: jax.Array) -> jax.Array:

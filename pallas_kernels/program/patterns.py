@@ -177,20 +177,6 @@ def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
     return ordered, others
 
 
-def masks_later_keys_only(program: Program | None) -> bool:
-    """Whether each conjunct of a mask is an upper limit of the key index: so a causal one, but no window."""
-    ordered, others = clauses(program)
-    return not others and all(_is_upper_limit(node, "k") for node in ordered)
-
-
-def _is_upper_limit(node: Node, axis: str) -> bool:
-    factors = [_factor(x, axis) for x in node.inputs]
-    if node.op not in ("lt", "le", "gt", "ge") or None in factors:
-        return False
-    left, right = (x or 0 for x in factors)
-    return left > right if node.op in ("lt", "le") else left < right
-
-
 def _is_of_indices(node: Node) -> bool:
     return node.kind != Axes.UNIFORM and not any(
         x.kind and (x.op == "load" or x.dtype.kind == "f") for x in reachable([node])

@@ -80,7 +80,7 @@ class Step(NamedTuple):
         prepared = self.prepared
         out, s, row_max, safe_max = self._start_gemms(state, first, is_partial)
         self.ring.release(state.stage)
-        drop = functools.partial(self._drop, first)
+        drop = functools.partial(scores.drop, prepared, first)
         if prepared.spec.normalize == "none":  # these are the weights
             return state._replace(out=out, p=drop(s).astype(state.p.dtype), stage=state.stage + 1)
         exponent, row_sum, row_logs = s * prepared.log2_scale, state.row_sum, state.row_logs
@@ -97,11 +97,6 @@ class Step(NamedTuple):
         if self.at_exponentials:
             row_sum = self.ping_pong.release_after(TILE, row_sum)
         return State(out, row_max, row_sum, drop(p).astype(state.p.dtype), state.stage + 1, row_logs)
-
-    def _drop(self, first: Index, p: jax.Array) -> jax.Array:
-        """The weights of a tile, with zeros where dropout drops them; the row_sum is that of all."""
-        kept = scores.kept(self.prepared, first)
-        return p if kept is None else jnp.where(kept, p, 0.0)
 
     def _start_gemms(self, state: State, first: Index, is_partial: bool) -> tuple[jax.Array, ...]:
         """Issues both GEMMs; returns O of the tiles before, S of this tile, row_max, and row_max with 0 for -inf."""
