@@ -144,7 +144,8 @@ def _states_of_mod(
         with eval_context():
             inside = inside_blocks((shape[2], shape[3]), block_size)
             return jnp.where(inside, jnp.int8(FULL), jnp.int8(PARTIAL))[None, None]
-    own = (*(n if uses_index(traced, index) else 1 for n, index in zip(shape, "bh", strict=False)), *shape[2:])
+    batch, heads = (n if uses_index(traced, index) else 1 for n, index in zip(shape[:2], "bh", strict=True))
+    own = batch, heads, shape[2], shape[3]
     known = not any(isinstance(x, Tracer) for x in operands)
     with eval_context() if known else contextlib.nullcontext():
         return (known_block_states if known else block_states)(traced, operands, own, block_size)

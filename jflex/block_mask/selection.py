@@ -154,7 +154,7 @@ def _check_room(k: int, begin: np.ndarray, end: np.ndarray, lead: np.ndarray) ->
         row = int(counts.argmax())
         raise ValueError(
             f"`k` must be at least the number of blocks that are always selected, {counts.max()} for query block "
-            f"{row}: its own, and those that `local_blocks` and `initial_blocks` add. Got {k}. Raise it, or lower these."
+            f"{row}: its own, and those of `local_blocks` and `initial_blocks`. Got {k}. Raise it, or lower these."
         )
 
 
