@@ -178,14 +178,15 @@ def test_select_blocks_follows_its_definition(sizes, causal, local, initial, dty
     scores[rng.random(scores.shape) < 0.1] = -np.inf
     scores[rng.random(scores.shape) < 0.1] = np.nan
     scores[rng.random(scores.shape) < 0.1] = np.inf
-    visible = rng.random(scores.shape[2:]) < 0.8
+    visible = rng.random((2, 1, 7, 9) if causal else (7, 9)) < 0.8
     for k in (5, 12):
         options = {"block_size": sizes, "causal": causal, "local_blocks": local, "initial_blocks": initial}
         select = jax.jit(functools.partial(jflex.select_blocks, k=k, **options))
         found = select(jnp.asarray(scores), visible=jnp.asarray(visible))
         assert found.dtype == jnp.int32
         for b, h in np.ndindex(2, 3):
-            right = best_blocks(scores[b, h].astype(np.float64), k, sizes, causal, local, initial, visible)
+            shown = np.broadcast_to(visible, scores.shape)[b, h]
+            right = best_blocks(scores[b, h].astype(np.float64), k, sizes, causal, local, initial, shown)
             np.testing.assert_array_equal(found[b, h], right)
 
 

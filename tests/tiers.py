@@ -102,6 +102,8 @@ SHORT = {
     "test_ready_scores": r"evaluate|undo",
     "test_return_stats": r"float64.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
+    "test_selected_blocks": r"dense_mask\[(reference|xla|triton).*grouped|wide|definition.*True-1-0-.32, 32|message",
+    "test_block_selection_layers": r"once.*nnx|later.*moba",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
     "test_serving_scenarios": r"chain|by the host|tiles of keys",

@@ -127,7 +127,7 @@ def select_blocks(
     always = (column < initial) | ((column >= begin[:, None]) & (column < end[:, None]))
     allowed = jnp.asarray((column <= last[:, None]) | (not causal))
     if visible is not None:
-        allowed &= _checked_visible(jnp.asarray(visible), scores.shape)
+        allowed = jnp.broadcast_to(allowed, scores.shape) & _checked_visible(jnp.asarray(visible), scores.shape)
     return _best(scores, k, jnp.asarray(always), allowed)
 
 
@@ -158,7 +158,7 @@ def _check_room(k: int, begin: np.ndarray, end: np.ndarray, lead: np.ndarray) ->
         )
 
 
-def _checked_visible(visible: jax.Array, shape: tuple[int, ...]) -> Bool[Array, "*#batch #R #C"]:
+def _checked_visible(visible: jax.Array, shape: tuple[int, ...]) -> Bool[Array, "*batch R C"]:
     fits = visible.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(visible.shape[::-1], shape[::-1], strict=False)
     )
@@ -167,7 +167,7 @@ def _checked_visible(visible: jax.Array, shape: tuple[int, ...]) -> Bool[Array, 
             f"`visible` must be booleans that broadcast to the shape of `scores`, {shape}. Got {visible.dtype} of "
             f"shape {visible.shape}."
         )
-    return visible
+    return jnp.broadcast_to(visible, shape)
 
 
 @jax.jit(static_argnames="k")
