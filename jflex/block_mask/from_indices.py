@@ -121,7 +121,8 @@ def _checked_indices(
         )
     numpy = jnp if isinstance(given, jax.Array) else np
     wide = given.astype(numpy.int32) if given.dtype.itemsize < 4 else given
-    return jnp.asarray(numpy.where((wide >= 0) & (wide < columns), wide, -1).astype(numpy.int32))
+    exists = (wide >= 0) & (wide < columns)
+    return jnp.asarray(numpy.where(exists, wide.astype(numpy.int32), numpy.int32(-1)))
 
 
 def _checked_heads(H: int | None, heads: int) -> int:
