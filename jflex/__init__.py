@@ -24,6 +24,7 @@ from jflex.block_mask.selection import block_scores as block_scores
 from jflex.block_mask.selection import select_blocks as select_blocks
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
+from jflex.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.cascade import cascade_attention as cascade_attention
 from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config
