@@ -205,23 +205,53 @@ def test_block_scores_against_float64(queries):
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
+def selective(q, k, v):
+    """The sum of squares of an attention to selected blocks, which are selected in the call."""
+    scores = jflex.block_scores(q, k, block_size=16)
+    mask = jflex.block_mask_from_indices(
+        jflex.select_blocks(scores, 3, block_size=16), 96, 96, H=4, block_size=16, mask_mod=jflex.masks.causal()
+    )
+    return (jflex.flex_attention(q, k, v, block_mask=mask, implementation="xla") ** 2).sum()
+
+
+gradients = jax.grad(selective, argnums=(0, 1, 2))
+
+
+def arrays(seed=0, *leading):
+    q, k, v = (jax.random.fold_in(jax.random.key(seed), n) for n in range(3))
+    return (
+        jax.random.normal(q, (*leading, 2, 96, 4, 16)),
+        *(jax.random.normal(x, (*leading, 2, 96, 2, 16)) for x in (k, v)),
+    )
+
+
+def assert_close(found, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, right)
+
+
 def test_a_step_is_compiled_once_whatever_is_selected():
-    """And makes what the same values make outside of `jit`."""
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 128, 2, 16))
-
-    def loss(q, k):
-        scores = jflex.block_scores(q, k, block_size=32)
-        mask = jflex.block_mask_from_indices(
-            jflex.select_blocks(scores, 2, block_size=32), 128, 128, block_size=32, mask_mod=jflex.masks.causal()
-        )
-        return (jflex.flex_attention(q, k, k, block_mask=mask, implementation="xla") ** 2).sum()
-
-    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    """And computes what the same values give outside of `jit`."""
+    step = jax.jit(gradients)
     for seed in range(3):
-        q, k = jax.random.normal(jax.random.key(seed), (2, 1, 128, 2, 16))
-        for one, other in zip(step(q, k), jax.grad(loss, argnums=(0, 1))(q, k), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(step(*arrays(seed)), gradients(*arrays(seed)))
     assert step._cache_size() == 1
+
+
+def test_vmap_and_remat():
+    x = arrays(0, 3)
+    right = [jnp.stack(parts) for parts in zip(*(gradients(*(a[i] for a in x)) for i in range(3)), strict=True)]
+    assert_close(jax.jit(jax.vmap(gradients))(*x), tuple(right))
+    again = jax.grad(jax.checkpoint(selective), argnums=(0, 1, 2))
+    assert_close(jax.jit(again)(*arrays()), gradients(*arrays()))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_sharded_batch_and_heads(kind):
+    right, mesh = gradients(*arrays()), jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        divided = jax.NamedSharding(mesh, jax.P("data", None, "model"))
+        found = jax.jit(gradients)(*(jax.device_put(x, divided) for x in arrays()))
+    assert_close(jax.tree.map(np.asarray, found), right)
 
 
 # ---------------------------------------------------------------- wrong input

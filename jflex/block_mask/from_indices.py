@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.core import Tracer, eval_context
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Int8, Int32
 
+from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import (
     EMPTY,
@@ -95,7 +97,8 @@ def block_mask_from_indices(
     check_mask_shape(mask_mod, shape, "a BlockMask")
     traced, operands = (None, ()) if mask_mod is None else trace_mask_mod(mask_mod)
     bounds = _states_of_mod(traced, operands, shape, block_size)
-    lists = _lists(chosen, bounds, heads=heads, widths=_widths(bounds, chosen.shape[3]))
+    make = functools.partial(_lists, heads=heads, widths=_widths(bounds, chosen.shape[3]))
+    lists: BlockLists = partitioned_by_xla(make, lambda: leading_axes(chosen, 2))(chosen, bounds)
     return BlockMask(
         **lists._asdict(), mask_operands=operands, traced=traced, seq_lengths=lengths, block_size=block_size,
         lists_follow_mod=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import block_count
 from jflex.types import AnyArray
@@ -128,7 +130,8 @@ def select_blocks(
     allowed = jnp.asarray((column <= last[:, None]) | (not causal))
     if visible is not None:
         allowed = jnp.broadcast_to(allowed, scores.shape) & _checked_visible(jnp.asarray(visible), scores.shape)
-    return _best(scores, k, jnp.asarray(always), allowed)
+    best = partitioned_by_xla(functools.partial(_best, k=k), lambda: leading_axes(scores, scores.ndim - 2))
+    return best(scores, jnp.asarray(always), allowed)
 
 
 def _means(x: jax.Array, block: int) -> Float[Array, "B blocks H D"]:
@@ -172,7 +175,7 @@ def _checked_visible(visible: jax.Array, shape: tuple[int, ...]) -> Bool[Array, 
 
 @jax.jit(static_argnames="k")
 def _best(
-    scores: Float[Array, "*batch R C"], k: int, always: Bool[Array, "R C"], allowed: Bool[Array, "*#batch #R #C"]
+    scores: Float[Array, "*batch R C"], always: Bool[Array, "R C"], allowed: Bool[Array, "*#batch R C"], *, k: int
 ) -> Int32[Array, "*batch R k"]:
     wide = scores if scores.dtype == jnp.float64 else scores.astype(jnp.float32)
     wide = jnp.where(jnp.isnan(wide), -jnp.inf, jnp.minimum(wide, jnp.finfo(wide.dtype).max))
