@@ -31,7 +31,7 @@ class SharedPrefix(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """The mods and the mask of a constructor or of a call.
+    """The mods and the mask of a constructor or of a call; or, in place of a mask, the selection that makes one.
 
     Example:
         >>> own, softcap = Mods(mask_mod=jflex.masks.causal()), jflex.scores.softcap(30.0)

@@ -103,7 +103,7 @@ SHORT = {
     "test_return_stats": r"float64.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
     "test_selected_blocks": r"dense_mask\[(reference|xla|triton).*grouped|wide|definition.*True-1-0-.32, 32|message",
-    "test_block_rows": r"message|cache.xla",
+    "test_block_rows": r"message",
     "test_block_selection_layers": r"once.*nnx|later.*moba",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
