@@ -78,7 +78,7 @@ def arrays(queries=T, keys=S):
     return [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(drawn_rows(), st.sampled_from([None, 8, (4, 16)]), st.booleans())
 def test_a_block_mask_shows_what_the_lists_say(drawn, block_size, is_causal):
     mask = made(drawn).to_block_mask(CAUSAL if is_causal else None, block_size=block_size)
@@ -101,7 +101,7 @@ def test_block_masks_convert_to_rows_and_back(drawn):
     np.testing.assert_array_equal(traced.to_dense()[0, 0], blocks)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=3),
     st.lists(st.integers(0, 8), min_size=3, max_size=3),

@@ -200,6 +200,8 @@ LONG = {
     "test_ragged": r"(alone|nothing)\[xla-(whole|alibi_by_sequence|softcap|cross_bottom_right|tiny)",
     "test_return_stats": r"hopper_kernels?(_alone)?\[|float64\[(reference|xla)-(alibi_like|bnth|decode_sees|one_key"
     r"|head_sizes_40_16|own_derivative|negative_scale|squared|table|extreme|softcap\]|shared_keys)",
+    "test_block_rows": r"mods\[even-(reference|triton)",
+    "test_selected_blocks": r"definition\[bfloat16|\[(reference|xla)-selected_(one|without|for_all|more)",
     "test_shared_prefix": r"attention\[((alibi|window|causal-0-0|causal-1-40).*(reference|xla)|.*0-reference)"
     r"|recomputation\[.\]",
     "test_state": r"them\[two-(alibi|documents)|them\[many.*(softcap|causal)",
