@@ -36,6 +36,7 @@ class Problem:
         ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token and
         head; "" for keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
+      selected: Key blocks that each query block selects in each call, by scores, its own among them; 0: no selection.
       source: Where the problem comes from.
     """
 
@@ -56,6 +57,7 @@ class Problem:
     weights: str = ""
     keys: str = ""
     stats: str = ""
+    selected: int = 0
     dtype: str = "bfloat16"
     source: str = "jflex"
 
@@ -73,7 +75,12 @@ class Problem:
     def label(self) -> str:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
-        extra = (self.weights, self.keys and f"{self.keys} keys", self.stats and f"returning {self.stats}")
+        extra = (
+            self.weights,
+            self.keys and f"{self.keys} keys",
+            self.stats and f"returning {self.stats}",
+            self.selected and f"the best {self.selected} blocks",
+        )
         notes += "".join(f", {x}" for x in extra if x)
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
         return f"{self.variant}{notes}{' and its gradient' if self.differentiated else ''}"
@@ -230,6 +237,21 @@ def _weights() -> list[Problem]:
         for variant in ("causal", "sliding_window")
         for x in kinds
     ] + [square(*shape, "causal", stats=x) for shape in shapes for x in ("lse", "lse max", "lse max entropy")]
+
+
+@_suite(
+    "causal attention to blocks that each block of queries selects anew, beside all of them",
+    "jflex jflex-mosaic jflex-triton",
+)
+def _selected() -> list[Problem]:
+    """The best of 256 key blocks, with the selection in the forward pass.
+
+    Of the blocks that causal attention visits, 13 for each query block are 10% and 26 are 19% (10% of all).
+    """
+    shapes = ((1, 32768, (32, 8), 128), (1, 32768, 16, 64))
+    return [
+        square(*shape, "causal", selected=k, source="MoBA, arXiv:2502.13189") for shape in shapes for k in (0, 13, 26)
+    ]
 
 
 @_suite("captured arrays with and without their gradient", _CUDNN)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
+from flax_layers.block_selection import BlockSelection
 from flax_layers.dense_cache import DenseCache
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
@@ -30,7 +31,7 @@ class SharedPrefix(NamedTuple):
 
 
 class Mods(NamedTuple):
-    """The mods and the mask of a constructor or of a call.
+    """The mods and the mask of a constructor or of a call; or, in place of a mask, the selection that makes one.
 
     Example:
         >>> own, softcap = Mods(mask_mod=jflex.masks.causal()), jflex.scores.softcap(30.0)
@@ -41,25 +42,38 @@ class Mods(NamedTuple):
     score_mod: jflex.ScoreMod | None = None
     mask_mod: jflex.MaskMod | None = None
     block_mask: jflex.BlockMask | None = None
+    selection: BlockSelection | None = None
 
     def replaced_by(
         self,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
         """Replaces these by those of a call. Either form of a mask replaces both."""
         score_mod = self.score_mod if score_mod is None else score_mod
         if mask_mod is None and block_mask is None:
-            mask_mod, block_mask = self.mask_mod, self.block_mask
+            return self._replace(score_mod=score_mod)
+        if isinstance(block_mask, BlockSelection):
+            return Mods(score_mod, mask_mod, None, block_mask)
         return Mods(score_mod, mask_mod, block_mask)
+
+    def mask_for(self, query: Float[Array, "B T Hq D"], key: Float[Array, "B T Hkv D"]) -> jflex.BlockMask | None:
+        """The BlockMask of a call, made of its queries and keys if they select blocks."""
+        return self.block_mask if self.selection is None else self.selection.block_mask(query, key)
 
     def for_decoding(self) -> Mods:
         """Replaces the BlockMask by its mask_mod, which takes positions in the whole sequence.
 
         Raises:
-            ValueError: The BlockMask masks more than its mask_mod.
+            ValueError: The BlockMask masks more than its mask_mod, or is a selection.
         """
+        if self.selection is not None:
+            raise ValueError(
+                "The `block_mask` of this layer's constructor is a BlockSelection, which selects blocks in calls on "
+                "whole sequences, so it cannot be used for decoding. Pass `mask_mod` to this call: with "
+                "`jflex.masks.causal()`, tokens attend to all keys before them."
+            )
         if self.block_mask is None:
             return self
         if self.mask_mod is not None or not self.block_mask.lists_follow_mod:
@@ -86,10 +100,11 @@ class LayerMods:
         self,
         score_mod: jflex.ScoreMod | None,
         mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
         """The mods of a call: its own, or else those of the constructor."""
-        return Mods(self.score_mod, self.mask_mod, self.block_mask).replaced_by(score_mod, mask_mod, block_mask)
+        own = Mods().replaced_by(self.score_mod, self.mask_mod, self.block_mask)
+        return own.replaced_by(score_mod, mask_mod, block_mask)
 
 
 class Layer(LayerMods):
@@ -218,7 +233,7 @@ def attend(
         key,
         value,
         mods.score_mod,
-        mods.block_mask,
+        mods.mask_for(query, key),
         mask_mod=mods.mask_mod,
         sinks=sinks_of(layer),
         scale=layer.scale,

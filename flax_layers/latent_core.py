@@ -182,12 +182,12 @@ def attend(
     query = jnp.concatenate(queries_of(layer, inputs, positions, known), axis=-1)
     key, value = up_projected(layer, latents_of(layer, inputs, positions, known))
     fold = lambda x: x.reshape(-1, *x.shape[-3:])
+    folded = fold(query), fold(key)
     attended = jflex.flex_attention(
-        fold(query),
-        fold(key),
+        *folded,
         fold(value),
         mods.score_mod,
-        mods.block_mask,
+        mods.mask_for(*folded),
         mask_mod=mods.mask_mod,
         scale=scale_of(layer),
         implementation=layer.implementation,

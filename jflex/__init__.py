@@ -17,10 +17,14 @@ from jflex.attention import flex_attention as flex_attention
 from jflex.backends import ORDER as ORDER
 from jflex.backends.xla.narrow import set_rows as set_rows
 from jflex.block_mask.dense import create_mask as create_mask
+from jflex.block_mask.from_indices import block_mask_from_indices as block_mask_from_indices
 from jflex.block_mask.mask import BlockMask as BlockMask
 from jflex.block_mask.mask import create_block_mask as create_block_mask
+from jflex.block_mask.selection import block_scores as block_scores
+from jflex.block_mask.selection import select_blocks as select_blocks
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
+from jflex.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.cascade import cascade_attention as cascade_attention
 from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jflex._call.checks import describe_array
 from jflex._call.kv_lengths import bounded_inputs, known_lengths, with_lengths_as_mask
+from jflex._jax.explicit_axes import partitioned_by_xla
 from jflex._jax.manual_axes import match_manual_axes
 from jflex.attention import prepare, with_modified_inputs
 from jflex.backends.base import Inputs
@@ -116,9 +117,8 @@ def attention_weights(
         return jnp.zeros((spec.B, spec.Hq, chosen.size, spec.S), jnp.float32)
     per_key = spec.B * spec.Hq * max(chosen.size, spec.D)
     size = min(spec.S, max(_LEAST_KEYS, _ELEMENTS_PER_STEP // per_key))
-    compute: Any = functools.partial(_weights, spec, size=size)
-    if jax.sharding.get_abstract_mesh().explicit_axes:
-        compute = jax.sharding.auto_axes(compute, out_sharding=_out_sharding(spec, inputs))
+    compute = functools.partial(_weights, spec, size=size)
+    compute = partitioned_by_xla(compute, lambda: _out_sharding(spec, inputs))
     return compute(*match_manual_axes((inputs, chosen)))
 
 

@@ -208,9 +208,9 @@ def everything(case: Case, backend: str) -> Results:
     return _differentiated(case, drawn, attend, block_mask(case), in_haste=not optimised)
 
 
-def everything_by(case: Case, attend: Any) -> Results:
+def everything_by(case: Case, attend: Any, *, compiled: bool = True) -> Results:
     """Out, lse and all gradients by ``attend(drawn, blocks, query, key, value, captures) -> (out, lse)``, BTNH."""
-    return _differentiated(case, poisoned(case), attend, block_mask(case), in_haste=True)
+    return _differentiated(case, poisoned(case), attend, block_mask(case), in_haste=True, compiled=compiled)
 
 
 def poisoned(case: Case) -> Drawn:

@@ -165,11 +165,12 @@ def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
 
 def test_the_jax_runner_computes_each_form_and_gradient():
     runner = JaxRunner()
-    for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16)):
+    selected = square(1, 256, (4, 2), 16, "causal", block=32, selected=3)
+    for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16), selected):
         answer = runner.prepare(dataclasses.asdict(problem), ["jflex"], DIRECTIONS)
         assert (answer["ready"], answer["unable"]) == (["jflex"], {})
         assert answer["backends"]["jflex"] == "xla"
-        assert runner._prepared["jflex"]["forward"].call().shape == (1, 256, 2, problem.value_size)
+        assert runner._prepared["jflex"]["forward"].call().shape == (1, 256, problem.Hq, problem.value_size)
         assert len(answer["samples"]["jflex"]["backward"]) == 3 + problem.differentiated
         assert json.loads(json.dumps(answer)) == answer
         measured = runner.measure("jflex", "backward", 3, queue=True)

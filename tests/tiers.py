@@ -102,6 +102,9 @@ SHORT = {
     "test_ready_scores": r"evaluate|undo",
     "test_return_stats": r"float64.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
+    "test_selected_blocks": r"dense_mask\[(reference|xla|triton).*grouped|wide|definition.*True-1-0-.32, 32|message",
+    "test_block_rows": r"message",
+    "test_block_selection_layers": r"once.*nnx|later.*moba",
     "test_serving_faults": r"^(?!.*random_cancellations)",
     "test_serving_constraints": r"guides|without",
     "test_serving_scenarios": r"chain|by the host|tiles of keys",
@@ -197,6 +200,8 @@ LONG = {
     "test_ragged": r"(alone|nothing)\[xla-(whole|alibi_by_sequence|softcap|cross_bottom_right|tiny)",
     "test_return_stats": r"hopper_kernels?(_alone)?\[|float64\[(reference|xla)-(alibi_like|bnth|decode_sees|one_key"
     r"|head_sizes_40_16|own_derivative|negative_scale|squared|table|extreme|softcap\]|shared_keys)",
+    "test_block_rows": r"mods\[even-(reference|triton)",
+    "test_selected_blocks": r"definition\[bfloat16|\[(reference|xla)-selected_(one|without|for_all|more)",
     "test_shared_prefix": r"attention\[((alibi|window|causal-0-0|causal-1-40).*(reference|xla)|.*0-reference)"
     r"|recomputation\[.\]",
     "test_state": r"them\[two-(alibi|documents)|them\[many.*(softcap|causal)",

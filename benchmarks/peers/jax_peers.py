@@ -76,6 +76,9 @@ def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None,
     """In the form of the problem, and how many elements the BlockMask visits in any form."""
     if mods.mask is None:
         return None, problem.T * problem.S
+    if problem.selected:
+        rows = np.arange(problem.T // problem.block) + 1
+        return None, int(np.minimum(rows, problem.selected).sum()) * problem.block**2
     create = functools.partial(jflex.create_block_mask, mods.mask, None, None, problem.T, problem.S)
     counted = create()
     dense = counted.to_dense()
@@ -86,6 +89,15 @@ def block_mask_of(problem: Problem, mods: Mods) -> tuple[jflex.BlockMask | None,
             dense.sum(-1), jnp.argsort(-dense, stable=True), mask_mod=mods.mask, seq_lengths=(problem.T, problem.S)
         )
     return (None if problem.form == "everywhere" else block_mask), visited
+
+
+def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex.BlockMask:
+    """The causal BlockMask of the best blocks of a problem, as `flax_layers.block_selection` makes it."""
+    scores = jflex.block_scores(query, key, block_size=problem.block)
+    indices = jflex.select_blocks(scores, problem.selected, block_size=problem.block)
+    return jflex.block_mask_from_indices(
+        indices, problem.T, problem.S, H=problem.Hq, block_size=problem.block, mask_mod=jflex.masks.causal()
+    )
 
 
 def causal_documents(ids: jax.Array) -> jflex.BlockMask:
@@ -123,6 +135,7 @@ def forward_and_backward(attend: Callable[[Any, Any, Any], Any]) -> Callable[...
 def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, str]:
     """The backend of jflex that runs a problem, for each peer that is jflex."""
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
+    block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
     everywhere = mask if problem.form == "everywhere" else None
     how = _weights_of(problem) | {"return_stats": tuple(problem.stats.split())}
     account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **how)
@@ -145,6 +158,7 @@ def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None)
             assert score is None  # of the variants of the suite
             score = jflex.scores.sigmoid(-math.log(problem.S))
         everywhere = mask if problem.form == "everywhere" else None
+        block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
         attend = functools.partial(jflex.flex_attention, implementation=implementation, **_weights_of(problem))
         result = attend(
             query, key, value, score, block_mask, mask_mod=everywhere, return_stats=tuple(problem.stats.split())

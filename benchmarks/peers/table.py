@@ -91,7 +91,7 @@ def _materialized(problem: Problem) -> str | None:
 
 
 def _plain_softmax(problem: Problem) -> str | None:
-    missing = problem.weights or problem.stats
+    missing = problem.weights or problem.stats or (problem.selected and "selection of blocks")
     return f"has no {missing}" if missing else None
 
 

@@ -66,6 +66,7 @@ TARGETS = (
     Target("captured", "backward", _GRADIENT, "time", {"differentiated": False}, at_most=1.1),
     *(Target("pair_bias", x, {"variant": "pair_bias"}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
     *(Target("short", x, {}, "speed", FASTEST, 0.9) for x in _BOTH),
+    *(Target("selected", x, {"selected": 13}, "speed", {"selected": 0}, 5.0) for x in _BOTH),
     Target("decode", "forward", _PLAIN, "speed", "jax-cudnn", 0.95),
     *(Target("decode", "forward", {"variant": x}, "speed", {"variant": "noop"}, 0.9) for x in ("alibi", "softcap")),
     *(Target("decode", "forward", {"lengths": x}, "TB/s", {"lengths": "even"}, 0.85) for x in ("uniform", "skewed")),
@@ -247,6 +248,8 @@ def _fields(fields: Mapping[str, Any]) -> str:
             words.append(value if isinstance(value, str) else " and ".join(value))
         elif isinstance(value, bool):
             words.append(name if value else f"not {name}")
+        elif name == "selected":
+            words.append(f"the best {value} blocks" if value else "all blocks")
         elif value == "":
             words.append(f"plain {name}")
         elif value and name != "S":

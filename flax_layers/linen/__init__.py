@@ -1,6 +1,7 @@
 """Layers for Flax linen."""
 
 from flax_layers.attention_core import SharedPrefix
+from flax_layers.block_selection import BlockSelection
 from flax_layers.dense_cache import DenseCache
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.linen.attention import FlexAttention
@@ -9,6 +10,7 @@ from flax_layers.linen.parameters import params_from_nnx, params_to_nnx
 from flax_layers.linen.rms_norm import RMSNorm
 
 __all__ = [
+    "BlockSelection",
     "DenseCache",
     "DenseLatentCache",
     "FlexAttention",

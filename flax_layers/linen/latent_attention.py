@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 import jflex
 from flax_layers import latent_core
 from flax_layers.attention_core import Mods
+from flax_layers.block_selection import BlockSelection
 from flax_layers.latent_methods import LatentMethods
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
@@ -44,7 +45,8 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         query_latent_dim: Size of the latent vector of queries (1536). Default: queries are projected directly.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length.
+        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length; or a
+            `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `(nope_head_dim + rope_head_dim) ** -0.5`; with a `YarnScaling` that
             has an `mscale_all_dim`, times `(0.1 * mscale_all_dim * log(factor) + 1) ** 2`, as in DeepSeek-V3.
         rotary_base: Base of the rotary position embedding. None: none.
@@ -85,7 +87,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
     query_latent_dim: int | None = None
     score_mod: jflex.ScoreMod | None = None
     mask_mod: jflex.MaskMod | None = None
-    block_mask: jflex.BlockMask | None = None
+    block_mask: jflex.BlockMask | BlockSelection | None = None
     scale: float | None = None
     rotary_base: float | None = 10000.0
     rotary_scaling: RotaryScaling | None = None
@@ -125,7 +127,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         *,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None,
     ) -> Float[Array, "*batch T features"]:
         """Attends within each sequence, over up-projected keys and values; as `flax_layers.nnx` has it.
@@ -158,7 +160,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         self,
         score_mod: jflex.ScoreMod | None,
         mask_mod: jflex.MaskMod | None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
     ) -> Mods:
         return mods_with_parameters(super()._mods(score_mod, mask_mod, block_mask))
 

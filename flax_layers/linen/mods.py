@@ -80,4 +80,4 @@ def mods_with_parameters(mods: Mods) -> Mods:
         ValueError: One of them is an unbound linen module.
     """
     score_mod = with_parameters("score_mod", mods.score_mod)
-    return Mods(score_mod, with_parameters("mask_mod", mods.mask_mod), mods.block_mask)
+    return mods._replace(score_mod=score_mod, mask_mod=with_parameters("mask_mod", mods.mask_mod))

@@ -1,6 +1,7 @@
 """Layers for Flax NNX."""
 
 from flax_layers.attention_core import SharedPrefix
+from flax_layers.block_selection import BlockSelection
 from flax_layers.dense_cache import DenseCache
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.nnx.attention import FlexAttention
@@ -10,6 +11,7 @@ from flax_layers.nnx.rms_norm import RMSNorm
 
 __all__ = [
     "AlibiBias",
+    "BlockSelection",
     "DenseCache",
     "DenseLatentCache",
     "FlexAttention",

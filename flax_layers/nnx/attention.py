@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 import jflex
 from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
+from flax_layers.block_selection import BlockSelection
 from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
 from flax_layers.rotary_scaling import RotaryScaling
@@ -35,7 +36,8 @@ class FlexAttention(AttentionMethods, Projections):
         head_dim: Size of a head. Default: `in_features // num_heads`.
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, applied to every scaled score.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, true where the query attends to the key; it skips no blocks.
-        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length.
+        block_mask: A `jflex.BlockMask`: a mask that lists which blocks are computed, for inputs of its length; or a
+            `BlockSelection`, with which each call makes one of the blocks that its queries select.
         scale: Factor of the raw scores. Default: `head_dim ** -0.5`.
         rotary_base: Base of the rotary position embedding (`flax_layers.functional.rotate`); the usual value is 10000.
             Default: no rotary embedding.
@@ -106,7 +108,7 @@ class FlexAttention(AttentionMethods, Projections):
         head_dim: int | None = None,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
         scale: float | None = None,
         rotary_base: float | None = None,
         rotary_scaling: RotaryScaling | None = None,
@@ -151,7 +153,7 @@ class FlexAttention(AttentionMethods, Projections):
     @overload
     def __call__(
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
@@ -160,7 +162,7 @@ class FlexAttention(AttentionMethods, Projections):
     @overload
     def __call__(
         self, inputs: Float[Array, "*batch T features"], *, score_mod: jflex.ScoreMod | None = None,
-        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | None = None,
+        mask_mod: jflex.MaskMod | None = None, block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None, deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
@@ -173,7 +175,7 @@ class FlexAttention(AttentionMethods, Projections):
         *,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
-        block_mask: jflex.BlockMask | None = None,
+        block_mask: jflex.BlockMask | BlockSelection | None = None,
         positions: Int[Array, "*#batch T"] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
