@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
-from jflex.context_parallel import attention
+from jflex.context_parallel import run as running
 from tests import captured_pairs as captured
 from tests import dropout_bits, evaluation
 from tests import mask_pairs as masks
@@ -307,8 +307,8 @@ def test_eagerly_in_the_mesh_of_the_context(strategy, kind):
 def test_a_new_value_compiles_nothing(monkeypatch):
     """Mods of eager calls with the same program and other values are the same program of a device."""
     mesh, arrays = drawn(T=64)
-    traces, on_device = [], attention._on_device
-    monkeypatch.setattr(attention, "_on_device", lambda *x: traces.append(1) or on_device(*x))
+    traces, on_device = [], running._on_device
+    monkeypatch.setattr(running, "_on_device", lambda *x: traces.append(1) or on_device(*x))
     scaled = lambda slope: lambda s, b, h, i, j: s * slope
     run = lambda slope: attend_in(mesh, "ring")(*arrays, scaled(slope), mask_mod=MASKS["causal"])
     first, count = run(jnp.float32(1)), len(traces)
