@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 import jflex
 from flax_layers import functional
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
@@ -204,6 +205,7 @@ def attend(
     dropout_key: Any,
     vectors: VectorMods,
     return_stats: tuple[jflex.Stat, ...],
+    context: ContextParallel | None,
 ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
     """Computes the call of a layer. It drops weights if there is a `dropout_key`."""
     batch, length = inputs.shape[:-2], inputs.shape[-2]
@@ -211,9 +213,13 @@ def attend(
     if dropout_key is not None:
         dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
     known = length if positions is None else None
-    positions = jnp.arange(length) if positions is None else positions
+    if positions is None:
+        positions = jnp.arange(length) if context is None else context.positions(length)
     query, key, value = map(fold_batch, project(layer, inputs, positions, known))
-    found = jflex.flex_attention(
+    call: Any = jflex.flex_attention
+    if context is not None:
+        call = functools.partial(jflex.context_parallel_attention, **context.arguments())
+    found = call(
         query,
         key,
         value,
