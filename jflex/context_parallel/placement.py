@@ -26,7 +26,6 @@ class Placement:
       heads: The axes that divide the heads.
       batch_shards: The product of their sizes.
       head_shards: Likewise.
-      manual: The axes over which an enclosing `jax.shard_map` is manual, where the call maps itself over others.
     """
 
     mesh: Any
@@ -36,7 +35,6 @@ class Placement:
     heads: tuple[str, ...]
     batch_shards: int
     head_shards: int
-    manual: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh: Any, axis: object, batch_axes: Names, head_axes: Names) -> Placement:
@@ -47,7 +45,7 @@ class Placement:
           ValueError: There is no mesh, it lacks a named axis, or an axis has two uses.
         """
         around = jax.sharding.get_abstract_mesh()
-        found = around if mesh is None or _is_partly_manual(around, mesh) else mesh
+        found = around if mesh is None else mesh
         inside = mesh is None and axis in around.manual_axes
         sizes = dict(found.shape) if isinstance(found, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) else None
         if not sizes:
@@ -74,16 +72,16 @@ class Placement:
                 "`batch_axes` and `head_axes` must be empty inside of `jax.shard_map`, whose arrays are those of the "
                 f"shard. Got {batch!r} and {heads!r}."
             )
-        taken = [name for name in (*batch, *heads) if name in around.manual_axes]
-        if taken:
+        if around.manual_axes and not inside:  # JAX has no gradients of one `jax.shard_map` inside of another
+            known = "" if mesh is None else ", and `mesh` must be left out"
             raise ValueError(
-                "`batch_axes` and `head_axes` must not name axes over which the enclosing `jax.shard_map` divides the "
-                f"arrays: they are those of the shard. Got {', '.join(map(repr, taken))}. Leave them out."
+                "`axis` must be one of the axes over which the enclosing `jax.shard_map` is manual, "
+                f"{', '.join(map(repr, around.manual_axes))}{known}. Got {axis!r}. Add it to the `axis_names` of "
+                "`jax.shard_map`, or call outside of it."
             )
         product = lambda names: math.prod(sizes[name] for name in names)
         own = None if inside else found
-        manual = () if inside else tuple(name for name in sizes if name in around.manual_axes)
-        return cls(own, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads), manual)
+        return cls(own, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads))
 
     def shard(self) -> jax.Array:
         """The number of the device along `axis`, inside of its program."""
@@ -98,11 +96,6 @@ class Placement:
     def lse(self) -> PartitionSpec:
         """The sharding of an lse [B, Hq, T]."""
         return PartitionSpec(self.batch or None, self.heads or None, self.axis)
-
-
-def _is_partly_manual(around: jax.sharding.AbstractMesh, mesh: Any) -> bool:
-    """Whether `mesh` is that of an enclosing `jax.shard_map`, whose types say which axes are manual."""
-    return bool(around.manual_axes) and getattr(mesh, "axis_names", None) == around.axis_names
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:

@@ -125,8 +125,7 @@ def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved
     if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
         place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
         inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    names = set(place.mesh.axis_names) - set(place.manual)
-    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved, axis_names=names)(inputs, sees)
+    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
 
 
 def _own_tables(
