@@ -184,9 +184,7 @@ def test_axes_of_batch_inside_of_shard_map_are_refused():
 def test_a_shard_map_over_other_axes_alone_is_refused(named):
     mesh, arrays = drawn(T=64)
     local = functools.partial(jflex.context_parallel_attention, mesh=mesh if named else None)
-    call = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"})
-    )
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"}))
     with pytest.raises(ValueError, match=r"is manual, 'data'.*Got 'context'\. Add it to the `axis_names`"):
         call(*arrays)
 
@@ -194,7 +192,7 @@ def test_a_shard_map_over_other_axes_alone_is_refused(named):
 def test_a_call_that_no_backend_supports_is_refused_before_its_mask_is_made(monkeypatch):
     made = []
     monkeypatch.setattr(prepare, "own_block_mask", lambda *_: made.append(1))
+    mesh, arrays = drawn(T=64)
     with pytest.raises(jflex.UnsupportedError, match=r"None of the requested implementations supports.*mosaic_gpu"):
-        mesh, arrays = drawn(T=64)
         jflex.context_parallel_attention(*arrays, mesh=mesh, mask_mod=MASKS["causal"], implementation="mosaic_gpu")
     assert not made

@@ -122,7 +122,7 @@ def modified_inputs(
     layout: str,
     key_batch: int,
     kv_lengths: Int32[Array, " B"] | None,
-    positions: TokenPositions = TokenPositions(),
+    positions: TokenPositions | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value of a dense call, as the mods make them.
 
@@ -136,6 +136,7 @@ def modified_inputs(
       positions: Of queries and keys, where these do not count from 0.
     """
     query, key, value = arrays
+    positions = TokenPositions() if positions is None else positions
     if key_batch != key.shape[0]:
         key, value = (jnp.broadcast_to(x, (key_batch, *x.shape[1:])) for x in (key, value))
     used = None if kv_lengths is None else used_keys(key, layout, kv_lengths, positions.keys)
@@ -186,9 +187,7 @@ def modified_rows(
     return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
 
 
-def _of_dense(
-    mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Array, " T"] | None = None
-) -> jax.Array:
+def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Array, " T"] | None = None) -> jax.Array:
     """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
     first: jax.Array = jax.tree.leaves(x)[0]
     axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jflex._call.checks import check_lse
@@ -101,8 +99,8 @@ def context_parallel_attention(
     """`flex_attention` of sequences whose tokens are divided among the devices of a mesh.
 
     The result is that of one device: mods see absolute positions, and gradients flow into query, key, value, sinks and
-    every floating-point array that `score_mod` or a vector mod captures. Each device returns the output of its own queries. What
-    differs is how they meet the keys of others:
+    every floating-point array that `score_mod` or a vector mod captures. Each device returns the output of its own
+    queries. What differs is how they meet the keys of others:
 
     * ``"all_gather"``: every device gets all keys and values. The gradients of these are summed by a reduce-scatter.
     * ``"ring"``: keys and values pass from device to device, and states are merged. Memory for them does not grow with
@@ -167,7 +165,7 @@ def context_parallel_attention(
       al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; Jacobs et al. 2023, DeepSpeed Ulysses,
       arXiv:2309.14509.
 
-    >>> import jflex
+    >>> import jax, jax.numpy as jnp, jflex
     >>> mesh = jax.make_mesh((1,), ("context",))
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 256, 4, 32))
     >>> order = jflex.context_parallel.zigzag_order(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,7 @@ class ContextCall:
         """Where the batch entries and heads of a device begin, from its number along axes of the mesh."""
         place, spec = self.placement, self.spec
         first = lambda names, n, size: number(names) * (size // n) if n > 1 else None
-        return Where(
-            first(place.batch, place.batch_shards, spec.B), first(place.heads, place.head_shards, spec.Hq)
-        )
+        return Where(first(place.batch, place.batch_shards, spec.B), first(place.heads, place.head_shards, spec.Hq))
 
     def span(self, length: int, shard: Int32[Array, ""]) -> Span:
         """The positions of the tokens of a device; `length` of the whole sequence."""

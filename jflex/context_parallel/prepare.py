@@ -123,8 +123,8 @@ def prepare(
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
     place = Placement.of(mesh, axis, batch_axes, head_axes)
-    arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
-    check_arrays(*arrays, layout)
+    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
+    check_arrays(arrays[0], arrays[1], arrays[2], layout)
     sizes = Sizes.of(arrays, layout, place)
     order = None if order is None else sizes.checked_order(order, place)
     sizes.check(place, strategy)
@@ -138,7 +138,7 @@ def prepare(
     call = traced(block_mask, mask_mod)
     in_order = None if order is None else tuple(order.tolist())
     context = ContextCall(call.spec, place, strategy, in_order, None)
-    checked = Checked(call, arrays, context, block_mask, mask_mod, lengths, traced)
+    checked = Checked(call, (arrays[0], arrays[1], arrays[2]), context, block_mask, mask_mod, lengths, traced)
     if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
         check_block_size(block_mask, checked.chunk)
     return checked

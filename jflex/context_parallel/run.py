@@ -80,7 +80,8 @@ def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> 
     lists: Any = None
     if blocks is not None:
         leading = B if blocks.batch == spec.B else 1, Hq if blocks.heads == spec.Hq else 1
-        lists = BlockLists(*[jax.ShapeDtypeStruct((*leading, 1), jnp.int32)] * len(BlockLists._fields))
+        table: Any = jax.ShapeDtypeStruct((*leading, 1), jnp.int32)
+        lists = BlockLists(*[table] * len(BlockLists._fields))
     arrays: Any = one(T, Hq, spec.D, B), one(S, Hkv, spec.D, keys), one(S, Hkv, spec.Dv, keys)
     local = inputs._replace(query=arrays[0], key=arrays[1], value=arrays[2], lists=lists)
     return shard_of(dataclasses.replace(spec, blocks=blocks), local, where).spec
@@ -121,7 +122,7 @@ def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved
     body = functools.partial(_on_device, call)
     row: Any = place.lse()
     out: Any = place.rows(call.spec.layout)
-    saved = Saved(out, row, **{name: row for name in call.spec.stats})
+    saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
     if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
         place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
         inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -156,7 +157,7 @@ def _specs(call: ContextCall, inputs: Inputs) -> Any:
 
 def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
     """The program of one device."""
-    place, spec = call.placement, call.spec
+    spec = call.spec
     where = call.rows_of(lambda names: jax.lax.axis_index(names).astype(jnp.int32))
     if call.strategy == "all_gather":
         saved = attend_gathered(call, inputs, where)
