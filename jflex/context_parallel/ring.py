@@ -107,7 +107,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     me = call.placement.shard()
     where = where._replace(queries=call.span(call.spec.T, me))
     known = None if call.sees is None else np.array(call.sees)
-    ring = _Ring(call, _steps(known, call.placement.shards))
+    ring = _Ring(call, steps_of(known, call.placement.shards))
     if known is not None and _all_see(known, ring.steps):
         sees = None
     local = _Local(inputs._replace(sinks=None), where, sees, me)
@@ -121,7 +121,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     return fold_sinks(shard.spec, saved, inputs.sinks)
 
 
-def _steps(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
+def steps_of(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
     """The steps at which any device attends to anything; the first one in any case."""
     if sees is None:
         return tuple(range(n))
