@@ -94,10 +94,10 @@ class BackwardOp:
                 if x is not None:
                     part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
                     assert part is not None  # a shard has the same requested gradients as the whole
-                    captured.append(_sum(part, (*split.batch, *split.heads)))
-            shared = split.batch if self.spec.Bkv < self.spec.B else ()
+                    captured.append(_sum(part, (*split.batch, *split.heads, *split.queries)))
+            shared = (*(split.batch if self.spec.Bkv < self.spec.B else ()), *split.queries)
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
-            sinks = [] if found.sinks is None else [_sum(found.sinks, split.batch)]
+            sinks = [] if found.sinks is None else [_sum(found.sinks, (*split.batch, *split.queries))]
             return (*([] if found.query is None else [found.query]), *keys, *captured, *sinks)
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))

@@ -192,6 +192,19 @@ def states_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
     return join_states(partial, full)
 
 
+def lists_of_rows(lists: BlockLists, first: Int32[Array, ""], rows: int) -> BlockLists:
+    """The lists of some rows of blocks, which then count from 0.
+
+    >>> lists = lists_from_states(jnp.array([[[[FULL, EMPTY], [PARTIAL, FULL]]]], jnp.int8))
+    >>> states_from_lists(lists_of_rows(lists, jnp.int32(1), 1)).tolist()
+    [[[[1, 2]]]]
+    """
+    of_rows = lambda x: jax.lax.dynamic_slice_in_dim(x, first, rows, 2)
+    kept = BlockLists(*map(of_rows, lists[:4]), *lists[4:])
+    states = jnp.swapaxes(states_from_lists(kept), -1, -2)
+    return BlockLists(*kept[:4], *_list_row(states == PARTIAL), *_list_row(states == FULL))
+
+
 def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
     """The matrix of states with these partial and full blocks; a block in both is full."""
     return jnp.where(full, jnp.int8(FULL), jnp.where(partial, jnp.int8(PARTIAL), jnp.int8(EMPTY)))
