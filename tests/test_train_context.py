@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jflex
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import LayerConfig
 from flax_layers.train import Computation, InputError, Rows, make_mesh, parse_mesh
+from flax_layers.train.__main__ import main
 from flax_layers.train.parallel import check_length, check_strategy
+from jflex import context_parallel
 from tests import train_cases
+from tests.layer_flavours import FLAVOURS
 from tests.test_train import compiled_step
+from tests.test_train_runs import SMALL, losses_of
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),
@@ -97,3 +103,31 @@ def test_a_step_sends_keys_alone_and_no_token_of_the_stream(name):
 def test_wrong_input(check, message):
     with pytest.raises(InputError, match=message):
         check(make_mesh(parse_mesh("context=2")))
+
+
+def test_a_run_goes_on_with_another_mesh(tmp_path):
+    """The command on two meshes: the losses are those of one device, and a run changes its mesh when it resumes."""
+    (tmp_path / "text.txt").write_bytes(np.random.default_rng(0).integers(97, 123, 32 * 80, np.uint8).tobytes())
+    options = [*SMALL, f"--data={tmp_path}/text.txt", "--length=64", "--batch=4"]
+    main([*options, f"--output={tmp_path}/one"])
+    main([*options, f"--output={tmp_path}/two", "--mesh=data=1,context=2", "--steps=2", "--schedule-steps=6"])
+    more = ["--mesh=data=2,context=2,model=2", "--context-strategy=ring", "--accumulate=2"]
+    main([*options, f"--output={tmp_path}/two", "--schedule-steps=6", *more])
+    expected = losses_of(tmp_path / "one")
+    np.testing.assert_allclose([*losses_of(tmp_path / "two").values()], [*expected.values()], rtol=1e-4)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_layer_divides_its_tokens(flavour):
+    mesh = make_mesh(parse_mesh("data=2,context=4"))
+    order = tuple(context_parallel.zigzag_order(4).tolist())
+    context = ContextParallel(mesh, batch_axes=("data",), order=order)
+    options = {"score_mod": FLAVOURS[flavour].alibi(), "rotary_base": 100.0, "mask_mod": jflex.masks.causal()}
+    layer = FLAVOURS[flavour].make(32, **options)
+    inputs = jnp.asarray(np.random.default_rng(0).normal(size=(2, LENGTH, 32)), jnp.float32)
+    turned = context_parallel.reorder(inputs, np.array(order))
+    found, stats = layer(turned, context=context, return_stats=("entropy",))
+    right, right_stats = layer(inputs, return_stats=("entropy",))
+    np.testing.assert_allclose(context_parallel.restore(found, np.array(order)), right, rtol=1e-4, atol=1e-5)
+    entropy = context_parallel.restore(stats.entropy, np.array(order), 2)
+    np.testing.assert_allclose(entropy, right_stats.entropy, rtol=1e-4, atol=1e-5)
