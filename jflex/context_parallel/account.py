@@ -10,7 +10,6 @@ import numpy as np
 from jflex._call.account import Choice, choice_of
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.drawing import is_concrete
-from jflex.block_mask.mask import BlockMask
 from jflex.context_parallel.call import ContextCall, Strategy, Tables, divided
 from jflex.context_parallel.prepare import Checked
 from jflex.context_parallel.ring import steps_of
