@@ -7,9 +7,9 @@ It was not checked against a measurement of several GPUs, and every picture says
   taken to be the same for short shards, which they are not;
 * bandwidths of data sheets, and a latency that is a guess (`Network`).
 
-All-gather and all-to-all come before and after the kernels; a ring sends while a kernel runs, and a step takes as long as
-the slower of both. All work is balanced (zigzag). Between nodes, gathers use every adapter of a node, and a hop of a ring
-that of one GPU.
+All-gather and all-to-all come before and after the kernels; a ring sends while a kernel runs, and a step takes as long
+as the slower of both. All work is balanced (zigzag). Between nodes, gathers use every adapter of a node, and a hop of a
+ring that of one GPU.
 """
 
 from __future__ import annotations
