@@ -1,6 +1,6 @@
 """Attention of sequences that are divided among devices: orders of tokens that balance their work.
 
-The call itself is `jflex.context_parallel_attention`.
+The calls themselves are `jflex.context_parallel_attention` and, over pages, `jflex.context_parallel_paged_attention`.
 """
 
 from jflex.context_parallel.call import STRATEGIES as STRATEGIES
