@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Int32
 import jflex
 from flax_layers import functional
 from flax_layers.block_selection import BlockSelection
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
@@ -219,16 +220,30 @@ def attend(
     dropout_key: Any,
     vectors: VectorMods,
     return_stats: tuple[jflex.Stat, ...],
+    context: ContextParallel | None,
 ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
-    """Computes the call of a layer. It drops weights if there is a `dropout_key`."""
+    """Computes the call of a layer. It drops weights if there is a `dropout_key`.
+
+    Raises:
+        ValueError: Blocks are to be selected of tokens that are divided among devices.
+    """
+    if context is not None and mods.selection is not None:
+        raise ValueError(
+            "`block_mask` must not be a BlockSelection in a call with `context`: tokens are held in the order of the "
+            "devices, and blocks would be selected in that order. Pass a `mask_mod`."
+        )
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     dropout: dict[str, Any] = {}
     if dropout_key is not None:
         dropout = {"dropout_rate": layer.dropout_rate, "dropout_key": dropout_key}
     known = length if positions is None else None
-    positions = jnp.arange(length) if positions is None else positions
+    if positions is None:
+        positions = jnp.arange(length) if context is None else context.positions(length)
     query, key, value = map(fold_batch, project(layer, inputs, positions, known))
-    found = jflex.flex_attention(
+    call: Any = jflex.flex_attention
+    if context is not None:
+        call = functools.partial(jflex.context_parallel_attention, **context.arguments())
+    found = call(
         query,
         key,
         value,

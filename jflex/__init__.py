@@ -30,6 +30,7 @@ from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.context_parallel.attention import context_parallel_attention as context_parallel_attention
+from jflex.context_parallel.paged import context_parallel_paged_attention as context_parallel_paged_attention
 from jflex.errors import UnsupportedError as UnsupportedError
 from jflex.explain import explain as explain
 from jflex.jax_nn import dot_product_attention as dot_product_attention

@@ -19,6 +19,9 @@ from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
 from jflex.cascade_level import CascadeLevel
 from jflex.config import Config
+from jflex.context_parallel.account import ContextAccount
+from jflex.context_parallel.attention import context_parallel_attention
+from jflex.context_parallel.prepare import prepare as prepare_context_parallel
 from jflex.latent import attention as latent
 from jflex.latent import sparse
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
@@ -54,12 +57,12 @@ def explain(
 @overload
 def explain(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Account: ...
 # fmt: on
-def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount:
+def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccount | ContextAccount:
     """Reports how a call of attention would run, without running it.
 
     ``explain(query, key, value, ...)`` takes the arguments of `flex_attention`. For the other calls, the function comes
     first: ``explain(paged_attention, q, cache, batch, ...)``, and likewise `flex_attention_varlen`, `mla_attention`,
-    `sparse_mla_attention`, `cascade_attention` and `flex_attention` itself.
+    `sparse_mla_attention`, `cascade_attention`, `context_parallel_attention` and `flex_attention` itself.
 
     Arrays may be ``jax.ShapeDtypeStruct``: all arguments, and the fields of a `PagedCache`, `PagedBatch` or
     `CascadeLevel` (``jax.eval_shape`` makes them). Fields that follow from unknown values are None. For
@@ -74,7 +77,8 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
       A printable account with readable fields. For every call: the backend and why others do not run, kernels and tiles
       and where the tiles come from, the backend of the gradients, the settings, FLOPs and bytes. For `flex_attention`
       and `flex_attention_varlen`, also blocks visited (full, partial); for `paged_attention`, tokens, pages and splits;
-      for `cascade_attention`, an account of each level, and the merge.
+      for `cascade_attention`, an account of each level, and the merge; for `context_parallel_attention`, what each
+      device computes and sends.
 
     Raises:
       TypeError: As the call; or the function is not one of these.
@@ -100,6 +104,14 @@ def explain(*args: Any, **kwargs: Any) -> Account | PagedAccount | CascadeAccoun
     >>> account = jflex.explain(jflex.paged_attention, q, cache, batch)
     >>> account.keys, account.pages, account.different_pages, account.bytes
     (53, 5, 4, 62464)
+
+    A causal mask over the tokens of four devices, in their natural order and balanced:
+
+    >>> x, mesh = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16), jax.sharding.AbstractMesh((4,), ("context",))
+    >>> causal = functools.partial(jflex.explain, jflex.context_parallel_attention, x, x, x, mesh=mesh,
+    ...     mask_mod=jflex.masks.causal(), implementation="xla")
+    >>> causal().visited, causal(order=jflex.context_parallel.zigzag_order(4)).visited
+    ((12.0, 28.0, 44.0, 60.0), (36.0, 36.0, 36.0, 36.0))
     """
     while args and isinstance(args[0], functools.partial):
         of, rest = args[0], args[1:]
@@ -141,6 +153,7 @@ _CALLS: dict[Callable[..., Any], _Explained] = {
     paged.paged_attention: _Explained(paged.prepare, PagedAccount.of),
     latent.mla_attention: _Explained(latent.prepare, PagedAccount.of),
     sparse.sparse_mla_attention: _Explained(sparse.prepare, PagedAccount.of),
+    context_parallel_attention: _Explained(prepare_context_parallel, ContextAccount.of),
     cascade.cascade_attention: _Explained(cascade.prepare, lambda call, how: CascadeAccount.of(call.levels, how)),
 }
 

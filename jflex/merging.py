@@ -104,6 +104,44 @@ def merge_all(states: Sequence[AttentionState] | AttentionState) -> AttentionSta
     return _merge_few(checked) if len(checked) <= _FEW else _merge_stacked(_stack(checked))
 
 
+def merge_over(state: AttentionState, axis: str) -> AttentionState:
+    """Attention over the keys of all devices along an axis of a mesh, inside of `jax.shard_map`; see `merge`.
+
+    A maximum and one sum over the devices; another maximum if the state holds one.
+
+    Args:
+      state: That of this device; its fields are checked by nothing.
+      axis: The name of the axis.
+
+    Returns:
+      The same state on each device, in float32 (float64 if a field is).
+    """
+    exact = jnp.float64 if jnp.float64 in (state.out.dtype, state.lse.dtype) else jnp.float32
+    if state.normalize == "none":
+        out = jax.lax.psum(state.out.astype(exact), axis)
+        return AttentionState(out, jnp.zeros(state.lse.shape, state.lse.dtype), "none")
+    lse = state.lse.astype(exact)
+    row_max = None if state.max is None else jax.lax.pmax(_row_max(state), axis)
+    top = jax.lax.pmax(lse, axis)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weight = jnp.exp(lse - top)
+    value = jnp.where((lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
+    columns = [weight[..., None] * value, weight[..., None]]
+    if state.entropy is not None:  # of unnormalised weights w: sum w (entropy - log w) / total + log total
+        own = jnp.where(lse == -jnp.inf, 0, state.entropy.astype(exact))
+        columns.append((weight * (own - log_weight(lse, top)))[..., None])
+    total = jax.lax.psum(jnp.concatenate(columns, axis=-1), axis)
+    size = state.out.shape[-1]
+    weights = total[..., size]
+    sees_nothing = weights == 0
+    safe = jnp.where(sees_nothing, 1, weights)
+    entropy = None
+    if state.entropy is not None:
+        entropy = jnp.where(sees_nothing, 0, total[..., size + 1] / safe + jnp.log(safe))
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe))
+    return AttentionState(total[..., :size] / safe[..., None], merged_lse, max=row_max, entropy=entropy)
+
+
 def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> AttentionState:
     """A state with attention sinks: one more logit in the denominator of each query head, without a value.
 

@@ -11,6 +11,7 @@ import flax_layers.nnx
 import jflex
 from flax_layers import attention_core
 from flax_layers.block_selection import BlockSelection
+from flax_layers.context_parallel import ContextParallel
 from tests.layer_flavours import FLAVOURS, NNX
 
 WIDTH, LENGTH, BLOCK = 32, 150, 16
@@ -153,3 +154,6 @@ def test_messages(flavour):
         layer(inputs(48), block_mask=BlockSelection(2, block_size=16, local_blocks=2, initial_blocks=1))
     with pytest.raises(ValueError, match=r"`block_size` must be positive\. Got 0"):
         layer(x, block_mask=BlockSelection(2, block_size=0))
+    divided = ContextParallel(jax.make_mesh((1,), ("context",)))
+    with pytest.raises(ValueError, match=r"must not be a BlockSelection in a call with `context`"):
+        layer(x, context=divided)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
+from jflex.context_parallel import prepare
 from tests.test_context_parallel import MASKS, PAIR, drawn, mesh_of
 
 pytestmark = [
@@ -140,6 +141,26 @@ WRONG = {
         ValueError,
         r"`orders` must hold at least one order.*Got none",
     ),
+    "lengths of another batch": (
+        lambda: call(kv_lengths=jnp.zeros(3, jnp.int32)),
+        ValueError,
+        r"`kv_lengths` must be an int32 array \[B\], the number of visible keys of each of the 2 batch entries\.",
+    ),
+    "lengths beyond the keys": (
+        lambda: call(kv_lengths=jnp.full(2, 65, jnp.int32)),
+        ValueError,
+        r"`kv_lengths` must lie between 0 and S, the number of keys, 64",
+    ),
+    "statistics that there are not": (
+        lambda: call(return_stats=("mean",)),
+        ValueError,
+        r"`return_stats` must be a tuple of different names of 'lse', 'max', 'entropy'",
+    ),
+    "a vector mod of another size": (
+        lambda: call(key_mod=lambda x, b, h, i: x[:4]),
+        ValueError,
+        r"`key_mod` must return one vector like the one it gets",
+    ),
     "no devices": (lambda: context_parallel.zigzag_order(0), ValueError, r"`shards` must be positive"),
 }
 
@@ -157,3 +178,21 @@ def test_axes_of_batch_inside_of_shard_map_are_refused():
     local = functools.partial(jflex.context_parallel_attention, batch_axes="data")
     with pytest.raises(ValueError, match=r"`batch_axes` and `head_axes` must be empty inside of `jax\.shard_map`"):
         jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows))(*arrays)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_shard_map_over_other_axes_alone_is_refused(named):
+    mesh, arrays = drawn(T=64)
+    local = functools.partial(jflex.context_parallel_attention, mesh=mesh if named else None)
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"}))
+    with pytest.raises(ValueError, match=r"is manual, 'data'.*Got 'context'\. Add it to the `axis_names`"):
+        call(*arrays)
+
+
+def test_a_call_that_no_backend_supports_is_refused_before_its_mask_is_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(prepare, "own_block_mask", lambda *_: made.append(1))
+    mesh, arrays = drawn(T=64)
+    with pytest.raises(jflex.UnsupportedError, match=r"None of the requested implementations supports.*mosaic_gpu"):
+        jflex.context_parallel_attention(*arrays, mesh=mesh, mask_mod=MASKS["causal"], implementation="mosaic_gpu")
+    assert not made

@@ -141,7 +141,9 @@ def test_meshes_that_do_not_fit(mesh: str, rows: int, accumulate: int, message: 
 
 @pytest.mark.parametrize("text", ["data", "data=0", "rows=2", "data=-1", "data=2;model=2"])
 def test_meshes_that_cannot_be_read(text: str):
-    with pytest.raises(InputError, match=r"`--mesh` must be sizes of data, fsdp, model, as data=2,fsdp=1,model=4"):
+    with pytest.raises(
+        InputError, match=r"`--mesh` must be sizes of data, fsdp, context, model, as data=2,fsdp=1,model=4"
+    ):
         parse_mesh(text)
 
 

@@ -13,6 +13,7 @@ import jflex
 from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.linen.mods import check_no_nnx_state, mods_with_parameters, with_parameters
 from flax_layers.linen.rms_norm import RMSNorm
 from flax_layers.rotary_scaling import RotaryScaling
@@ -151,6 +152,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
+        context: ContextParallel | None = None,
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
@@ -160,6 +162,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_rng: Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
+        context: ContextParallel | None = None,
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -177,6 +180,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
+        context: ContextParallel | None = None,
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence.
 
@@ -197,6 +201,7 @@ class FlexAttention(AttentionMethods, linen.Module):
             output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
+            context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
 
         Returns:
             One vector for each position, in the dtype of the computation; or a pair of it and the
@@ -209,7 +214,7 @@ class FlexAttention(AttentionMethods, linen.Module):
         dropout_key = _dropout_key(self, deterministic, dropout_rng)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats, context)
 
     # linen wraps only methods of the class's own namespace, not inherited ones.
     decode = AttentionMethods.decode

@@ -11,6 +11,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm, SharedPrefix
@@ -104,6 +105,7 @@ class Block(nnx.Module):
         stream: Float[Array, "B T width"],
         block_mask: jflex.BlockMask | None = None,
         positions: Int[Array, "*#B T"] | None = None,
+        context: ContextParallel | None = None,
     ) -> Float[Array, "B T width"]:
         """Returns the residual stream after this block.
 
@@ -111,6 +113,7 @@ class Block(nnx.Module):
             stream: The residual stream.
             block_mask: The mask. Default: causal within the layer's window, without skipping blocks.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
+            context: How tokens are divided among devices. Default: they are not.
         """
         mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
         attended = self.attention(
@@ -119,6 +122,7 @@ class Block(nnx.Module):
             mask_mod=mask_mod,
             block_mask=block_mask,
             positions=positions,
+            context=context,
         )
         return self._add_both(stream, attended)
 
@@ -239,17 +243,21 @@ class Decoder(nnx.Module):
         *,
         remat: bool | Callable[..., bool] = False,
         constrain: Callable[[Array], Array] = lambda stream: stream,
+        context: ContextParallel | None = None,
     ) -> Float[Array, "B T width"]:
         """The last hidden states, after the final norm. `logits` takes them.
 
         Args:
             tokens: Rows of tokens.
             documents: Document id of each token; tokens attend only within their document. Default: one per row.
+                In the natural order of the tokens, whatever the order of `context`.
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ... in each row.
             remat: Whether the backward pass recomputes blocks. True saves the residuals of attention
                 (`flax_layers.models.mods.remat_policy`). You can also pass a policy of `jax.checkpoint_policies`.
             constrain: Applied to the residual stream before each block and after the last, to set its sharding, for
                 example.
+            context: How tokens are divided among devices; `tokens` and the result are in its order. Default: each
+                device attends to whole sequences.
 
         Returns:
             One vector for each token, in the dtype of the computation.
@@ -259,10 +267,10 @@ class Decoder(nnx.Module):
         """
         rows, length = tokens.shape
         self._check_length("tokens", length)
-        masks = mods.training_masks(self.config, rows, length, documents)
-        apply = _apply
+        masks = mods.training_masks(self.config, rows, length, documents, context)
+        apply = functools.partial(_apply, context)
         if remat:
-            apply = nnx.remat(_apply, policy=mods.remat_policy() if remat is True else remat)
+            apply = nnx.remat(apply, policy=mods.remat_policy() if remat is True else remat)
         stream = constrain(self._embed(tokens))
         for block in self.blocks:
             stream = constrain(apply(block, stream, masks[block.layer.window], positions))
@@ -400,5 +408,5 @@ class Decoder(nnx.Module):
         return stream * jnp.asarray(self.config.embedding_scale, stream.dtype)
 
 
-def _apply(block: Block, *args: Any) -> Array:
-    return block(*args)
+def _apply(context: ContextParallel | None, block: Block, *args: Any) -> Array:
+    return block(*args, context=context)

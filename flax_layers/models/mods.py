@@ -1,5 +1,6 @@
 """The attention of all families as mods and masks."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 import jflex
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.models.config import ModelConfig
 from flax_layers.nnx import DenseCache
 from flax_layers.streaming_llm import Streaming
@@ -69,7 +71,13 @@ def paged_mask(window: int | None, streaming: Streaming | None) -> jflex.MaskMod
     return None if _within(window, streaming.size) is None else mask_mod(window)
 
 
-def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[Array, "B T"] | None) -> Masks:
+def training_masks(
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    documents: Int[Array, "B T"] | None,
+    context: ContextParallel | None = None,
+) -> Masks:
     """One BlockMask for each window; layers with the same window share it.
 
     Args:
@@ -77,16 +85,20 @@ def training_masks(config: ModelConfig, rows: int, length: int, documents: Int[A
         rows: B.
         length: T.
         documents: Document id of each token; may be traced.
+        context: How tokens are divided among devices; blocks then divide its chunks.
 
     Returns:
         The masks.
     """
+    block = 128 if context is None else math.gcd(128, context.chunk(length))
     batch = None if documents is None else rows
     made: Masks = {}
     for window in config.windows:
         seen = _within(window, length)
         if seen not in made:
-            made[seen] = jflex.create_block_mask(mask_mod(seen, documents), batch, None, length, length)
+            made[seen] = jflex.create_block_mask(
+                mask_mod(seen, documents), batch, None, length, length, block_size=block
+            )
     return {window: made[_within(window, length)] for window in config.windows}
 
 

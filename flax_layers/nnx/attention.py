@@ -11,6 +11,7 @@ import jflex
 from flax_layers import attention_core
 from flax_layers.attention_methods import AttentionMethods
 from flax_layers.block_selection import BlockSelection
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.nnx.hidden_state import check_no_hidden_state
 from flax_layers.nnx.projections import Projections
 from flax_layers.rotary_scaling import RotaryScaling
@@ -158,6 +159,7 @@ class FlexAttention(AttentionMethods, Projections):
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[()] = (),
+        context: ContextParallel | None = None,
     ) -> Float[Array, "*batch T features"]: ...
     @overload
     def __call__(
@@ -167,6 +169,7 @@ class FlexAttention(AttentionMethods, Projections):
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None, query_mod: jflex.VectorMod | None = None,
         key_mod: jflex.VectorMod | None = None, value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None, return_stats: tuple[jflex.Stat, ...],
+        context: ContextParallel | None = None,
     ) -> tuple[Float[Array, "*batch T features"], jflex.AttentionStats]: ...
     # fmt: on
     def __call__(
@@ -184,6 +187,7 @@ class FlexAttention(AttentionMethods, Projections):
         value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None,
         return_stats: tuple[jflex.Stat, ...] = (),
+        context: ContextParallel | None = None,
     ) -> Float[Array, "*batch T features"] | tuple[Float[Array, "*batch T features"], jflex.AttentionStats]:
         """Attends within each sequence.
 
@@ -204,6 +208,7 @@ class FlexAttention(AttentionMethods, Projections):
             output_mod: `(out[D], lse, b, h, q_idx) -> [D]`, before the output projection.
             return_stats: Also return these statistics of each row, as in `jflex.flex_attention`: "max" for QK-clip,
                 say.
+            context: How tokens are divided among devices, and in which order they are; see `ContextParallel`.
 
         Returns:
             One vector for each position, in the dtype of the computation; or a pair of it and the
@@ -217,7 +222,7 @@ class FlexAttention(AttentionMethods, Projections):
         dropout_key = self._dropout_key(deterministic, rngs)
         mods = self._mods(score_mod, mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats)
+        return attention_core.attend(self, inputs, mods, positions, dropout_key, vectors, return_stats, context)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets what `nnx.view` changes.

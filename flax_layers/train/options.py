@@ -6,8 +6,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from flax_layers.train.parallel import ORDERS
 from flax_layers.train.remat import REMAT
 from flax_layers.train.shapes import BIASES, SHAPES
+from jflex.context_parallel import STRATEGIES
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -111,7 +113,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_computation(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,model=4")
+    group.add_argument("--mesh", default="data=1", help="devices, as data=2,fsdp=1,context=2,model=4")
+    group.add_argument(
+        "--context-strategy",
+        choices=list(STRATEGIES),
+        default="all_gather",
+        help="how devices that divide the tokens of a row (`context`) meet the keys of others",
+    )
+    group.add_argument(
+        "--context-order", choices=list(ORDERS), default="zigzag", help="in which order they divide them"
+    )
     group.add_argument(
         "--accumulate", type=_positive, default=1, help="micro-batches of a step, computed one after the other"
     )

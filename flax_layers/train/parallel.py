@@ -6,14 +6,25 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import ModelConfig
 from flax_layers.train.errors import InputError
+from jflex import context_parallel
 
 AXES = ("data", "fsdp", "model")
 """Rows are sharded over `data` and `fsdp`, parameters over `fsdp` and `model`: see `flax_layers.models.sharding`."""
 
+CONTEXT = "context"
+"""The tokens of a row are sharded over it; a mesh need not have it."""
+
+ORDERS = ("zigzag", "natural")
+"""Orders of the tokens of a row among the devices of `context`. Documents are data, so no order depends on them."""
+
 ROWS = PartitionSpec(("data", "fsdp"))
 """Of the rows of a batch."""
+
+LEAST_BLOCK = 16
+"""Tokens of the smallest block of a mask that all kernels have tiles for."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -23,7 +34,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         text: As `data=2,fsdp=1,model=4`; axes that are left out have size 1.
 
     Returns:
-        The size of each axis.
+        The size of each axis; `context` is there if it is named.
 
     Raises:
         InputError: It does not have that form.
@@ -31,16 +42,19 @@ def parse_mesh(text: str) -> dict[str, int]:
     Example:
         >>> parse_mesh("data=2,model=4")
         {'data': 2, 'fsdp': 1, 'model': 4}
+        >>> parse_mesh("data=1,context=2")
+        {'data': 1, 'fsdp': 1, 'context': 2, 'model': 1}
     """
+    order = (*AXES[:2], CONTEXT, *AXES[2:])  # neighbours along the last axis have the fastest links
     sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if name not in AXES or not size.isascii() or not size.isdigit() or not int(size):
+        if name not in order or not size.isascii() or not size.isdigit() or not int(size):
             raise InputError(
-                f"`--mesh` must be sizes of {', '.join(AXES)}, as data=2,fsdp=1,model=4. Got {part!r} in {text!r}."
+                f"`--mesh` must be sizes of {', '.join(order)}, as data=2,fsdp=1,model=4. Got {part!r} in {text!r}."
             )
         sizes[name] = int(size)
-    return sizes
+    return {name: sizes[name] for name in order if name in sizes}
 
 
 def make_mesh(sizes: dict[str, int]) -> Mesh:
@@ -96,6 +110,68 @@ def check_mesh(mesh: Mesh, config: ModelConfig, batch: int, accumulate: int) -> 
             f"{shards} devices. Got {batch // accumulate} rows, `--batch` {batch} in {accumulate} parts. Change "
             "`--batch` or `--accumulate`, or make the axes smaller."
         )
+
+
+def check_length(mesh: Mesh, length: int, order: str) -> None:
+    """Refuses rows that the devices of `context` do not divide into whole blocks of a mask.
+
+    Args:
+        mesh: The devices.
+        length: Tokens of a row.
+        order: In `ORDERS`.
+
+    Raises:
+        InputError: They do not.
+    """
+    shards = context_shards(mesh)
+    chunks = shards * (2 if order == "zigzag" else 1)
+    if shards > 1 and length % (LEAST_BLOCK * chunks):
+        raise InputError(
+            f"`--mesh` {_named(mesh.shape)} must divide the tokens of a row into {chunks} chunks of a multiple of "
+            f"{LEAST_BLOCK}. Got {length} tokens. Make `--length` a multiple of {LEAST_BLOCK * chunks}."
+        )
+
+
+def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
+    """Refuses a strategy that would cut a head.
+
+    Args:
+        mesh: The devices.
+        config: The model.
+        strategy: As in `jflex.context_parallel_attention`.
+
+    Raises:
+        InputError: It would.
+    """
+    shards, heads = context_shards(mesh), config.num_kv_heads // mesh.shape["model"]
+    if strategy == "ulysses" and heads % shards:
+        raise InputError(
+            f"`--context-strategy ulysses` divides the key heads of a device among the {shards} devices of `context`. "
+            f"Got {heads} key heads. Take all_gather or ring."
+        )
+
+
+def context_of(mesh: Mesh, strategy: str, order: str) -> ContextParallel | None:
+    """How layers divide the tokens of rows among devices; None where they do not.
+
+    Args:
+        mesh: The devices.
+        strategy: As in `jflex.context_parallel_attention`.
+        order: In `ORDERS`.
+
+    Returns:
+        The arguments of the layers.
+    """
+    shards = context_shards(mesh)
+    if shards == 1:
+        return None
+    chunks = tuple(context_parallel.zigzag_order(shards).tolist()) if order == "zigzag" else None
+    return ContextParallel(mesh, CONTEXT, AXES[:2], AXES[2:], strategy, chunks)
+
+
+def context_shards(mesh: Mesh) -> int:
+    """The number of shards of the tokens of a row."""
+    return mesh.shape.get(CONTEXT, 1)
 
 
 def row_shards(mesh: Mesh) -> int:

@@ -147,7 +147,10 @@ def make_trainer(
         model = from_pretrained(
             options.model, dtype=dtype, param_dtype=jnp.float32, mesh=mesh, implementation=options.implementation
         )
-    return Trainer(model, recipe, Computation(options.accumulate, options.remat, options.loss_chunk), mesh=mesh)
+    how = Computation(
+        options.accumulate, options.remat, options.loss_chunk, options.context_strategy, options.context_order
+    )
+    return Trainer(model, recipe, how, mesh=mesh)
 
 
 def description(
@@ -229,6 +232,8 @@ def create_mesh(options: argparse.Namespace, config: ModelConfig) -> Mesh:
     """
     mesh = parallel.make_mesh(parallel.parse_mesh(options.mesh))
     parallel.check_mesh(mesh, config, options.batch, options.accumulate)
+    parallel.check_length(mesh, options.length, options.context_order)
+    parallel.check_strategy(mesh, config, options.context_strategy)
     try:
         parameter_shardings(parameter_shapes(config), mesh, RULES, num_kv_heads=config.num_kv_heads)
     except ValueError as error:

@@ -22,6 +22,8 @@ from flax_layers.train.errors import InputError
 from flax_layers.train.loss import next_token_weights, summed_cross_entropy
 from flax_layers.train.optimizer import Recipe
 from flax_layers.train.remat import REMAT
+from jflex import context_parallel
+from jflex.context_parallel import STRATEGIES
 
 with needs("optax", "train"):
     import optax
@@ -68,11 +70,17 @@ class Computation:
         accumulate: Micro-batches of a step, computed one after the other.
         remat: What the backward pass recomputes: a name in `flax_layers.train.remat.REMAT`.
         loss_chunk: Tokens whose logits a device holds at a time.
+        context_strategy: How the devices of `context` meet the keys of others, as in
+            `jflex.context_parallel_attention`.
+        context_order: The order of the tokens of a row among them, in `flax_layers.train.parallel.ORDERS`: `zigzag`
+            gives all the same share of a causal mask.
     """
 
     accumulate: int = 1
     remat: str = "none"
     loss_chunk: int = 2048
+    context_strategy: str = "all_gather"
+    context_order: str = "zigzag"
 
     def __post_init__(self):
         if self.accumulate < 1 or self.loss_chunk < 1:
@@ -81,6 +89,14 @@ class Computation:
             )
         if self.remat not in REMAT:
             raise InputError(f"`remat` must be one of {', '.join(REMAT)}. Got {self.remat!r}.")
+        if self.context_order not in parallel.ORDERS:
+            raise InputError(
+                f"`context_order` must be one of {', '.join(parallel.ORDERS)}. Got {self.context_order!r}."
+            )
+        if self.context_strategy not in STRATEGIES:
+            raise InputError(
+                f"`context_strategy` must be one of {', '.join(STRATEGIES)}. Got {self.context_strategy!r}."
+            )
 
 
 class Trainer:
@@ -90,7 +106,8 @@ class Trainer:
         model: With float32 parameters. The trainer donates them: use its `model()` afterwards.
         recipe: The optimizer and its schedule.
         computation: How a step is computed.
-        mesh: With the axes `data`, `fsdp` and `model`. Default: the first device.
+        mesh: With the axes `data`, `fsdp` and `model`, and `context` to divide the tokens of rows. Default: the first
+            device.
         rules: How parameters are sharded over it.
 
     Raises:
@@ -128,6 +145,7 @@ class Trainer:
                 f"`mesh` must have the axes {', '.join(parallel.AXES)}. Got {', '.join(self.mesh.shape)}. Make it with "
                 "`flax_layers.train.make_mesh`, or add axes of size 1."
             )
+        self._context = parallel.context_of(self.mesh, computation.context_strategy, computation.context_order)
         self._form, variables = nnx.split(model)
         self._variables = [(path, leaf.replace(None)) for path, leaf in nnx.to_flat_state(variables)]
         parameters = flat_parameters(variables)
@@ -211,6 +229,7 @@ class Trainer:
                 f"`rows` must be a multiple of the micro-batches, {parts}, times data * fsdp, {shards}. Got {count}. "
                 "Change the batch, the mesh or `Computation.accumulate`."
             )
+        parallel.check_length(self.mesh, rows.tokens.shape[-1], self.computation.context_order)
 
     def _merged(self, parameters: Parameters) -> Decoder:
         return _merged(self._form, self._variables, parameters)
@@ -247,19 +266,32 @@ class Trainer:
     def _loss_sums(self, parameters: Parameters, rows: PlacedRows) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
         """Summed cross entropy of rows, and the number of scored tokens."""
         model = self._merged(self._as_used(parameters))
-        along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
-        hidden = model.hidden(
-            rows.tokens,
-            rows.documents,
-            remat=REMAT[self.computation.remat](),
-            constrain=lambda stream: jax.lax.with_sharding_constraint(stream, along_rows),
-        )
         weights = next_token_weights(rows.documents)
         targets = jnp.roll(rows.tokens, -1, axis=1)
+        tokens, targets, weights = map(self._divided, (rows.tokens, targets, weights))
+        hidden = model.hidden(
+            tokens,
+            rows.documents,
+            remat=REMAT[self.computation.remat](),
+            constrain=self._along_tokens,
+            context=self._context,
+        )
         loss = functools.partial(
             summed_cross_entropy, chunk=self.computation.loss_chunk, softcap=self.config.logits_softcap
         )
         return self._over_shards(loss, hidden, model.head_kernel(), targets, weights), jnp.sum(weights)
+
+    def _along_tokens(self, x: Array) -> Array:
+        """Sets the sharding of an array of rows and tokens."""
+        axes = parallel.ROWS if self._context is None else (*parallel.ROWS, parallel.CONTEXT)
+        return jax.lax.with_sharding_constraint(x, parallel.placed(self.mesh, *axes))
+
+    def _divided(self, x: Array) -> Array:
+        """Tokens of rows in the order of the devices of `context`, each of which takes its own: nothing is sent."""
+        if self._context is None:
+            return x
+        order = self._context.order
+        return self._along_tokens(x if order is None else context_parallel.reorder(x, np.array(order)))
 
     def _as_used(self, parameters: Parameters) -> Parameters:
         """Kernels in the dtype of the computation, so that they are all-gathered in it; embeddings sharded by rows."""
@@ -272,15 +304,17 @@ class Trainer:
         return used
 
     def _over_shards(self, loss: Callable[..., Array], hidden: Array, kernel: Array, *of_tokens: Array) -> Array:
-        """The loss of each shard of rows, so that gradients of the kernel are summed over shards only once."""
-        shards = parallel.row_shards(self.mesh)
-        along_rows = parallel.placed(self.mesh, parallel.ROWS[0])
+        """The loss of each shard of rows and tokens, so that gradients of the kernel are summed over shards once."""
+        shards, parts = parallel.row_shards(self.mesh), parallel.context_shards(self.mesh)
+        names = parallel.ROWS[0] if self._context is None else (*parallel.ROWS[0], parallel.CONTEXT)
+        along_shards = parallel.placed(self.mesh, names)
 
         def cut(array):
-            return jax.lax.with_sharding_constraint(array.reshape(shards, -1, *array.shape[1:]), along_rows)
+            cut = array.reshape(shards, -1, parts, array.shape[1] // parts, *array.shape[2:]).swapaxes(1, 2)
+            return jax.lax.with_sharding_constraint(cut.reshape(shards * parts, *cut.shape[2:]), along_shards)
 
         kernel = jax.lax.with_sharding_constraint(kernel, parallel.placed(self.mesh, None, "model"))
-        over = jax.vmap(loss, in_axes=(0, None, 0, 0), spmd_axis_name=parallel.ROWS[0])
+        over = jax.vmap(loss, in_axes=(0, None, 0, 0), spmd_axis_name=names)
         return jnp.sum(over(cut(hidden), kernel, *map(cut, of_tokens)))
 
 

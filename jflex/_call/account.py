@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,15 +96,8 @@ class Account(Choice):
             pairs = spec.B * spec.Hq * spec.T * spec.S * visited // total
         width = jnp.dtype(spec.dtype).itemsize
         rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
-        selection = select(implementation, spec)
-        passes = _describe(spec, implementation, selection)
         return cls(
-            backend=selection.name,
-            reasons=selection.rejections,
-            tiles=passes.tiles,
-            gradients=passes.gradients,
-            gradients_reason=passes.reason,
-            config=spec.config,
+            **choice_of(spec, implementation),
             visited=visited,
             full=full,
             blocks=total,
@@ -125,6 +118,20 @@ class Account(Choice):
         return [*lines, f"work      {work_of(self.flops, self.bytes)}"]
 
     __str__ = Choice.__str__
+
+
+def choice_of(spec: AttentionSpec, implementation: Implementation) -> dict[str, Any]:
+    """The fields of the `Choice` of a dense call."""
+    selection = select(implementation, spec)
+    passes = _describe(spec, implementation, selection)
+    return {
+        "backend": selection.name,
+        "reasons": selection.rejections,
+        "tiles": passes.tiles,
+        "gradients": passes.gradients,
+        "gradients_reason": passes.reason,
+        "config": spec.config,
+    }
 
 
 def work_of(flops: int | None, moved: int | None) -> str:

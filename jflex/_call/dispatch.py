@@ -96,6 +96,18 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     return selection.name
 
 
+def check_supported(implementation: Implementation, spec: AttentionSpec) -> None:
+    """Raises if no requested backend supports a call, without a warning: the call itself gives that.
+
+    Raises:
+      ValueError: As `names_of`.
+      UnsupportedError: None of the requested backends supports the call.
+    """
+    selection = select(implementation, spec)
+    if selection.name is None:
+        raise UnsupportedError(_refusal(selection, spec, None))
+
+
 class Passes(NamedTuple):
     """Which backends run the two passes, and why if they differ."""
 

@@ -109,12 +109,20 @@ class VectorMods(NamedTuple):
                 )
 
 
+class TokenPositions(NamedTuple):
+    """The positions of the queries and of the keys of a dense call; None where they count from 0."""
+
+    queries: Int32[Array, " T"] | None = None
+    keys: Int32[Array, " S"] | None = None
+
+
 def modified_inputs(
     mods: VectorMods,
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     layout: str,
     key_batch: int,
     kv_lengths: Int32[Array, " B"] | None,
+    positions: TokenPositions | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value of a dense call, as the mods make them.
 
@@ -125,21 +133,30 @@ def modified_inputs(
       key_batch: Batch size of the resulting keys and values: that of the query where a mod uses ``b``.
       kv_lengths: Keys beyond are replaced before the mods see them, since they may be NaN: a zero cotangent times the
         derivative of NaN would be NaN, in the gradients of captured arrays.
+      positions: Of queries and keys, where these do not count from 0.
     """
     query, key, value = arrays
+    positions = TokenPositions() if positions is None else positions
     if key_batch != key.shape[0]:
         key, value = (jnp.broadcast_to(x, (key_batch, *x.shape[1:])) for x in (key, value))
-    used = None if kv_lengths is None else _used_keys(key, layout, kv_lengths)
-    dense = lambda mod, x: x if mod is None else _of_dense(mod, x, layout)
-    keys = lambda mod, x: dense(mod, x if mod is None or used is None else jnp.where(used, x, jnp.ones_like(x)))
-    return dense(mods.query, query), keys(mods.key, key), keys(mods.value, value)
+    used = None if kv_lengths is None else used_keys(key, layout, kv_lengths, positions.keys)
+    dense = lambda mod, x, at: x if mod is None else _of_dense(mod, x, layout, at)
+    clean = lambda mod, x: x if mod is None or used is None else jnp.where(used, x, jnp.ones_like(x))
+    keys = lambda mod, x: dense(mod, clean(mod, x), positions.keys)
+    return dense(mods.query, query, positions.queries), keys(mods.key, key), keys(mods.value, value)
 
 
-def modified_output(mod: OutputMod, out: jax.Array, lse: Float[Array, "B Hq T"] | None, layout: str) -> jax.Array:
+def modified_output(
+    mod: OutputMod,
+    out: jax.Array,
+    lse: Float[Array, "B Hq T"] | None,
+    layout: str,
+    positions: Int32[Array, " T"] | None = None,
+) -> jax.Array:
     """The output of a dense call, as an ``output_mod`` makes it; `lse` is None where there is no softmax."""
     if lse is not None:
         lse = (lse.swapaxes(1, 2) if layout == "BTNH" else lse).astype(exact_dtype(out.dtype))
-    return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout)
+    return _of_dense(lambda x, *where: mod(*x, *where), (out, lse), layout, positions)
 
 
 def modified_rows(
@@ -170,11 +187,13 @@ def modified_rows(
     return jnp.where((b < 0)[:, None, None], jnp.zeros_like(made), made) if is_output else made
 
 
-def _of_dense(mod: Callable[..., Any], x: Any, layout: str) -> jax.Array:
+def _of_dense(mod: Callable[..., Any], x: Any, layout: str, positions: Int32[Array, " T"] | None = None) -> jax.Array:
     """`mod` of every vector of an array of four axes, or of a pair of it and an array without the last."""
     first: jax.Array = jax.tree.leaves(x)[0]
     axes = ("b", "i", "h") if layout == "BTNH" else ("b", "h", "i")
     indices = {name: _indices_along(first, axis) for axis, name in enumerate(axes)}
+    if positions is not None:
+        indices["i"] = _sharded_along(positions, first, axes.index("i"))
     return _mapped(mod, first.dtype, axes)(x, indices["b"], indices["h"], indices["i"])
 
 
@@ -224,11 +243,24 @@ def _indices_along(x: jax.Array, axis: int) -> Int32[Array, " n"]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=jax.sharding.NamedSharding(mesh, spec))
 
 
-def _used_keys(key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"]) -> Bool[Array, "#B S 1 1"]:
+def _sharded_along(positions: Int32[Array, " n"], x: jax.Array, axis: int) -> Int32[Array, " n"]:
+    """Numbers for an axis of `x`; in a mesh with explicit axes sharded like it, as `jax.vmap` requires."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes:
+        return positions
+    spec = jax.sharding.PartitionSpec(jax.typeof(x).sharding.spec[axis])
+    return jax.reshard(positions, jax.sharding.NamedSharding(mesh, spec))
+
+
+def used_keys(
+    key: jax.Array, layout: str, kv_lengths: Int32[Array, " B"], positions: Int32[Array, " S"] | None = None
+) -> Bool[Array, "#B S 1 1"]:
     """Which keys lie before the length of their batch entry, or of the longest one where all share them."""
     shared = key.shape[0] != kv_lengths.shape[0]
     lengths = jnp.max(kv_lengths, initial=0, keepdims=True) if shared else kv_lengths
     axis = 1 if layout == "BTNH" else 2
+    if positions is not None:
+        return jnp.expand_dims(positions, [a for a in range(4) if a != axis]) < lengths[:, None, None, None]
     shape = tuple(size if a in (0, axis) else 1 for a, size in enumerate(key.shape))
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < lengths[:, None, None, None]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -14,13 +13,12 @@ from jax.sharding import PartitionSpec
 from jflex import backends
 from jflex._call.sinks import sinks_gradient
 from jflex._jax import partitioning
+from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.partitioning import Axes, Split
 from jflex._jax.primitive import Flat
-from jflex._jax.shard import Where, moved, moved_dropout
 from jflex.backends.base import Gradients, Inputs, PagedInputs, Saved, SavedCotangents
-from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from pallas_kernels.plan import GradientRequest
-from pallas_kernels.spec import AttentionSpec, Mod
+from pallas_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +94,10 @@ class BackwardOp:
                 if x is not None:
                     part = jnp.zeros(x.shape, x.dtype) if number is None else found.score_operands[number]
                     assert part is not None  # a shard has the same requested gradients as the whole
-                    captured.append(_sum(part, (*split.batch, *split.heads)))
-            shared = split.batch if self.spec.Bkv < self.spec.B else ()
+                    captured.append(_sum(part, (*split.batch, *split.heads, *split.queries)))
+            shared = (*(split.batch if self.spec.Bkv < self.spec.B else ()), *split.queries)
             keys = [_sum(x, shared) for x in (found.key, found.value) if x is not None]
-            sinks = [] if found.sinks is None else [_sum(found.sinks, split.batch)]
+            sinks = [] if found.sinks is None else [_sum(found.sinks, (*split.batch, *split.queries))]
             return (*([] if found.query is None else [found.query]), *keys, *captured, *sinks)
 
         return partitioning.partitioned(self.spec, whole, local, *self.axes(arrays, gradients))
@@ -170,32 +168,5 @@ def _paged_shard_of(
     pieces = math.prod(mesh.shape[name] for name in names)
     if pieces == 1:
         return spec, inputs
-    first = Where(head=jax.lax.axis_index(names) * (spec.Hq // pieces))
-    score, score_operands = moved(spec.score_mod, inputs.score_operands, first, trace_score_mod)
-    mask, mask_operands = moved(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
-    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.dropout_operands, first)
-    key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
-    sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
-    first_key = Where(head=jax.lax.axis_index(names) * (spec.Hkv // pieces))
-    key, key_operands = _shifted_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
-    value, value_operands = _shifted_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
-    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
-    return local, inputs._replace(
-        score_operands=score_operands,
-        mask_operands=mask_operands,
-        key_operands=key_operands,
-        value_operands=value_operands,
-        dropout_operands=dropout_operands,
-    )
-
-
-def _shifted_vector_mod(
-    spec: AttentionSpec, mod: Mod | None, operands: tuple[jax.Array, ...], first: Where
-) -> tuple[Mod | None, tuple[jax.Array, ...]]:
-    """A key or value mod that takes key heads of one shard."""
-    if mod is None:
-        return None, operands
-    role: VectorRole = "key" if mod.role == "key" else "value"
-    size = spec.D if role == "key" else spec.Dv
-    trace = functools.partial(trace_vector_mod, role=role, size=size, dtype=jnp.dtype(spec.exact))
-    return moved(mod, operands, first, trace)
+    number = jax.lax.axis_index(names)
+    return paged_shard_of(spec, inputs, pieces, number)

@@ -1,7 +1,8 @@
-"""Partitioning over batch and heads under plain `jax.jit`.
+"""Partitioning over batch, heads and queries under plain `jax.jit`.
 
-XLA cannot see into kernels, and would gather everything. These rules tell its partitioner that batch and heads are
-independent, and give it the program of one shard, in which the mods still get global indices.
+XLA cannot see into kernels, and would gather everything. These rules tell its partitioner that batch, heads and queries
+are independent, and give it the program of one shard, in which the mods still get global indices. Where queries are
+divided, each device gets all keys, as in `jflex.context_parallel_attention(..., strategy="all_gather")`.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jflex._jax import shard
 from jflex._jax.primitive import Flat, lower_separately
-from jflex._jax.shard import Shard, Where
+from jflex._jax.shard import Shard, Span, Where
 from jflex.backends.base import Gradients, Inputs, Saved, SavedCotangents
+from jflex.block_mask.lists import lists_of_rows
 from pallas_kernels.spec import AttentionSpec
 
 
 class Axes(NamedTuple):
-    """Which axes of an array run over the batch and over heads, if any; `per_key`: key heads, not query heads."""
+    """Which axes of an array run over batch, heads and queries, if any; `per_key`: key heads, not query heads."""
 
     batch: int | None = None
     heads: int | None = None
     per_key: bool = False
+    queries: int | None = None
 
 
 def row_axes(spec: AttentionSpec) -> Axes:
     """Axes of query and output."""
-    return Axes(0, 2 if spec.layout == "BTNH" else 1)
+    heads, queries = (2, 1) if spec.layout == "BTNH" else (1, 2)
+    return Axes(0, heads, queries=queries)
 
 
 def key_axes(spec: AttentionSpec) -> Axes:
@@ -57,7 +61,7 @@ def input_axes(spec: AttentionSpec, inputs: Inputs) -> list[Axes]:
 
 def saved_axes(spec: AttentionSpec, saved: Saved | SavedCotangents) -> list[Axes]:
     """Axes of output and row statistics, or of their cotangents, flat."""
-    return [row_axes(spec), *(Axes(0, 1) for _ in jax.tree.leaves(saved[1:]))]
+    return [row_axes(spec), *(Axes(0, 1, queries=2) for _ in jax.tree.leaves(saved[1:]))]
 
 
 def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
@@ -69,15 +73,16 @@ def gradient_axes(spec: AttentionSpec, gradients: Gradients) -> list[Axes]:
 
 
 class Split(NamedTuple):
-    """Names of the mesh axes over which batch and heads are split."""
+    """Names of the mesh axes over which batch, heads and queries are split."""
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    queries: tuple[str, ...] = ()
 
     def pspec(self, axes: Axes, ndim: int) -> PartitionSpec:
         """The sharding of an array."""
         names: list[tuple[str, ...] | None] = [None] * ndim
-        for axis, split in ((axes.batch, self.batch), (axes.heads, self.heads)):
+        for axis, split in ((axes.batch, self.batch), (axes.heads, self.heads), (axes.queries, self.queries)):
             if axis is not None and split:
                 names[axis] = split
         return PartitionSpec(*names)
@@ -85,12 +90,18 @@ class Split(NamedTuple):
 
 def shard_of(spec: AttentionSpec, inputs: Inputs, mesh: jax.sharding.Mesh, split: Split) -> Shard:
     """The local spec and inputs, inside the program of one shard."""
-    pieces = (math.prod(mesh.shape[name] for name in names) for names in split)
-    batch, head = (
+    pieces = [math.prod(mesh.shape[name] for name in names) for names in split]
+    batch, head, query = (
         jax.lax.axis_index(names) * (size // n) if n > 1 else None
-        for names, size, n in zip(split, (spec.B, spec.Hq), pieces, strict=True)
+        for names, size, n in zip(split, (spec.B, spec.Hq, spec.T), pieces, strict=True)
     )
-    return shard.shard_of(spec, inputs, Where(batch, head))
+    if query is None:
+        return shard.shard_of(spec, inputs, Where(batch, head))
+    T = spec.T // pieces[2]
+    if inputs.lists is not None and spec.blocks is not None:
+        size = spec.blocks.size[0]
+        inputs = inputs._replace(lists=lists_of_rows(inputs.lists, query // size, T // size))
+    return shard.shard_of(spec, inputs, Where(batch, head, Span(query[None], T)))
 
 
 def partitioned(
@@ -113,10 +124,10 @@ def partitioned(
 
     def partition(mesh, in_shapes, out_shapes):
         query, key, value = (x.sharding for x in in_shapes[:3])
-        divided = next(filter(None, (_divided_tokens(spec, x) for x in (query, key, value))), None)
-        if divided is not None:
-            warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
         split = _split(spec, mesh, in_shapes[0].sharding, in_axes[0])
+        divided = next(filter(None, (_divided_tokens(spec, x) for x in (query, key, value))), None)
+        if divided is not None and not split.queries:
+            warnings.warn(f"Every device gathers and computes all tokens. {divided}", stacklevel=2)
         sharding = lambda x, axes: NamedSharding(mesh, split.pspec(axes, len(x.shape)))
         outs, _ = jax.tree.flatten(out_shapes)
         out_shardings = tuple(map(sharding, outs, out_axes))
@@ -161,10 +172,12 @@ def _divided_tokens(spec: AttentionSpec, sharding: NamedSharding | None) -> str 
 
 
 def _split(spec: AttentionSpec, mesh: jax.sharding.Mesh, sharding: NamedSharding | None, axes: Axes) -> Split:
-    """How the query is sharded over batch and heads; an axis is kept only if batch or key heads divide evenly."""
+    """How the query is sharded; an axis is kept only if batch, key heads, or blocks of queries divide evenly."""
     pspec = getattr(sharding, "spec", ())
     names = []
-    for axis, size in ((axes.batch, spec.B), (axes.heads, spec.heads_to_divide)):
+    block = 1 if spec.blocks is None else spec.blocks.size[0]
+    queries = spec.T // block if spec.T % block == 0 else 1
+    for axis, size in ((axes.batch, spec.B), (axes.heads, spec.heads_to_divide), (axes.queries, queries)):
         entry = pspec[axis] if axis is not None and axis < len(pspec) else None
         entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         names.append(entry if size % math.prod(mesh.shape[name] for name in entry) == 0 else ())
@@ -178,7 +191,7 @@ def _shardy_rule(
     in_ranks: Sequence[int],
     out_ranks: Sequence[int],
 ) -> tuple[str, dict[str, int | tuple[str, ...]]]:
-    """The rule in Shardy's notation: batch and key heads are shared factors, other axes must not be sharded."""
+    """The rule in Shardy's notation: batch, key heads and queries are shared factors, others must not be sharded."""
     others: list[str] = []
     group = spec.Hq // spec.heads_to_divide
     grouped = "(g r)" if group > 1 else "g"
@@ -190,6 +203,8 @@ def _shardy_rule(
                 factors.append("b")
             elif axis == axes.heads:
                 factors.append("g" if axes.per_key else grouped)
+            elif axis == axes.queries:
+                factors.append("t")
             else:
                 others.append(f"x{len(others)}")
                 factors.append(others[-1])

@@ -41,6 +41,25 @@ class Span:
         return self.starts[lax.div(index, chunk)] + lax.rem(index, chunk)
 
 
+class Spread(NamedTuple):
+    """The absolute positions of local tokens that are every so many runs of a sequence.
+
+    Attributes:
+      first: The first position.
+      run: Tokens of a run.
+      stride: From one run to the next.
+    """
+
+    first: Int32[Array, ""]
+    run: int
+    stride: int
+
+    def position(self, index: Any) -> Any:
+        """The position of a local token."""
+        run = jnp.int32(self.run)
+        return lax.div(index, run) * jnp.int32(self.stride) + self.first + lax.rem(index, run)
+
+
 class Where(NamedTuple):
     """Where local arrays lie in those of the whole call; None where they begin at 0 and are in order.
 
@@ -53,8 +72,8 @@ class Where(NamedTuple):
 
     batch: Int32[Array, ""] | None = None
     head: Int32[Array, ""] | None = None
-    queries: Span | None = None
-    keys: Span | None = None
+    queries: Span | Spread | None = None
+    keys: Span | Spread | None = None
 
     def positions(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Positions:
         """The absolute positions of local indices."""

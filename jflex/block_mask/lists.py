@@ -192,6 +192,23 @@ def states_from_lists(lists: BlockLists) -> Int8[Array, "B H R C"]:
     return join_states(partial, full)
 
 
+def lists_of_rows(lists: BlockLists, first: Int32[Array, ""], rows: int) -> BlockLists:
+    """The lists of some rows of blocks, which then count from 0.
+
+    >>> lists = lists_from_states(jnp.array([[[[FULL, EMPTY], [PARTIAL, FULL]]]], jnp.int8))
+    >>> states_from_lists(lists_of_rows(lists, jnp.int32(1), 1)).tolist()
+    [[[[1, 2]]]]
+    """
+    of_rows = lambda x: jax.lax.dynamic_slice_in_dim(x, first, rows, 2)
+    counts, indices, full_counts, full_indices = map(of_rows, lists[:4])
+    kept = lists._replace(
+        kv_num_blocks=counts, kv_indices=indices, full_kv_num_blocks=full_counts, full_kv_indices=full_indices
+    )
+    states = jnp.swapaxes(states_from_lists(kept), -1, -2)
+    partial, full = _list_row(states == PARTIAL), _list_row(states == FULL)
+    return BlockLists(counts, indices, full_counts, full_indices, *partial, *full)
+
+
 def join_states(partial: Bool[Array, "B H R C"], full: Bool[Array, "B H R C"]) -> Int8[Array, "B H R C"]:
     """The matrix of states with these partial and full blocks; a block in both is full."""
     return jnp.where(full, jnp.int8(FULL), jnp.where(partial, jnp.int8(PARTIAL), jnp.int8(EMPTY)))

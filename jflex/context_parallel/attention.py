@@ -1,72 +1,70 @@
-"""`context_parallel_attention`: checks a call, divides it among the devices of a mesh, and runs a strategy."""
+"""`context_parallel_attention`: `flex_attention` of sequences that are divided among the devices of a mesh."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
-from jflex._call.checks import check_arrays, check_lse, device_of
+from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
-from jflex._jax.shard import Where
-from jflex.attention import Call, attend, prepare
-from jflex.backends.base import Inputs, Saved
-from jflex.block_mask.lists import BlockLists
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
-from jflex.context_parallel.call import (
-    CALLER,
-    STRATEGIES,
-    ContextCall,
-    Strategy,
-    check_block_size,
-    divided,
-    own_block_mask,
-)
-from jflex.context_parallel.gather import attend_gathered
-from jflex.context_parallel.order import Order, checked_order
-from jflex.context_parallel.placement import Names, Placement
-from jflex.context_parallel.ring import attend_in_ring
-from jflex.context_parallel.ulysses import attend_exchanged
-from jflex.mods.types import MaskMod, ScoreMod
+from jflex.context_parallel.call import Strategy
+from jflex.context_parallel.placement import Names
+from jflex.context_parallel.prepare import prepare
+from jflex.context_parallel.run import run, with_output_mod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 
 
-# Return types, by `return_lse`.
+# Return types, by `return_lse` and `return_stats`.
 # fmt: off
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, mesh: Any = None, axis: str = "context",
-    batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
+    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
+    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: Literal[False] = False, dropout_rate: float = 0.0,
+    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> Array: ...
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, mesh: Any = None, axis: str = "context",
-    batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
+    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
+    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: Literal[True], dropout_rate: float = 0.0,
+    layout: str = "BTNH", return_lse: Literal[True], return_stats: tuple[()] = (), dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> tuple[Array, Array]: ...
 @overload
 def context_parallel_attention(
     query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, mesh: Any = None, axis: str = "context",
-    batch_axes: Names = (), head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
+    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
+    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
     normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
-    layout: str = "BTNH", return_lse: bool, dropout_rate: float = 0.0,
+    layout: str = "BTNH", return_lse: bool, return_stats: tuple[()] = (), dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
 ) -> Array | tuple[Array, Array]: ...
+@overload
+def context_parallel_attention(
+    query: AnyArray, key: AnyArray, value: AnyArray, score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None, *, mask_mod: MaskMod | None = None, query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None, value_mod: VectorMod | None = None, output_mod: OutputMod | None = None,
+    kv_lengths: AnyArray | None = None, mesh: Any = None, axis: str = "context", batch_axes: Names = (),
+    head_axes: Names = (), strategy: Strategy = "all_gather", order: AnyArray | None = None,
+    normalize: Literal["softmax", "none"] = "softmax", sinks: AnyArray | None = None, scale: float | None = None,
+    layout: str = "BTNH", return_lse: Literal[False] = False, return_stats: tuple[Stat, ...], dropout_rate: float = 0.0,
+    dropout_key: AnyArray | None = None, implementation: Implementation = None, config: Config | None = None,
+) -> tuple[Array, AttentionStats]: ...
 # fmt: on
 def context_parallel_attention(
     query: Query,
@@ -76,6 +74,11 @@ def context_parallel_attention(
     block_mask: BlockMask | None = None,
     *,
     mask_mod: MaskMod | None = None,
+    query_mod: VectorMod | None = None,
+    key_mod: VectorMod | None = None,
+    value_mod: VectorMod | None = None,
+    output_mod: OutputMod | None = None,
+    kv_lengths: Int32[AnyArray, " B"] | None = None,
     mesh: Any = None,
     axis: str = "context",
     batch_axes: Names = (),
@@ -87,16 +90,17 @@ def context_parallel_attention(
     scale: float | None = None,
     layout: str = "BTNH",
     return_lse: bool = False,
+    return_stats: tuple[Stat, ...] = (),
     dropout_rate: float = 0.0,
     dropout_key: AnyArray | None = None,
     implementation: Implementation = None,
     config: Config | None = None,
-) -> Out | tuple[Out, Lse]:
+) -> Out | tuple[Out, Lse] | tuple[Out, AttentionStats]:
     """`flex_attention` of sequences whose tokens are divided among the devices of a mesh.
 
     The result is that of one device: mods see absolute positions, and gradients flow into query, key, value, sinks and
-    every floating-point array that `score_mod` captures. Each device returns the output of its own queries. What
-    differs is how they meet the keys of others:
+    every floating-point array that `score_mod` or a vector mod captures. Each device returns the output of its own
+    queries. What differs is how they meet the keys of others:
 
     * ``"all_gather"``: every device gets all keys and values. The gradients of these are summed by a reduce-scatter.
     * ``"ring"``: keys and values pass from device to device, and states are merged. Memory for them does not grow with
@@ -118,6 +122,13 @@ def context_parallel_attention(
       mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, at absolute positions, in place of a BlockMask. The call makes one of
         it, in blocks of the largest power of two that divides the chunks, 128 at most; below 16 it evaluates the mask
         everywhere.
+      query_mod: ``(query[D], b, h, q_idx) -> [D]``, as in `flex_attention`, at absolute positions, and so are the next
+        three. They run on the device that holds the token, before anything is sent.
+      key_mod: ``(key[D], b, h_kv, kv_idx) -> [D]``.
+      value_mod: ``(value[Dv], b, h_kv, kv_idx) -> [Dv]``.
+      output_mod: ``(out[Dv], lse, b, h, q_idx) -> [Dv]``.
+      kv_lengths: As in `flex_attention`: how many keys each batch entry has, of the whole sequence, which are the
+        first ones in the natural order. They become a part of the mask.
       mesh: The mesh; None for that of `jax.set_mesh`, or of the enclosing `jax.shard_map`.
       axis: Its axis that divides the tokens. The lengths must be multiples of its size.
       batch_axes: Its axes that divide the batch, a name or a sequence; outside of `jax.shard_map` only. What is divided
@@ -132,6 +143,7 @@ def context_parallel_attention(
       scale: As in `flex_attention`.
       layout: As in `flex_attention`.
       return_lse: Also return the float32 logsumexp (natural log) of the scores over the visible keys.
+      return_stats: As in `flex_attention`; the statistics of partial results are merged exactly.
       dropout_rate: As in `flex_attention`.
       dropout_key: Likewise. Outside of `jax.shard_map`, what is dropped does not depend on the mesh.
       implementation: As in `flex_attention`, of the kernels of each device. With ``"ring"``, ``"reference"`` stores the
@@ -140,7 +152,7 @@ def context_parallel_attention(
 
     Returns:
       The output in `layout` and the dtype of `query`, in the order of its tokens, and sharded like it; or a pair of it
-      and the lse [B, Hq, T].
+      and the lse [B, Hq, T], or of it and the `AttentionStats`.
 
     Raises:
       TypeError: An argument has a wrong type.
@@ -153,7 +165,7 @@ def context_parallel_attention(
       al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; Jacobs et al. 2023, DeepSpeed Ulysses,
       arXiv:2309.14509.
 
-    >>> import jflex
+    >>> import jax, jax.numpy as jnp, jflex
     >>> mesh = jax.make_mesh((1,), ("context",))
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 256, 4, 32))
     >>> order = jflex.context_parallel.zigzag_order(1)
@@ -165,175 +177,14 @@ def context_parallel_attention(
     True
     """
     check_lse(return_lse, normalize)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
-    place = Placement.of(mesh, axis, batch_axes, head_axes)
-    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
-    check_arrays(arrays[0], arrays[1], arrays[2], layout)
-    sizes = _Sizes.of(arrays, layout, place)
-    order = None if order is None else sizes.checked_order(order, place)
-    sizes.check(place, strategy)
-    shapes = sizes.whole(arrays, layout, place)
-    checked = functools.partial(
-        prepare, *shapes, score_mod, kv_lengths=None, normalize=normalize, sinks=sinks, scale=scale, layout=layout,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, config=config,
+    stats = () if return_stats == () else check_stats(return_stats, return_lse, normalize)
+    checked = prepare(
+        query, key, value, score_mod, block_mask, mask_mod=mask_mod, query_mod=query_mod, key_mod=key_mod,
+        value_mod=value_mod, output_mod=output_mod, kv_lengths=kv_lengths, mesh=mesh, axis=axis, batch_axes=batch_axes,
+        head_axes=head_axes, strategy=strategy, order=order, normalize=normalize, sinks=sinks, scale=scale,
+        layout=layout, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config,
     )  # fmt: skip
-    call = checked(block_mask, mask_mod=mask_mod)
-    chunks = place.shards if order is None else len(order)
-    chunk = sizes.T // chunks, sizes.S // chunks
-    if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
-        check_block_size(block_mask, chunk)
-    if mask_mod is not None and not call.spec.is_empty:
-        block_mask = own_block_mask(mask_mod, (call.spec.B, call.spec.Hq, sizes.T, sizes.S), chunk)
-        call = call if block_mask is None else checked(block_mask, mask_mod=None)
-    saved = _run(call, arrays, block_mask, place, strategy, order, implementation)
+    saved = with_output_mod(checked, run(checked, implementation))
+    if stats:
+        return saved.out, select_stats(saved, stats)
     return (saved.out, saved.lse) if return_lse else saved.out
-
-
-class _Sizes(NamedTuple):
-    """Sizes of the whole call."""
-
-    B: int
-    T: int
-    S: int
-    Hkv: int
-
-    @classmethod
-    def of(cls, arrays: list[Any], layout: str, place: Placement) -> _Sizes:
-        """Those of checked arrays."""
-        query, key, _ = arrays
-        length, heads = (1, 2) if layout == "BTNH" else (2, 1)
-        own = place.shards if place.mesh is None else 1
-        return cls(query.shape[0], query.shape[length] * own, key.shape[length] * own, key.shape[heads])
-
-    def checked_order(self, order: Any, place: Placement) -> Order:
-        """The order, which must fit the tokens."""
-        chunks = checked_order(order, place.shards, self.T)
-        if self.T != self.S:
-            raise ValueError(
-                f"`order` is that of queries and keys, which must be as many. Got {self.T} and {self.S}. Leave it out "
-                "for attention to another sequence."
-            )
-        return chunks
-
-    def check(self, place: Placement, strategy: str) -> None:
-        """Raises ValueError unless the mesh divides the sizes."""
-        for name, size, what in (("query", self.T, "queries"), ("key", self.S, "keys")):
-            if size % place.shards:
-                padded = -(-size // place.shards) * place.shards
-                raise ValueError(
-                    f"`{name}` has {size} {what}, which the {place.shards} devices along {place.axis!r} do not divide. "
-                    f"Pad them to {padded}, as with `jnp.pad`, and mask the padding of keys (`kv_idx < {size}`)."
-                )
-        if self.B % place.batch_shards:
-            raise ValueError(
-                f"`batch_axes` {place.batch!r} has {place.batch_shards} devices, which do not divide the batch of "
-                f"{self.B}. Pad the batch, or name fewer axes."
-            )
-        if self.Hkv % place.head_shards:
-            raise ValueError(
-                f"`head_axes` {place.heads!r} has {place.head_shards} devices, which do not divide the {self.Hkv} key "
-                "heads. Name fewer axes."
-            )
-        own = self.Hkv // place.head_shards
-        if strategy == "ulysses" and own % place.shards:
-            raise ValueError(
-                f"`strategy='ulysses'` divides the key heads of a device, {own}, among the {place.shards} devices "
-                f"along {place.axis!r}; they do not divide. Pass strategy='all_gather' or 'ring'."
-            )
-
-    def whole(self, arrays: list[Any], layout: str, place: Placement) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the whole arrays, on a device of the mesh."""
-        length = 1 if layout == "BTNH" else 2
-        device = place.mesh.devices.flat[0] if isinstance(place.mesh, jax.sharding.Mesh) else device_of(arrays[0])
-        sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
-        lengths = (self.T, self.S, self.S)
-        shape = lambda x, n: (*x.shape[:length], n, *x.shape[length + 1 :])
-        return [
-            jax.ShapeDtypeStruct(shape(x, n), x.dtype, sharding=sharding) for x, n in zip(arrays, lengths, strict=True)
-        ]
-
-
-def _run(
-    call: Call,
-    arrays: list[Any],
-    block_mask: BlockMask | None,
-    place: Placement,
-    strategy: Strategy,
-    order: Order | None,
-    implementation: Implementation,
-) -> Saved:
-    """Runs a checked call on each device."""
-    if call.spec.is_empty:  # zeros, which need no device
-        local = call.spec if place.mesh is not None else dataclasses.replace(call.spec, T=call.spec.T // place.shards)
-        return attend(CALLER, call._replace(spec=local), implementation)
-    tables = divided(block_mask, strategy, place.shards, order)
-    known = tuple(map(tuple, tables.sees.tolist())) if isinstance(tables.sees, np.ndarray) else None
-    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
-    in_order = None if order is None else tuple(order.tolist())
-    context = ContextCall(call.spec, place, strategy, in_order, named, known)
-    query, key, value = arrays
-    inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
-    sees = None if tables.sees is None else jnp.asarray(tables.sees)
-    if place.mesh is None:
-        return _on_device(context, *_own_tables(inputs, sees, place, strategy))
-    return _on_mesh(context, inputs, sees)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
-    """Runs the program of one device on each; under `jax.jit`, without which JAX maps no `jax.custom_vjp`."""
-    place = call.placement
-    specs = _specs(call, inputs), None if sees is None else PartitionSpec(place.axis)
-    body = functools.partial(_on_device, call)
-    saved: Any = (place.rows(call.spec.layout), place.lse())
-    saved = Saved(*saved)
-    if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
-        place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
-        inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
-
-
-def _own_tables(
-    inputs: Inputs, sees: jax.Array | None, place: Placement, strategy: Strategy
-) -> tuple[Inputs, jax.Array | None]:
-    """The tables of one device, inside of the caller's `jax.shard_map`, with the axis that `_specs` divides."""
-    own = lambda x: jax.lax.dynamic_slice_in_dim(x, place.shard(), 1)
-    if inputs.lists is not None and strategy != "ulysses":
-        inputs = inputs._replace(lists=BlockLists(*map(own, inputs.lists)))
-    return inputs, None if sees is None else own(sees)
-
-
-def _specs(call: ContextCall, inputs: Inputs) -> Any:
-    """How the inputs are divided among the devices: `Inputs` of shardings."""
-    spec, place, whole = call.spec, call.placement, PartitionSpec()
-    keys = place.rows(spec.layout, batch=spec.Bkv == spec.B)
-    lists: Any = None
-    if inputs.lists is not None and spec.blocks is not None:
-        leading = {"all_gather": (place.axis,), "ring": (place.axis, None), "ulysses": ()}[call.strategy]
-        batch = place.batch if spec.blocks.batch == spec.B and place.batch else None
-        heads = place.heads if spec.blocks.heads == spec.Hq and place.heads else None
-        of_lists: Any = PartitionSpec(*leading, batch, heads)
-        lists = BlockLists(*[of_lists] * len(inputs.lists))
-    specs: Any = jax.tree.map(lambda _: whole, inputs._replace(lists=None))
-    sinks = None if inputs.sinks is None else PartitionSpec(place.heads or None)
-    return specs._replace(query=place.rows(spec.layout), key=keys, value=keys, lists=lists, sinks=sinks)
-
-
-def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
-    """The program of one device."""
-    place, spec = call.placement, call.spec
-    first = lambda names, n, size: jax.lax.axis_index(names).astype(jnp.int32) * (size // n) if n > 1 else None
-    where = Where(
-        first(place.batch, place.batch_shards, spec.B),
-        first(place.heads, place.head_shards, spec.Hq),
-    )
-    if call.strategy == "all_gather":
-        saved = attend_gathered(call, inputs, where)
-    elif call.strategy == "ulysses":
-        saved = attend_exchanged(call, inputs, where)
-    else:
-        lists = inputs.lists
-        lists = None if lists is None else BlockLists(*(x[0] for x in lists))
-        saved = attend_in_ring(call, inputs._replace(lists=lists), where, None if sees is None else sees[0])
-    return Saved(saved.out, saved.lse)

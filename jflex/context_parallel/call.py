@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer, eval_context
 from jaxtyping import Array, Bool, Int8, Int32
 
-from jflex._jax.primitive import no_mesh
-from jflex._jax.shard import Span
+from jflex._jax.shard import Span, Where
 from jflex.block_mask.drawing import is_concrete
 from jflex.block_mask.lists import BlockLists
-from jflex.block_mask.mask import BlockMask, create_block_mask
+from jflex.block_mask.mask import BlockMask
 from jflex.block_mask.tables import block_lists
+from jflex.context_parallel.masks import as_known
 from jflex.context_parallel.order import Order
 from jflex.context_parallel.placement import Placement
-from jflex.mods.dependence import uses_index
-from jflex.mods.trace import trace_mask_mod
-from jflex.mods.types import MaskMod
 from pallas_kernels.spec import AttentionSpec
 
 CALLER = "context_parallel_attention"  # in messages
 Strategy = Literal["all_gather", "ring", "ulysses"]
 STRATEGIES: tuple[Strategy, ...] = ("all_gather", "ring", "ulysses")
-# Blocks of masks that the call makes: 128 as by default, or less where chunks are no multiple of it. Below 16 kernels
-# have no tiles that divide a block; then the mask is evaluated everywhere.
-_LARGEST_BLOCK, _LEAST_BLOCK = 128, 16
 
 
 class Tables(NamedTuple):
@@ -72,28 +66,16 @@ class ContextCall:
         chunks = np.arange(self.placement.shards) if self.order is None else np.array(self.order)
         return (chunks * (length // chunks.size)).astype(np.int32).reshape(self.placement.shards, -1)
 
+    def rows_of(self, number: Callable[[tuple[str, ...]], jax.Array]) -> Where:
+        """Where the batch entries and heads of a device begin, from its number along axes of the mesh."""
+        place, spec = self.placement, self.spec
+        first = lambda names, n, size: number(names) * (size // n) if n > 1 else None
+        return Where(first(place.batch, place.batch_shards, spec.B), first(place.heads, place.head_shards, spec.Hq))
+
     def span(self, length: int, shard: Int32[Array, ""]) -> Span:
         """The positions of the tokens of a device; `length` of the whole sequence."""
         starts = self.starts(length)
         return Span(jnp.asarray(starts)[shard], length // starts.size)
-
-
-def own_block_mask(mask_mod: MaskMod, sizes: tuple[int, int, int, int], chunk: tuple[int, int]) -> BlockMask | None:
-    """The BlockMask of a mask_mod, in blocks that divide the chunks; None if these are too odd.
-
-    Args:
-      mask_mod: The mask.
-      sizes: ``(B, Hq, T, S)`` of the whole call.
-      chunk: Queries and keys in a chunk.
-    """
-    blocks = tuple(math.gcd(size, _LARGEST_BLOCK) for size in chunk)
-    if min(blocks) < _LEAST_BLOCK:
-        return None
-    traced, operands = trace_mask_mod(mask_mod)
-    batch, heads = (n if uses_index(traced, index) else None for n, index in zip(sizes, ("b", "h"), strict=False))
-    known = not any(isinstance(x, Tracer) for x in operands)
-    with _as_known(known):
-        return create_block_mask(mask_mod, batch, heads, *sizes[2:], block_size=(blocks[0], blocks[1]))
 
 
 def check_block_size(block_mask: BlockMask, chunk: tuple[int, int]) -> None:
@@ -113,7 +95,7 @@ def divided(block_mask: BlockMask | None, strategy: Strategy, shards: int, order
     if strategy == "ulysses":
         return Tables(block_mask.lists)
     known = is_concrete(block_mask.lists)
-    with _as_known(known):
+    with as_known(known):
         states = block_mask.states()
         B, H, R, C = states.shape
         pairs = _in_order(_in_order(states, 2, order), 3, order if strategy == "ring" else None)
@@ -137,12 +119,3 @@ def _in_order(states: Int8[Array, "B H R C"], axis: int, order: Order | None) ->
         return states
     size = states.shape[axis] // order.size
     return jnp.take(states, (order[:, None] * size + np.arange(size)).reshape(-1), axis=axis)
-
-
-def _as_known(known: bool) -> Any:
-    """Computes at once what is known, also while tracing; outside of the mesh of an enclosing `jax.shard_map`."""
-    stack = contextlib.ExitStack()
-    if known:
-        stack.enter_context(eval_context())
-        stack.enter_context(no_mesh())
-    return stack

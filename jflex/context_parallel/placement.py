@@ -72,6 +72,13 @@ class Placement:
                 "`batch_axes` and `head_axes` must be empty inside of `jax.shard_map`, whose arrays are those of the "
                 f"shard. Got {batch!r} and {heads!r}."
             )
+        if around.manual_axes and not inside:  # JAX has no gradients of one `jax.shard_map` inside of another
+            known = "" if mesh is None else ", and `mesh` must be left out"
+            raise ValueError(
+                "`axis` must be one of the axes over which the enclosing `jax.shard_map` is manual, "
+                f"{', '.join(map(repr, around.manual_axes))}{known}. Got {axis!r}. Add it to the `axis_names` of "
+                "`jax.shard_map`, or call outside of it."
+            )
         product = lambda names: math.prod(sizes[name] for name in names)
         own = None if inside else found
         return cls(own, str(axis), sizes[str(axis)], batch, heads, product(batch), product(heads))

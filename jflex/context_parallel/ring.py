@@ -35,6 +35,7 @@ from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
 from jflex.merging import merge
 from jflex.state import AttentionState
+from jflex.stats import AttentionStats
 from pallas_kernels.plan import GradientRequest
 
 
@@ -106,7 +107,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     me = call.placement.shard()
     where = where._replace(queries=call.span(call.spec.T, me))
     known = None if call.sees is None else np.array(call.sees)
-    ring = _Ring(call, _steps(known, call.placement.shards))
+    ring = _Ring(call, steps_of(known, call.placement.shards))
     if known is not None and _all_see(known, ring.steps):
         sees = None
     local = _Local(inputs._replace(sinks=None), where, sees, me)
@@ -120,7 +121,7 @@ def attend_in_ring(call: ContextCall, inputs: Inputs, where: Where, sees: jax.Ar
     return fold_sinks(shard.spec, saved, inputs.sinks)
 
 
-def _steps(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
+def steps_of(sees: np.ndarray | None, n: int) -> tuple[int, ...]:
     """The steps at which any device attends to anything; the first one in any case."""
     if sees is None:
         return tuple(range(n))
@@ -208,13 +209,14 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
             saved = backends.get(backend).forward(shard.spec, shard.inputs)
         else:
             saved = call_as_primitive(ForwardOp(backend, shard.spec), shard.inputs)
-        state = AttentionState.from_attention(saved.out.astype(exact), saved.lse, layout)
+        stats = AttentionStats(saved.lse, saved.max, saved.entropy)
+        state = AttentionState.from_attention(saved.out.astype(exact), stats, layout)
         return dataclasses.replace(state, normalize=normalize)
 
     axis, heads = (1, 2) if layout == "BTNH" else (2, 1)
     query = local.inputs.query
     shape = (query.shape[0], query.shape[axis], query.shape[heads], spec.Dv)
-    empty = _typed_like(local, AttentionState.empty(shape, exact, normalize))
+    empty = _typed_like(local, AttentionState.empty(shape, exact, normalize, spec.stats))
 
     def visit(state: AttentionState, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
         found = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
@@ -222,7 +224,8 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
 
     state, _ = _walk(ring, local, visit, empty, None)
     out, lse = state.to_attention(layout)
-    return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"))
+    stats = {name: checkpoint_name(getattr(state, name).swapaxes(1, 2), f"jflex_{name}") for name in spec.stats}
+    return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"), **stats)
 
 
 def _typed_like(local: _Local, tree: Any) -> Any:
@@ -246,7 +249,7 @@ def _attend_fwd(ring: _Ring, backend: str, perturbed: _Local) -> tuple[Saved, An
     shard = ring.at(local, (local.inputs.key, local.inputs.value), local.me)
     passes = select_passes(ring.call.implementation, shard.spec, shard.requested(requested))
     saved = _forward(ring, passes.forward, local)
-    return saved, (local, saved, _Backward(passes.backward, requested))
+    return saved, (local, saved._replace(max=None), _Backward(passes.backward, requested))
 
 
 @jax.tree_util.register_static
@@ -278,7 +281,7 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
     requested, inputs = backward.requested, local.inputs
     zero = lambda x: isinstance(x, SymbolicZero)
     d_out = jnp.zeros_like(saved.out) if zero(cotangents.out) else cotangents.out
-    d_saved = SavedCotangents(d_out, None if zero(cotangents.lse) else cotangents.lse)
+    d_saved = SavedCotangents(d_out, *(None if zero(x) else x for x in (cotangents.lse, cotangents.entropy)))
 
     def pull(keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
         shard = ring.at(local, keys, owner)

@@ -31,7 +31,8 @@ def attend_exchanged(call: ContextCall, inputs: Inputs, where: Where) -> Saved:
     where = where._replace(head=first if where.head is None else where.head + first)
     shard = shard_of(call.spec, local, where)
     saved = attend(CALLER, Call(shard.spec, shard.inputs), call.implementation)
-    return Saved(_to_tokens(call, saved.out, length, heads), _to_tokens(call, saved.lse, 2, 1))
+    rows = jax.tree.map(lambda x: _to_tokens(call, x, 2, 1), saved[1:])
+    return Saved(_to_tokens(call, saved.out, length, heads), *rows)
 
 
 def _to_heads(call: ContextCall, x: jax.Array, length: int, heads: int) -> jax.Array:

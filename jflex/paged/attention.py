@@ -27,7 +27,7 @@ from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees
-from jflex.state import Normalize
+from jflex.state import AttentionState, Normalize
 from jflex.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
@@ -160,16 +160,21 @@ def paged_attention(
         config=config, return_stats=stats, dropout_rate=dropout_rate, dropout_key=dropout_key,
     )  # fmt: skip
     if query_mod is not None:
-        call = call._replace(query=modified_rows(query_mod, call.query, *_indices(batch, q.shape[0])))
+        call = call._replace(query=modified_rows(query_mod, call.query, *indices_of(batch, q.shape[0])))
     state = attend(call, implementation)
     state = state if sinks is None else with_sinks(state, sinks)
-    out = state.out.astype(call.query.dtype)
-    if output_mod is not None:
-        lse = None if normalize == "none" else state.lse
-        out = modified_rows(output_mod, (state.out, lse), *_indices(batch, q.shape[0]), call.query.dtype)
+    out = output_of(state, batch, output_mod, call.query.dtype)
     if stats:
         return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
     return (out, state.lse) if return_lse else out
+
+
+def output_of(state: AttentionState, batch: PagedBatch, output_mod: OutputMod | None, dtype: Any) -> jax.Array:
+    """The output [N, Hq, Dv] of a call, as an output mod makes it."""
+    lse = None if state.normalize == "none" else state.lse
+    if output_mod is None:
+        return state.out.astype(dtype)
+    return modified_rows(output_mod, (state.out, lse), *indices_of(batch, state.out.shape[0]), dtype)
 
 
 def prepare(
@@ -215,7 +220,7 @@ def prepare(
     return prepare_pages("paged_attention", q, pages, how)
 
 
-def _indices(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
+def indices_of(batch: PagedBatch, num_tokens: int) -> tuple[Int32[Array, " N"], Int32[Array, " N"]]:
     """The request and the position of each packed query, for vector mods; -1 for padding."""
     return token_requests(batch, num_tokens), token_positions(batch, num_tokens)
 

@@ -1,0 +1,59 @@
+"""The part of a paged call that one device computes: its heads, and its pages of each request."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jflex._jax.shard import Spread, Where, moved, moved_dropout
+from jflex.backends.base import PagedInputs
+from jflex.mods.trace import VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
+from pallas_kernels.spec import AttentionSpec, Mod
+
+
+def paged_shard_of(
+    spec: AttentionSpec, inputs: PagedInputs, pieces: int, number: Any, rows: Spread | None = None
+) -> tuple[AttentionSpec, PagedInputs]:
+    """The spec and the mods of the heads of one shard; mods still get global indices of heads, and of keys.
+
+    Args:
+      spec: The whole call.
+      inputs: Its arrays; queries and pages may be those of the shard.
+      pieces: Shards of the heads.
+      number: Which of them this is.
+      rows: Where the keys of this shard lie among those of a request; None if it has all.
+    """
+    head = lambda heads: None if pieces == 1 else number * (heads // pieces)
+    first = Where(head=head(spec.Hq), keys=rows)
+    score, score_operands = moved(spec.score_mod, inputs.score_operands, first, trace_score_mod)
+    mask, mask_operands = moved(spec.mask_mod, inputs.mask_operands, first, trace_mask_mod)
+    dropout, dropout_operands = moved_dropout(spec.dropout, inputs.dropout_operands, first)
+    key_heads = spec.Hkv if spec.values_in_keys else spec.Hkv // pieces
+    sizes = {"Hq": spec.Hq // pieces, "Hkv": key_heads, "dropout": dropout}
+    first_key = Where(head=head(spec.Hkv), queries=rows)  # the index of a key is the last one of a vector mod
+    key, key_operands = _moved_vector_mod(spec, spec.key_mod, inputs.key_operands, first_key)
+    value, value_operands = _moved_vector_mod(spec, spec.value_mod, inputs.value_operands, first_key)
+    local = dataclasses.replace(spec, **sizes, score_mod=score, mask_mod=mask, key_mod=key, value_mod=value)
+    return local, inputs._replace(
+        score_operands=score_operands,
+        mask_operands=mask_operands,
+        key_operands=key_operands,
+        value_operands=value_operands,
+        dropout_operands=dropout_operands,
+    )
+
+
+def _moved_vector_mod(
+    spec: AttentionSpec, mod: Mod | None, operands: tuple[jax.Array, ...], first: Where
+) -> tuple[Mod | None, tuple[jax.Array, ...]]:
+    """A key or value mod that takes key heads and keys of one shard."""
+    if mod is None:
+        return None, operands
+    role: VectorRole = "key" if mod.role == "key" else "value"
+    size = spec.D if role == "key" else spec.Dv
+    trace = functools.partial(trace_vector_mod, role=role, size=size, dtype=jnp.dtype(spec.exact))
+    return moved(mod, operands, first, trace)

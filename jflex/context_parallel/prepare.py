@@ -1,0 +1,152 @@
+"""Checks a context parallel call; nothing is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jflex._call.checks import check_arrays
+from jflex._call.kv_lengths import check_kv_lengths
+from jflex.attention import Call
+from jflex.attention import prepare as prepare_dense
+from jflex.block_mask.mask import BlockMask
+from jflex.config import Config
+from jflex.context_parallel.call import STRATEGIES, ContextCall, Strategy, check_block_size
+from jflex.context_parallel.masks import bounded_block_mask, bounded_mask_mod, own_block_mask, own_block_size
+from jflex.context_parallel.placement import Names, Placement
+from jflex.context_parallel.sizes import Sizes
+from jflex.mods.dependence import uses_index
+from jflex.mods.trace import trace_mask_mod
+from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
+from jflex.stats import Stat
+from pallas_kernels.spec import Blocks
+
+
+class Checked(NamedTuple):
+    """A checked call.
+
+    Attributes:
+      call: That of all devices, with whole shapes, and with the mask that the caller gave.
+      arrays: Query, key and value as the caller has them; shapes for `jflex.explain`.
+      context: The static part.
+      block_mask: That of the caller.
+      mask_mod: Likewise.
+      kv_lengths: Likewise.
+      traced: Traces the mods anew with another mask.
+    """
+
+    call: Call
+    arrays: tuple[Any, Any, Any]
+    context: ContextCall
+    block_mask: BlockMask | None
+    mask_mod: MaskMod | None
+    kv_lengths: jax.Array | None
+    traced: Callable[[BlockMask | None, MaskMod | None], Call]
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Queries and keys in a chunk."""
+        spec, order = self.call.spec, self.context.order
+        chunks = self.context.placement.shards if order is None else len(order)
+        return spec.T // chunks, spec.S // chunks
+
+    def blocks(self) -> Blocks | None:
+        """The blocks of the mask that `masked` makes, before it is made."""
+        spec = self.call.spec
+        if self.block_mask is not None:
+            found = spec.blocks
+            assert found is not None  # of the BlockMask
+            return found if self.kv_lengths is None else dataclasses.replace(found, batch=spec.B)
+        size = own_block_size(self.chunk)
+        if size is None or (self.mask_mod is None and self.kv_lengths is None):
+            return None
+        uses = [False, False] if self.mask_mod is None else _uses_batch_and_heads(self.mask_mod)
+        return Blocks(size, spec.B if uses[0] or self.kv_lengths is not None else 1, spec.Hq if uses[1] else 1)
+
+    def masked(self) -> tuple[Call, BlockMask | None]:
+        """The call with the mask that is run, which hides the keys beyond the lengths, and its BlockMask."""
+        if self.call.spec.is_empty:
+            return self.call, None
+        block_mask, mask_mod, lengths = self.block_mask, self.mask_mod, self.kv_lengths
+        if lengths is not None:
+            block_mask = None if block_mask is None else bounded_block_mask(block_mask, lengths)
+            mask_mod = bounded_mask_mod(mask_mod, lengths) if block_mask is None else None
+        if mask_mod is not None:
+            spec = self.call.spec
+            block_mask = own_block_mask(mask_mod, (spec.B, spec.Hq, spec.T, spec.S), self.chunk)
+            mask_mod = mask_mod if block_mask is None else None
+        if block_mask is self.block_mask and mask_mod is self.mask_mod:
+            return self.call, block_mask
+        return self.traced(block_mask, mask_mod), block_mask
+
+
+def _uses_batch_and_heads(mask_mod: MaskMod) -> list[bool]:
+    traced, _ = trace_mask_mod(mask_mod)
+    return [uses_index(traced, index) for index in ("b", "h")]
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    *,
+    mask_mod: MaskMod | None,
+    query_mod: VectorMod | None,
+    key_mod: VectorMod | None,
+    value_mod: VectorMod | None,
+    output_mod: OutputMod | None,
+    kv_lengths: Any,
+    mesh: Any,
+    axis: str,
+    batch_axes: Names,
+    head_axes: Names,
+    strategy: Strategy,
+    order: Any,
+    normalize: Literal["softmax", "none"],
+    sinks: Any,
+    scale: float | None,
+    layout: str,
+    return_stats: tuple[Stat, ...],
+    dropout_rate: float,
+    dropout_key: Any,
+    config: Config | None,
+) -> Checked:
+    """Checks every argument of `context_parallel_attention`; query, key and value may be shapes."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(map(repr, STRATEGIES))}. Got {strategy!r}.")
+    place = Placement.of(mesh, axis, batch_axes, head_axes)
+    arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value)]
+    check_arrays(arrays[0], arrays[1], arrays[2], layout)
+    sizes = Sizes.of(arrays, layout, place)
+    order = None if order is None else sizes.checked_order(order, place)
+    sizes.check(place, strategy)
+    lengths = check_kv_lengths(kv_lengths, sizes.B, sizes.S)
+    dense = functools.partial(
+        prepare_dense, *sizes.whole(arrays, layout, place), score_mod, query_mod=query_mod, key_mod=key_mod,
+        value_mod=value_mod, output_mod=output_mod, kv_lengths=lengths, normalize=normalize, sinks=sinks, scale=scale,
+        layout=layout, dropout_rate=dropout_rate, dropout_key=dropout_key, config=config, return_stats=return_stats,
+    )  # fmt: skip
+    traced = lambda block_mask, mask_mod: _without_lengths(dense(block_mask, mask_mod=mask_mod))
+    call = traced(block_mask, mask_mod)
+    in_order = None if order is None else tuple(order.tolist())
+    context = ContextCall(call.spec, place, strategy, in_order, None)
+    checked = Checked(call, (arrays[0], arrays[1], arrays[2]), context, block_mask, mask_mod, lengths, traced)
+    if block_mask is not None and strategy != "ulysses" and not call.spec.is_empty:
+        check_block_size(block_mask, checked.chunk)
+    return checked
+
+
+def _without_lengths(call: Call) -> Call:
+    """The call without its lengths, which the mask has; keys of a shared batch are then those of each entry."""
+    if not call.spec.kv_lengths:
+        return call
+    spec = dataclasses.replace(call.spec, kv_lengths=False, Bkv=call.spec.B)
+    return call._replace(spec=spec, inputs=call.inputs._replace(kv_lengths=None))

@@ -1,0 +1,170 @@
+"""Runs a checked context parallel call: divides it among the devices, and runs a strategy on each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
+
+from jflex._call.dispatch import Implementation, check_supported
+from jflex._call.vector_mods import TokenPositions, modified_inputs, modified_output, used_keys
+from jflex._jax.shard import Span, shard_of
+from jflex.attention import attend
+from jflex.backends.base import Inputs, Saved
+from jflex.block_mask.lists import BlockLists
+from jflex.context_parallel.call import CALLER, ContextCall, Strategy, divided
+from jflex.context_parallel.gather import attend_gathered
+from jflex.context_parallel.placement import Placement
+from jflex.context_parallel.prepare import Checked
+from jflex.context_parallel.ring import attend_in_ring
+from jflex.context_parallel.ulysses import attend_exchanged
+from pallas_kernels.spec import AttentionSpec, Blocks
+
+
+def run(checked: Checked, implementation: Implementation) -> Saved:
+    """Runs a checked call on each device."""
+    context, spec = checked.context, checked.call.spec
+    place, strategy = context.placement, context.strategy
+    if spec.is_empty:  # zeros, which need no device
+        local = spec if place.mesh is not None else dataclasses.replace(spec, T=spec.T // place.shards)
+        return attend(CALLER, checked.call._replace(spec=local), implementation)
+    check_supported(implementation, device_spec(context, checked.call.inputs, checked.blocks()))
+    call, block_mask = checked.masked()
+    tables = divided(block_mask, strategy, place.shards, None if context.order is None else np.array(context.order))
+    known = tuple(map(tuple, tables.sees.tolist())) if isinstance(tables.sees, np.ndarray) else None
+    named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
+    context = dataclasses.replace(context, spec=call.spec, implementation=named, sees=known)
+    query, key, value = _modified(checked)
+    inputs = call.inputs._replace(query=query, key=key, value=value, lists=tables.lists)
+    sees = None if tables.sees is None else jnp.asarray(tables.sees)
+    if place.mesh is None:
+        return _on_device(context, *_own_tables(inputs, sees, place, strategy))
+    return _on_mesh(context, inputs, sees)
+
+
+def with_output_mod(checked: Checked, saved: Saved) -> Saved:
+    """The results with the output as the output mod makes it."""
+    mod, spec = checked.call.vectors.output, checked.call.spec
+    if mod is None:
+        return saved
+    lse = saved.lse if spec.normalize == "softmax" else None
+    queries = _positions(checked.context, spec.T)
+    return saved._replace(out=modified_output(mod, saved.out, lse, spec.layout, queries))
+
+
+def device_spec(context: ContextCall, inputs: Inputs, blocks: Blocks | None) -> AttentionSpec:
+    """The call of the first device; `blocks` are those of the whole mask, which need not be made yet."""
+    spec, place, n = context.spec, context.placement, context.placement.shards
+    B, Hq, Hkv = spec.B // place.batch_shards, spec.Hq // place.head_shards, spec.Hkv // place.head_shards
+    T, S = spec.T // n, spec.S // n if context.strategy == "ring" else spec.S
+    zero = jnp.int32(0)
+    where = context.rows_of(lambda _: zero)
+    if context.strategy == "ulysses":
+        T, Hq, Hkv = spec.T, Hq // n, Hkv // n
+        where = where._replace(head=zero)
+    else:
+        where = where._replace(queries=context.span(spec.T, zero))
+    if context.strategy == "ring":
+        where = where._replace(keys=context.span(spec.S, zero))
+        inputs = inputs._replace(sinks=None)
+    one = lambda length, heads, size, batch: jax.ShapeDtypeStruct(
+        (batch, length, heads, size) if spec.layout == "BTNH" else (batch, heads, length, size), jnp.dtype(spec.dtype)
+    )
+    keys = B if spec.Bkv == spec.B else spec.Bkv
+    lists: Any = None
+    if blocks is not None:
+        leading = B if blocks.batch == spec.B else 1, Hq if blocks.heads == spec.Hq else 1
+        table: Any = jax.ShapeDtypeStruct((*leading, 1), jnp.int32)
+        lists = BlockLists(*[table] * len(BlockLists._fields))
+    arrays: Any = one(T, Hq, spec.D, B), one(S, Hkv, spec.D, keys), one(S, Hkv, spec.Dv, keys)
+    local = inputs._replace(query=arrays[0], key=arrays[1], value=arrays[2], lists=lists)
+    return shard_of(dataclasses.replace(spec, blocks=blocks), local, where).spec
+
+
+def _modified(checked: Checked) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value as the vector mods make them; keys beyond the lengths are zeros."""
+    call, lengths, context = checked.call, checked.kv_lengths, checked.context
+    spec, vectors = call.spec, call.vectors
+    if lengths is None and vectors[:3] == (None, None, None):
+        return checked.arrays
+    positions = TokenPositions(_positions(context, spec.T), _positions(context, spec.S))
+    query, key, value = modified_inputs(vectors, checked.arrays, spec.layout, spec.Bkv, lengths, positions)
+    if lengths is None:
+        return query, key, value
+    used = used_keys(key, spec.layout, lengths, positions.keys)
+    clear = lambda x: jnp.where(used, x, jnp.zeros_like(x))  # NaN would survive a weight of 0
+    return query, clear(key), clear(value)
+
+
+def _positions(context: ContextCall, length: int) -> Int32[Array, " n"] | None:
+    """The positions of the tokens of an array of the caller; None where these count from 0."""
+    place = context.placement
+    if place.mesh is None:
+        own = jnp.arange(length // place.shards, dtype=jnp.int32)
+        return context.span(length, place.shard()).position(own)
+    if context.order is None:
+        return None
+    starts = context.starts(length).reshape(-1)
+    return Span(jnp.asarray(starts), length // starts.size).position(jnp.arange(length, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _on_mesh(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
+    """Runs the program of one device on each; under `jax.jit`, without which JAX maps no `jax.custom_vjp`."""
+    place = call.placement
+    specs = _specs(call, inputs), None if sees is None else PartitionSpec(place.axis)
+    body = functools.partial(_on_device, call)
+    row: Any = place.lse()
+    out: Any = place.rows(call.spec.layout)
+    saved = Saved(out, row, **dict.fromkeys(call.spec.stats, row))
+    if jax.sharding.AxisType.Explicit in place.mesh.axis_types:  # where types say how arrays are sharded
+        place_one = lambda spec, x: jax.reshard(x, NamedSharding(place.mesh, spec))
+        inputs, sees = jax.tree.map(place_one, specs, (inputs, sees), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.shard_map(body, mesh=place.mesh, in_specs=specs, out_specs=saved)(inputs, sees)
+
+
+def _own_tables(
+    inputs: Inputs, sees: jax.Array | None, place: Placement, strategy: Strategy
+) -> tuple[Inputs, jax.Array | None]:
+    """The tables of one device, inside of the caller's `jax.shard_map`, with the axis that `_specs` divides."""
+    own = lambda x: jax.lax.dynamic_slice_in_dim(x, place.shard(), 1)
+    if inputs.lists is not None and strategy != "ulysses":
+        inputs = inputs._replace(lists=BlockLists(*map(own, inputs.lists)))
+    return inputs, None if sees is None else own(sees)
+
+
+def _specs(call: ContextCall, inputs: Inputs) -> Any:
+    """How the inputs are divided among the devices: `Inputs` of shardings."""
+    spec, place, whole = call.spec, call.placement, PartitionSpec()
+    keys = place.rows(spec.layout, batch=spec.Bkv == spec.B)
+    lists: Any = None
+    if inputs.lists is not None and spec.blocks is not None:
+        leading = {"all_gather": (place.axis,), "ring": (place.axis, None), "ulysses": ()}[call.strategy]
+        batch = place.batch if spec.blocks.batch == spec.B and place.batch else None
+        heads = place.heads if spec.blocks.heads == spec.Hq and place.heads else None
+        of_lists: Any = PartitionSpec(*leading, batch, heads)
+        lists = BlockLists(*[of_lists] * len(inputs.lists))
+    specs: Any = jax.tree.map(lambda _: whole, inputs._replace(lists=None))
+    sinks = None if inputs.sinks is None else PartitionSpec(place.heads or None)
+    return specs._replace(query=place.rows(spec.layout), key=keys, value=keys, lists=lists, sinks=sinks)
+
+
+def _on_device(call: ContextCall, inputs: Inputs, sees: jax.Array | None) -> Saved:
+    """The program of one device."""
+    spec = call.spec
+    where = call.rows_of(lambda names: jax.lax.axis_index(names).astype(jnp.int32))
+    if call.strategy == "all_gather":
+        saved = attend_gathered(call, inputs, where)
+    elif call.strategy == "ulysses":
+        saved = attend_exchanged(call, inputs, where)
+    else:
+        lists = inputs.lists
+        lists = None if lists is None else BlockLists(*(x[0] for x in lists))
+        saved = attend_in_ring(call, inputs._replace(lists=lists), where, None if sees is None else sees[0])
+    return Saved(*saved[:2], **{name: getattr(saved, name) for name in spec.stats})
