@@ -75,10 +75,10 @@ def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: in
     def run(tile: mgpu.FragmentedArray, numbers: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         new, element = np.empty_like(tile.registers), ir.F32Type.get()
         for at, register in np.ndenumerate(tile.registers):
-            kind = ir.VectorType(register.type)
-            pairs = ([vector.extract(y, [], [i]) for y in (register, numbers.registers[at])] for i in range(2))
+            at_each: Any = (register, numbers.registers[at])
+            pairs = ([vector.extract(x, [], [i]) for x in at_each] for i in range(2))
             values: Any = [llvm.inline_asm(element, pair, text, "=f,f,r") for pair in pairs]
-            new[at] = vector.from_elements(kind, values)
+            new[at] = vector.from_elements(ir.VectorType(register.type), values)
         return _like(tile, new)
 
     return of_elements(run, layout, x, number)
@@ -112,7 +112,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
     """
 
     def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        denominators = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
+        denominators: Any = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
         elements = lambda at: [vector.extract(denominators[at], [], [i]) for i in range(2)]
         new, kind = np.empty_like(denominators), denominators.flat[0].type
         for at in np.ndindex(new.shape):

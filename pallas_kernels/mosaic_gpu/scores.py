@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plg
 
@@ -253,10 +252,11 @@ def drop(scores: Scores, first: Index, p: jax.Array) -> jax.Array:
         return p
     program = scores.spec.programs.dropout
     assert program is not None  # what `prepare` began to evaluate
-    number, least = program.output.inputs if program.output.op == "ge" else (None, None)
-    if number is None or least is None or least.op != "literal" or number.dtype != np.uint32:
-        return jnp.where(kept(scores, first), p, 0.0)
-    return inline_ptx.keep_from(TILE, p, _at(scores, scores.dropout, program, first).tile(number), int(least.value))
+    assert program.output.op == "ge"  # of a word and a threshold: `jflex` makes it
+    number, least = program.output.inputs
+    assert least.op == "literal"
+    words = _at(scores, scores.dropout, program, first).tile(number)
+    return inline_ptx.keep_from(TILE, p, words, int(least.value))
 
 
 def linear_weights(scores: Scores, tile: ScoreTile) -> jax.Array:
