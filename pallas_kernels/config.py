@@ -74,5 +74,6 @@ class Config:
     dq: Tiles | None = None
     decode: Tiles | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     contain_nan: bool = True
     interpret: bool = False

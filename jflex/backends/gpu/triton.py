@@ -114,7 +114,7 @@ class Triton(TritonKernels):
         """Calls that official Triton was measured to run faster."""
         from pallas_kernels.official_triton import preference
 
-        if spec.paging is not None:
+        if spec.paging is not None or spec.config.batch_invariant:
             return None
         plan = _planned(spec, requested)
         if requested is not None:
@@ -250,7 +250,10 @@ def finish_for_hopper(
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
-    """Block size of lists made from lengths alone: no smaller than any tile, not much larger than the call."""
+    """Block size of lists made from lengths alone: no smaller than any tile, not much larger than the call.
+
+    It orders the tiles of keys, so that where the batch must not matter the size of the call does not either.
+    """
     given = [t for t in (spec.config.forward, spec.config.dkv, spec.config.dq) if t is not None]
-    cover = lambda length: min(kv_lengths.LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
+    cover = lambda length: kv_lengths.LENGTHS_BLOCK if spec.config.batch_invariant else min(kv_lengths.LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
     return max([cover(spec.T), *(t.block_q for t in given)]), max([cover(spec.S), *(t.block_kv for t in given)])
