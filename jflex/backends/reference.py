@@ -31,10 +31,10 @@ class Reference(Backend):
     differentiable: ClassVar[bool] = True
 
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
-        """Supports every call; off a CPU not every promise of a `Config`, because XLA chooses the order of its sums."""
+        """Supports every call, but not every promise of a `Config`, because XLA chooses the order of its sums."""
         del requested  # JAX differentiates it
-        if spec.platform != "cpu" and spec.config.batch_invariant:
-            return Refusal(f"on a {spec.platform}, XLA chooses its GEMMs by the sizes of the batch")
+        if spec.config.batch_invariant:
+            return Refusal("it sums over as many keys as the longest request of the batch has, and is not batch invariant")
         if spec.platform != "cpu" and spec.config.deterministic and _captures_floats(spec.score_mod):
             return Refusal("JAX adds the gradients of captured arrays in no fixed order")
         return Plan(lambda: "no tiles")
