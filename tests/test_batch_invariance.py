@@ -11,7 +11,7 @@ import jflex
 from jflex import Config, Tiles, UnsupportedError, backends
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Paging
-from pallas_kernels.triton import fixed_splits, head_chunks
+from pallas_kernels.triton import fixed_splits
 from tests import evaluation, invariance
 from tests.invariance import HKV, MODS, HQ, D, Row, cascade, dense, requests, same_bits, serve
 from tests.specs import spec_of
@@ -24,26 +24,15 @@ SPLIT = 64  # keys of a split, on the CPU
 
 @pytest.fixture(autouse=True)
 def short_splits(request, monkeypatch):
-    """Short ones on the CPU, so that requests of few keys have several.
-
-    And GEMMs of which all rows are computed alike, as by MMAs: those of a CPU compute the first and the last rows with
-    other instructions, and rounding.
-    """
+    """Short ones on the CPU, so that requests of few keys have several."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(fixed_splits, "KEYS_OF_SPLIT", SPLIT)
-        monkeypatch.setattr(head_chunks, "_dot", row_by_row)
         jax.clear_caches()  # of what was traced with long ones, and after it
         yield
         jax.clear_caches()
     else:
         with jax.default_matmul_precision("highest"):
             yield
-
-
-def row_by_row(spec, a, b, *, over):
-    """As `head_chunks._dot`."""
-    b = b if over[1] == 0 else b.T
-    return jnp.sum(a[:, :, None].astype(jnp.float32) * b[None].astype(jnp.float32), axis=1)
 
 
 def how_of(backend, mods="causal", **settings):

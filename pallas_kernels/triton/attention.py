@@ -151,4 +151,5 @@ class Attention(NamedTuple):
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
             pv_dot=product,
             may_be_empty=self.may_be_empty,
+            exact=spec.config.batch_invariant,
         )

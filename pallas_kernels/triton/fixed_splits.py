@@ -6,7 +6,7 @@ kernel adds; which of both depends on the batch, and changes no bit:
 
 * Sums are held relative to a power of two, the exponent of the largest weight, rounded up. Rescaling by powers of two
   is exact, so adding a split rounds once, however a compiler contracts it.
-* A split without visible keys adds zeros, so it does not matter which splits are skipped.
+* A split or a tile without visible keys adds zeros, so it does not matter which are skipped.
 
 After He et al. 2025, "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab), on fixed split sizes.
 """
@@ -31,6 +31,7 @@ from pallas_kernels.triton.containment import Attended
 from pallas_kernels.triton.head_chunks import Columns, chunks, zero_rows
 from pallas_kernels.triton.split_kv import NUM_SMS
 from pallas_kernels.triton.split_merge import Partials
+from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, Ref
 
 KEYS_OF_SPLIT = 1024
@@ -125,9 +126,9 @@ def _of_state(attention: Attention, state: softmax.SoftmaxState, *, marked: bool
     marked_sum = lambda x: x if marks is None else x + marks
     if spec.normalize == "none":
         return Sums(jnp.zeros_like(state.row_max), marked_sum(jnp.zeros_like(state.row_max)), state.out, ())
-    top = state.row_max * log2_scale
-    exponent = -jnp.floor(-top)
-    factor = jnp.exp2(jnp.where(top == -jnp.inf, 0.0, top - exponent))
+    exponent = -jnp.floor(-(state.row_max * log2_scale))
+    finite = lambda x: jnp.where(exponent == -jnp.inf, 0.0, x)
+    factor = weights(spec, finite(state.row_max), log2_scale, finite(exponent))
     row_max = tuple(state.row_max * (log2_scale * LN_2) for _ in spec.stats)
     return Sums(exponent, marked_sum(state.row_sum * factor), tuple(x * factor[:, None] for x in state.out), row_max)
 

@@ -29,7 +29,6 @@ from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from jflex.backends.xla.loads import Load, LoadedMod, split_loads
 from jflex.block_mask.lists import block_count
 from jflex.mods.batchable import Factored, batchable, factored
-from pallas_kernels.ordered_add import ordered_add
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
 
@@ -342,6 +341,8 @@ def _scatter(
     positions = place(*at).reshape(-1)
     positions = jnp.where(positions < 0, gradient.size, positions)
     if ordered:
+        from pallas_kernels.ordered_add import ordered_add
+
         return ordered_add(gradient, positions, cotangent.reshape(-1))
     return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
 
