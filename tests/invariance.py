@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def dense(
 
 def _rows(result: Sequence[jax.Array], ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     out, lse = map(np.asarray, result)
-    return [(out[a:b], lse[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [(out[a:b], lse[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 Serve = Callable[..., list[tuple[np.ndarray, np.ndarray]]]

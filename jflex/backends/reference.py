@@ -34,7 +34,7 @@ class Reference(Backend):
         """Supports every call, but not every promise of a `Config`, because XLA chooses the order of its sums."""
         del requested  # JAX differentiates it
         if spec.config.batch_invariant:
-            return Refusal("it sums over as many keys as the longest request of the batch has, and is not batch invariant")
+            return Refusal("it sums over as many keys as the longest request has, and so is not batch invariant")
         if spec.platform != "cpu" and spec.config.deterministic and _captures_floats(spec.score_mod):
             return Refusal("JAX adds the gradients of captured arrays in no fixed order")
         return Plan(lambda: "no tiles")

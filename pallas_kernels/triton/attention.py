@@ -88,7 +88,6 @@ class Attention(NamedTuple):
 
         Zeros and an lse of -inf for fully masked rows. The lse is NaN where the output must be repaired.
         """
-
         state = self.state()
         out, lse = self._finish(state)
         return out, (lse + mark(*out) if self.prepared.spec.needs_marks else lse, *self._stats(state))

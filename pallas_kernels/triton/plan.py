@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +21,17 @@ from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
 
+MAX_SORTED = 1 << 31  # elements of an array: positions in it have 32 bits
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
 _UNLIMITED = 1 << 30
 _UNORDERED = (
     "the gradient of a captured array of which a query reads elements for each key, and the same ones repeatedly, is "
     "added by atomics, in no fixed order, which `Config(deterministic=True)` excludes ('xla' adds it in order)"
+)
+
+_UNSORTED = (
+    "`Config(deterministic=True)` sorts the positions in a captured array that gets a gradient, and 32 bits hold those "
+    "of fewer than 2 ** 31 elements"
 )
 
 
@@ -138,12 +145,19 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
         return derivative
     if spec.config.deterministic and not is_ordered(made, group_loads(made, derivative)):
         return Refusal(_UNORDERED)
+    if spec.config.deterministic and _is_too_large_to_sort(made, requested):
+        return Refusal(_UNSORTED)
     dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
     if isinstance(dkv, Refusal):
         return dkv
     if isinstance(dq, Refusal):
         return dq
     return BackwardPlan(made, requested, derivative, dkv, dq)
+
+
+def _is_too_large_to_sort(spec: AttentionSpec, requested: GradientRequest) -> bool:
+    sizes = zip(spec.score_shapes, requested.score_operands, strict=True)
+    return any(is_requested and math.prod(shape) >= MAX_SORTED for shape, is_requested in sizes)
 
 
 # --- tiles

@@ -106,7 +106,8 @@ def at(values: jax.Array, row: jax.Array) -> jax.Array:
 
 def grid_stride(rows: jax.Array, work: Callable[[jax.Array], None], axis: int = 0) -> None:
     """Grid-stride loop: calls ``work(row)`` for every row that belongs to this program of an axis of the grid."""
-    first, programs = pl.program_id(axis), pl.num_programs(axis)  # not in the loop, where the interpreter does not know them
+    # Not in the loop, where the interpreter does not know them.
+    first, programs = pl.program_id(axis), pl.num_programs(axis)
     rounds = lax.div(jnp.maximum(rows - first, 0) + (programs - 1), programs)
 
     def round_(i: jax.Array, done: jax.Array) -> jax.Array:

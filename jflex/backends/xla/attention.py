@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -31,6 +32,8 @@ from jflex.block_mask.lists import block_count
 from jflex.mods.batchable import Factored, batchable, factored
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
+
+_MAX_ELEMENTS = 1 << 31
 
 
 class Xla(Backend):
@@ -101,7 +104,14 @@ class Xla(Backend):
 
 
 def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
-    """What of the promises of a `Config` this backend does not keep, as part of a sentence, or None."""
+    """Which gradients, and what of the promises of a `Config`, this backend does not have, or None."""
+    operands = () if requested is None or spec.score_mod is None else spec.score_mod.operands
+    for (shape, dtype), is_requested in zip(operands, requested.score_operands if requested else (), strict=True):
+        if is_requested and math.prod(shape) >= _MAX_ELEMENTS:
+            return (
+                f"the gradient of a captured array of {dtype}{list(shape)}, with 2 ** 31 elements or more, would be "
+                "added at positions that 32 bits do not hold"
+            )
     if spec.platform == "cpu":
         return None
     if spec.config.batch_invariant:

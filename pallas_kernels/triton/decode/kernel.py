@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +279,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 
 
-def _fixed_walk(tiles: Tiles, walk: Callable[..., S], i: Index) -> Walk:
+def _fixed_walk(tiles: Tiles, walk: Callable[..., Any], i: Index) -> Walk:
     """The walk of a split of a constant number of keys."""
     return functools.partial(walk, block_walk.FixedSplit(i, fixed_splits.tiles_of_split(tiles)))
 
