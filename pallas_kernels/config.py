@@ -66,14 +66,14 @@ class Config:
         number of batch entries or requests, in what these hold, in lengths, in the room for keys (`S` with
         `kv_lengths`, or the width of page tables), in the place in the batch, and in where pages lie. Also for how many
         tokens of a request `paged_attention` and `mla_attention` get at once: a token that is prefilled in one chunk,
-        in several, or decoded has the same bits. And for how many requests of a cascade share a level. Not promised: the
-        same bits by another implementation, by another of these functions, with and without a cascade, by another
-        version of JAX, on another device, with other settings, mods, sizes of heads, pages or blocks of the mask, for
-        another number of queries of a dense call, for gradients, and for what XLA computes around the call. Keys are
-        divided into splits of 1024, whose sums are added in ascending order, and tiles do not depend on the batch:
-        those of `forward` for all queries of pages. Backends are chosen without looking at the batch. Refused:
-        ``"entropy"`` of `return_stats` by splits, latent pages by `mosaic_gpu`, ``"xla"`` except on a CPU, and
-        ``"reference"``.
+        in several, or decoded has the same bits. And for how many requests of a cascade share a level.
+        Not promised: the same bits by another implementation, by another of these functions, with and without a
+        cascade, by another version of JAX, on another device, with other settings, mods, sizes of heads, pages or
+        blocks of the mask, for another number of queries of a dense call, for gradients, and for what XLA computes
+        around the call. Keys are divided into splits of 1024, whose sums are added in ascending order, and tiles do
+        not depend on the batch: those of `forward` for all queries of pages. Backends are chosen without looking at
+        the batch. Refused: ``"entropy"`` of `return_stats` by splits, latent pages by `mosaic_gpu`, ``"xla"`` except
+        on a CPU, and ``"reference"``.
       contain_nan: Keep NaN (and infinity) that a mask hides out of all sums: a key or value that no query may attend to
         reaches neither output nor gradient. A second launch computes tiles again whose sums are not finite. Where all
         are, it takes a masked call 3 us forward and 12 to 22 us backward: 0.8 to 2.6 % of sequences of 16384 tokens,
