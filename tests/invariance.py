@@ -60,10 +60,10 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def requests(lengths: tuple[int, ...], dtype: str = "float32") -> tuple[Request, ...]:
+def requests(lengths: tuple[int, ...], dtype: str = "float32", size: int = D) -> tuple[Request, ...]:
     """Random ones."""
     rng = np.random.default_rng(3)
-    draw = lambda n, heads: np.asarray(jnp.asarray(rng.normal(size=(n, heads, D)), dtype))
+    draw = lambda n, heads: np.asarray(jnp.asarray(rng.normal(size=(n, heads, size)), dtype))
     return tuple(Request(draw(n, HQ), draw(n, HKV), draw(n, HKV)) for n in lengths)
 
 
@@ -83,15 +83,16 @@ def serve(
     counts = [-(-row.tokens // page) for row in rows]
     total = 2 + sum(counts)
     places, dtype = np.random.default_rng(seed).permutation(np.arange(1, total)), drawn[0].q.dtype
-    keys, values = (np.full((total, page, HKV, D), np.nan, dtype) for _ in range(2))
+    of_key = drawn[0].k.shape[1:]
+    keys, values = (np.full((total, page, *of_key), np.nan, dtype) for _ in range(2))
     table, done = np.zeros((len(rows), max(counts) + spare), np.int32), 0
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         here = table[i, :count] = places[done : done + count]
         done += count
         for pages, x in ((keys, drawn[row.request].k), (values, drawn[row.request].v)):
-            whole = np.full((count * page, HKV, D), np.nan, dtype)
+            whole = np.full((count * page, *of_key), np.nan, dtype)
             whole[: row.tokens] = x[: row.tokens]
-            pages[here] = whole.reshape(count, page, HKV, D)
+            pages[here] = whole.reshape(count, page, *of_key)
     q = np.concatenate([drawn[row.request].q[row.tokens - row.queries : row.tokens] for row in rows])
     ends = np.cumsum([0, *(row.queries for row in rows)])
     batch = PagedBatch(INT(ends), INT([row.tokens for row in rows]), INT(table))

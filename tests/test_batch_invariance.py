@@ -110,7 +110,8 @@ def test_without_it_the_batch_changes_bits(backend):
 
 @pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
 def test_bfloat16(backend):
-    drawn, how = requests(lengths_of(backend), "bfloat16"), how_of(backend)
+    size = D if backend == "triton-interpret" else 128
+    drawn, how = requests(lengths_of(backend), "bfloat16", size), how_of(backend)
     row = Row(2, lengths_of(backend)[2])
     [alone] = serve(drawn, [row], how)
     *_, prefilled, in_batch = serve(drawn, [Row(0, 33, 20), row._replace(queries=30), row], how, seed=1)
@@ -193,6 +194,24 @@ def test_decoding_of_one_length_has_the_same_bits_in_every_batch(backend):
     alone = call(1)
     for copies in (2, 90):  # which fills a GPU without splits
         np.testing.assert_array_equal(call(copies), np.broadcast_to(alone, (copies, *alone.shape[1:])))
+
+
+@pytest.mark.parametrize("backend", ["triton-interpret", *ON_GPU])
+def test_decoding_with_lists_has_the_same_bits_in_every_batch(backend):
+    """Lists of each batch entry: partial blocks first, then full ones."""
+    lengths, long = lengths_of(backend), requests(lengths_of(backend))[2]
+    hidden = jnp.asarray(np.random.default_rng(1).integers(0, lengths[2], (9, 3)), jnp.int32).at[:, 0].set(0)
+
+    def call(entries):
+        arrays = [jnp.asarray(x)[None].repeat(len(entries), 0) for x in (long.q[-1:], long.k, long.v)]
+        own = hidden[np.array(entries)]
+        mod = lambda b, h, q, k: (k != own[b, 1]) & (k // 100 != own[b, 2] // 100)
+        mask = jflex.create_block_mask(mod, len(entries), None, 1, lengths[2], block_size=32)
+        options = dense_how(backend, decodes=True) | {"mask_mod": None}
+        return np.asarray(jflex.flex_attention(*arrays, block_mask=mask, **options))
+
+    alone = call([4])
+    np.testing.assert_array_equal(call([0, 1, 4, 7])[2], alone[0])
 
 
 @everywhere

@@ -158,14 +158,6 @@ def decode_rows(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-DEEP_STAGES = 7  # see `paged_decode_tiles`
-
-
-def prefers_deep_decoding(need: Need) -> bool:
-    """Whether the depth of the pipeline of decoding was measured."""
-    return need.large_memory and need.itemsize == 2 and need.head_size <= 128
-
-
 def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tiles:
     """Tiles of the paged Triton kernel for requests with few queries.
 
@@ -182,9 +174,9 @@ def paged_decode_tiles(need: Need, rows: int, pages: int, capacity: int) -> Tile
       capacity: Keys that it may have.
     """
     tiles = decode_tiles(need, rows)
-    if prefers_deep_decoding(need):
+    if need.large_memory and need.itemsize == 2 and need.head_size <= 128:
         block_kv, warps = (64, 2) if need.head_size <= 64 and tiles.block_q == 16 else (64, 4)
-        return Tiles(tiles.block_q, block_kv, warps, DEEP_STAGES if pages > 1 and capacity > SHORT else 3)
+        return Tiles(tiles.block_q, block_kv, warps, 7 if pages > 1 and capacity > SHORT else 3)
     return dataclasses.replace(tiles, num_stages=2 * tiles.num_stages + 1) if pages > 1 else tiles
 
 
