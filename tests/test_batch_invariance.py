@@ -25,14 +25,17 @@ SPLIT = 64  # keys of a split, on the CPU
 @pytest.fixture(autouse=True)
 def short_splits(request, monkeypatch):
     """Short ones on the CPU, so that requests of few keys have several."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(fixed_splits, "KEYS_OF_SPLIT", SPLIT)
-        jax.clear_caches()  # of what was traced with long ones, and after it
-        yield
-        jax.clear_caches()
-    else:
+    if request.node.get_closest_marker("gpu") is not None:
         with jax.default_matmul_precision("highest"):
             yield
+        return
+    monkeypatch.setattr(fixed_splits, "KEYS_OF_SPLIT", SPLIT)
+    interpreted = "interpret" in request.node.name
+    if interpreted:  # forget what was traced with long ones, and with these after it
+        jax.clear_caches()
+    yield
+    if interpreted:
+        jax.clear_caches()
 
 
 def how_of(backend, mods="causal", **settings):
