@@ -12,7 +12,7 @@ from jflex import Config, Tiles, UnsupportedError, backends
 from pallas_kernels.plan import Refusal
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton import fixed_splits
-from tests import evaluation, invariance
+from tests import evaluation, invariance, paged_cases, paged_evaluation
 from tests.invariance import HKV, HQ, MODS, D, Row, cascade, dense, requests, same_bits, serve
 from tests.specs import spec_of
 
@@ -240,6 +240,34 @@ def test_prefill_on_hopper_has_the_same_bits_in_every_batch(capacity):
     fill = lambda x: jnp.full((40, capacity, *x.shape[2:]), jnp.nan, x.dtype).at[:, :3000].set(x)
     for row in call(q.repeat(40, 0), fill(k), fill(v), invariance.INT([3000] * 40)):
         np.testing.assert_array_equal(np.asarray(row, np.float32), np.asarray(alone[0], np.float32))
+
+
+# --- that the bits are right
+
+
+@pytest.mark.parametrize("name", ["mixed_with_padding_and_empty_requests", "random_by_key", "divided_int8", "group_5"])
+@everywhere
+def test_pages_against_float64(backend, name, monkeypatch):
+    case, options_of = next(case for case in paged_cases.CASES if case.name == name), paged_evaluation.options_of
+
+    def options(backend):
+        own = options_of(backend)
+        config = dataclasses.replace(own.get("config") or Config(), batch_invariant=True)
+        return own | {"config": config}
+
+    monkeypatch.setattr(paged_evaluation, "options_of", options)
+    paged_evaluation.check(case, paged_evaluation.run(case, backend))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@everywhere
+def test_decoding_equals_that_in_any_order(backend, queries):
+    drawn, how = requests(lengths := lengths_of(backend)), dense_how(backend, "alibi", decodes=True)
+    rows = [Row(0, lengths[0], queries), Row(2, lengths[2], queries), Row(1, 40, queries)]
+    plain = how | {"config": dataclasses.replace(how["config"], batch_invariant=False)}
+    for found, expected in zip(dense(drawn, rows, how), dense(drawn, rows, plain), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
 # --- what is refused, and said
