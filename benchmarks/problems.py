@@ -201,6 +201,13 @@ def _grid() -> list[Problem]:
     return [_of_paper(S, *shape, x) for shape in _PAPER_SHAPES for S in _PAPER_LENGTHS for x in SEVEN]
 
 
+@_suite("one sequence of up to a million tokens: texts of 16384 in the mean, each in a window of 4096",
+        "jflex-mosaic jflex-triton")  # fmt: skip
+def _million() -> list[Problem]:
+    """Target: at S 1048576, of 64 texts, at least 0.9 of the TFLOP/s over visited blocks at S 16384, of one."""
+    return [square(1, S, 8, 128, "windows_in_texts") for S in (16384, 131072, 1048576)]
+
+
 @_suite("head sizes", _CUDNN)
 def _heads() -> list[Problem]:
     """Odd head sizes beside even ones: 80 (Phi-2, Stable Diffusion), 96 (Phi-3), 192 (query and key of DeepSeek)."""
@@ -356,6 +363,12 @@ def _cascade() -> list[Problem]:
 def _mixed() -> list[Problem]:
     mixed = Problem(64, 2048, 8192, **_HEADS, variant="causal", lengths="mixed", page=64)
     return [mixed, *parts_of_mixed(mixed)]
+
+
+@_suite("splits and tiles that do not depend on the batch, beside those that do", "jflex-invariant jflex", served=True)
+def _batch_invariant() -> list[Problem]:
+    """Target: decoding takes at most 1.15 times as long. What prefill and cascades cost is measured beside it."""
+    return [*_decode(), *_paged(), *_mixed(), *_cascade()]
 
 
 def parts_of_mixed(mixed: Problem) -> tuple[Problem, Problem]:

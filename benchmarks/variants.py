@@ -16,8 +16,10 @@ from benchmarks.problems import Problem
 
 WINDOW = 1024  # keys, the query's own among them
 PREFIX = 2048
+LONG_WINDOW = 4096  # of texts in long sequences
 CAP = 50.0
 DOCUMENTS = 12
+TEXT = 16384  # tokens of a text of a long sequence, in the mean
 KERNEL = 13  # side of a neighborhood
 TILE = (8, 16)  # of the tiled one: as many places as a block has
 
@@ -84,6 +86,12 @@ def _softcap(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
 def _document_mask(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
     ids = arrays["document"]
     return Mods(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx]))
+
+
+def _windows_in_texts(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
+    ids, window = arrays["text"], min(LONG_WINDOW, problem.S // 2)
+    near = lambda q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+    return Mods(lambda b, h, q_idx, kv_idx: near(q_idx, kv_idx) & (ids[q_idx] == ids[kv_idx]))
 
 
 def _relative_table(problem: Problem, arrays: Arrays, operations: Operations) -> Mods:
@@ -157,6 +165,14 @@ def _documents(problem: Problem) -> dict[str, np.ndarray]:
     return {"document": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
 
 
+def _texts(problem: Problem) -> dict[str, np.ndarray]:
+    """Likewise of texts of `TEXT` tokens in the mean: 64 in a million tokens."""
+    generator, count = np.random.default_rng(0), max(1, problem.S // TEXT)
+    shares = generator.uniform(1 / 3, 5 / 3, count)
+    ends = np.round(np.cumsum(shares) / shares.sum() * problem.S).astype(int)
+    return {"text": np.searchsorted(ends, np.arange(problem.S), side="right").astype(np.int32)}
+
+
 def _table(problem: Problem) -> dict[str, np.ndarray]:
     return {"table": np.random.default_rng(1).normal(size=(problem.Hq, problem.T + problem.S - 1))}
 
@@ -174,6 +190,7 @@ VARIANTS: dict[str, Variant] = {
     "prefix_lm": Variant(_prefix_lm),
     "softcap": Variant(_softcap),
     "document_mask": Variant(_document_mask, indices=_documents),
+    "windows_in_texts": Variant(_windows_in_texts, indices=_texts),
     "relative_table": Variant(_relative_table, _table),
     "pair_bias": Variant(_pair_bias, _bias),
     "neighborhood": Variant(_neighborhood("rows")),

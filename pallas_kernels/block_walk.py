@@ -41,6 +41,17 @@ class Split(NamedTuple):
         return jnp.minimum(self.i * size, total), jnp.minimum((self.i + 1) * size, total)
 
 
+class FixedSplit(NamedTuple):
+    """One split of a walk, the ith of `size` tiles each."""
+
+    i: Index
+    size: int
+
+    def of(self, total: Index) -> tuple[Index, Index]:
+        """First tile and end of the split, among `total` tiles."""
+        return jnp.minimum(self.i * self.size, total), jnp.minimum((self.i + 1) * self.size, total)
+
+
 def walk(
     row: BlockRow,
     block: int,
@@ -48,7 +59,7 @@ def walk(
     length: int,
     state: S,
     step: Callable[[S, Index, bool], S],
-    split: Split | None = None,
+    split: Split | FixedSplit | None = None,
     max_blocks: Index | None = None,
 ) -> S:
     """Folds ``step(state, first, is_partial)`` over the tiles of the listed blocks, `first` their first indices.
@@ -107,7 +118,7 @@ def walk_all(
     is_partial: bool,
     state: S,
     step: Callable[[S, Index, bool], S],
-    split: Split | None = None,
+    split: Split | FixedSplit | None = None,
 ) -> S:
     """As `walk`, over a whole axis without lists; a last tile with padding counts as partial."""
     whole = 0 if is_partial else length // tile

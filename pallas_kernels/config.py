@@ -55,15 +55,32 @@ class Config:
       dq: Tile of the backward kernel that computes dQ.
       decode: Tile of the kernel for few queries, which runs where it can unless `forward` is set. Its `block_q` is not
         used: the tile holds the queries of all query heads that share a key head.
-      deterministic: Add in an order that is the same in each run, where a kernel could add faster in any: the gradient
-        of the query by `mosaic_gpu` is then computed by a kernel of its own. Gradients of captured arrays that are read
-        by query and key at once, and repeatedly, are added in any order on a GPU all the same.
+      deterministic: The same bits from run to run of a compiled call, of the output and of all gradients. Kernels could
+        add faster in any order: `mosaic_gpu` then computes the gradient of the query by a kernel of its own, and
+        gradients of captured arrays at positions that repeat are sorted before they are added. Gradients of captured
+        arrays that are read by query and key at once, and the same elements repeatedly (a table of distances), are
+        refused by the GPU kernels, and by ``"reference"`` on a GPU those of all captured arrays; ``"xla"`` adds them
+        in order, but for mods that read an array at an index that uses the score.
+      batch_invariant: The same bits for a request, whatever else is in the batch. Promised for output and lse of
+        `flex_attention`, `paged_attention`, `mla_attention` and `cascade_attention`, for calls that differ in the
+        number of batch entries or requests, in what these hold, in lengths, in the room for keys (`S` with
+        `kv_lengths`, or the width of page tables), in the place in the batch, and in where pages lie. Also for how many
+        tokens of a request `paged_attention` and `mla_attention` get at once: a token that is prefilled in one chunk,
+        in several, or decoded has the same bits. And for how many requests of a cascade share a level.
+        Not promised: the same bits by another implementation, by another of these functions, with and without a
+        cascade, by another version of JAX, on another device, with other settings, mods, sizes of heads, pages or
+        blocks of the mask, for another number of queries of a dense call, for gradients, and for what XLA computes
+        around the call. Keys are divided into splits of 1024, whose sums are added in ascending order, and tiles do
+        not depend on the batch: those of `forward` for all queries of pages. Backends are chosen without looking at
+        the batch. Refused: ``"entropy"`` of `return_stats` by splits, latent pages by `mosaic_gpu`, ``"xla"`` except
+        on a CPU, and ``"reference"``.
       contain_nan: Keep NaN (and infinity) that a mask hides out of all sums: a key or value that no query may attend to
         reaches neither output nor gradient. A second launch computes tiles again whose sums are not finite. Where all
         are, it takes a masked call 3 us forward and 12 to 22 us backward: 0.8 to 2.6 % of sequences of 16384 tokens,
         1 to 6 % of 256 to 1024 (H200, bf16, 16 heads, `mosaic_gpu`). False saves that, where arrays are known to be
         finite. Decoding and paged attention, ``"xla"`` and ``"reference"`` contain it always.
-      interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests.
+      interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests. The bits of a row of a GEMM may
+        then depend on its place in the tile.
 
     >>> Config(forward=Tiles(64, 64)).dq is None
     True
@@ -74,5 +91,6 @@ class Config:
     dq: Tiles | None = None
     decode: Tiles | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     contain_nan: bool = True
     interpret: bool = False

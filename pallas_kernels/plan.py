@@ -74,6 +74,14 @@ class TileChoice:
     source: Literal["config", "table", "rule"]
 
 
+def unreached_by_pallas(elements: int) -> bool:
+    """Whether Pallas' Triton does not reach the last elements of an array of 8 bits.
+
+    It counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 bits from there on.
+    """
+    return 1 << 31 < elements <= 1 << 32
+
+
 @functools.cache
 def limit_of_pallas() -> str | None:
     """Why Pallas cannot compile for Triton here, or None."""

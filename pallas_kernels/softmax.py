@@ -47,6 +47,7 @@ def update(
     exp2: Callable[[jax.Array, jax.Array], jax.Array],
     pv_dot: Callable[[jax.Array], tuple[jax.Array, ...]],
     may_be_empty: bool,
+    exact: bool = False,
 ) -> SoftmaxState:
     """One step of the online softmax: rescales the state by alpha, and adds a tile of scores.
 
@@ -57,12 +58,15 @@ def update(
       exp2: ``(s, row_max_log2) -> 2 ** (log2_scale * s - row_max_log2)``.
       pv_dot: The PV GEMM: multiplies a tile of weights by the values.
       may_be_empty: Whether a row may still be fully masked after this tile: then ``-inf - -inf`` is avoided.
+      exact: Whether a tile that a row is masked in must change no bit of it. Otherwise alpha may be off by one unit in
+        the last place from 1: the FMA subtracts the rounded product of an exact one.
     """
     row_max = jnp.maximum(state.row_max, jnp.max(s, axis=1))
     row_max_log2 = row_max * log2_scale
     if may_be_empty:  # compared after scaling, by which scores below -2.3e38 overflow: they count as masked
         row_max_log2 = jnp.where(row_max_log2 == -jnp.inf, 0.0, row_max_log2)
     p, alpha = exp2(s, row_max_log2[:, None]), exp2(state.row_max, row_max_log2)
+    alpha = jnp.where(row_max == state.row_max, 1.0, alpha) if exact else alpha
     out = tuple(x * alpha[:, None] + y for x, y in zip(state.out, pv_dot(p), strict=True))
     row_logs = None
     if state.row_logs is not None:

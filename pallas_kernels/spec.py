@@ -106,11 +106,13 @@ class Paging:
       page_size: Keys in a page.
       num_pages: Physical pages that a table may name (of one layer).
       dtype: Of keys and values with scales; None for that of the query, without scales.
+      layers: Whose pages lie in one array.
     """
 
     page_size: int
     num_pages: int
     dtype: str | None = None
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,6 +169,20 @@ def features() -> list[Feature]:
         Feature('`return_stats` with `"entropy"`', {"stats": ("max", "entropy")}),
         Feature("a mod that sorts", _score(_sorting)),
         Feature("`Config(deterministic=True)`", {"config": jflex.Config(deterministic=True)}),
+        Feature(
+            "gradient of `table[h, q_idx - kv_idx]` with `Config(deterministic=True)`",
+            {**_captured(lambda x: _score(_distance(x)), distances), "config": jflex.Config(deterministic=True)},
+        ),
+        Feature(
+            "`Config(batch_invariant=True)`, many queries",
+            {"config": jflex.Config(batch_invariant=True)},
+            gradients=False,
+        ),
+        Feature(
+            "`Config(batch_invariant=True)`, decoding and pages (`xla` on a CPU)",
+            {**pages, "config": jflex.Config(batch_invariant=True)},
+            gradients=False,
+        ),
     ]
 
 

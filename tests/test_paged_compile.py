@@ -13,7 +13,8 @@ from tests import gpu_compile
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
 KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384,
-                "latent_128_heads": 124, "latent_16_heads": 24, "latent_mixed": 132}  # fmt: skip
+                "latent_128_heads": 124, "latent_16_heads": 24, "latent_mixed": 132,
+                "alibi_batch_invariant": 20}  # fmt: skip
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 SHOWN = jnp.arange(4096) % 3 == 0
 GAINS = jnp.linspace(0.5, 1.5, 8 * 128).reshape(8, 128)
@@ -69,6 +70,8 @@ def program(
 CASES = {
     "decode_pages_of_64": {},
     "decode_pages_of_16": {"page_size": 16},
+    "decode_batch_invariant": {"config": jflex.Config(batch_invariant=True)},
+    "alibi_batch_invariant": {"config": jflex.Config(batch_invariant=True), "score_mod": alibi, "mask_mod": CAUSAL},
     "decode_pages_of_1": {"page_size": 1},
     "decode_head_size_64": {"D": 64, "Hq": 8},
     "decode_alibi": {"score_mod": alibi, "mask_mod": CAUSAL},

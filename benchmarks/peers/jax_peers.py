@@ -239,14 +239,16 @@ def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
 
 
-def _contiguous(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
+def _contiguous(
+    problem: Problem, mods: BoundMods, on_gpu: str | None = None, config: jflex.Config | None = None
+) -> Program:
     def attend(captured: Captured, query: Any, key: Any, value: Any, lengths: Any) -> Any:
         begins = problem.S - problem.T if lengths is None else lengths - problem.T  # where q_idx 0 lies
         bound = _served_mods(problem, mods(captured))
         mask, score = (None if mod is None else jflex.with_offset(mod, begins) for mod in bound)
         known = {} if lengths is None else {"kv_lengths": lengths}
         return jflex.flex_attention(
-            query, key, value, score, mask_mod=mask, implementation=_implementation(on_gpu), **known
+            query, key, value, score, mask_mod=mask, implementation=_implementation(on_gpu), config=config, **known
         )
 
     return attend, _contiguous_inputs(problem)
@@ -304,13 +306,20 @@ def _in_eight_bits(dtype: str, cache: Any) -> Any:
     return jflex.paged.write(empty, rows(cache.k), rows(cache.v), jnp.arange(pages * size, dtype=jnp.int32))
 
 
-def _paged(problem: Problem, mods: BoundMods, on_gpu: str | None = None, *, sharing: bool = False) -> Program:
+def _paged(
+    problem: Problem,
+    mods: BoundMods,
+    on_gpu: str | None = None,
+    config: jflex.Config | None = None,
+    *,
+    sharing: bool = False,
+) -> Program:
     """Every sequence loads all of its pages by itself; with `sharing`, those of the prefix are the same pages."""
 
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
         mask, score = _served_mods(problem, mods(captured))
         if problem.keys == "latent":
-            how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192}
+            how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192, "config": config}
             return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation(on_gpu))
         is_raw = problem.keys.startswith("raw")
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if is_raw else None
@@ -322,12 +331,15 @@ def _paged(problem: Problem, mods: BoundMods, on_gpu: str | None = None, *, shar
             mask_mod=mask,
             key_mod=rotation,
             implementation=_implementation(on_gpu),
+            config=config,
         )
 
     return attend, _paged_inputs(problem, problem.prefix * sharing)
 
 
-def _cascade(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
+def _cascade(
+    problem: Problem, mods: BoundMods, on_gpu: str | None = None, config: jflex.Config | None = None
+) -> Program:
     """The shared pages are loaded once: the same arrays as two levels."""
     query, cache, batch = _paged_inputs(problem, problem.prefix)
     pages = problem.prefix // problem.page
@@ -339,13 +351,15 @@ def _cascade(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Pr
     def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
         level = jflex.CascadeLevel.paged
         levels = [level(cache, shared), level(cache, own, start=problem.prefix)]
-        return jflex.cascade_attention(query, levels, implementation=_implementation(on_gpu))
+        return jflex.cascade_attention(query, levels, implementation=_implementation(on_gpu), config=config)
 
     return attend, (query, cache, shared, own)
 
 
-def _served_jflex(problem: Problem, mods: BoundMods, on_gpu: str | None = None) -> Program:
-    return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods, on_gpu)
+def _served_jflex(
+    problem: Problem, mods: BoundMods, on_gpu: str | None = None, config: jflex.Config | None = None
+) -> Program:
+    return (_cascade if problem.prefix else _paged if problem.page else _contiguous)(problem, mods, on_gpu, config)
 
 
 _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
@@ -353,6 +367,7 @@ _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex-mosaic": functools.partial(_served_jflex, on_gpu="mosaic_gpu"),
     "jflex-triton": functools.partial(_served_jflex, on_gpu="triton"),
     "jflex-official": functools.partial(_served_jflex, on_gpu="official_triton"),
+    "jflex-invariant": functools.partial(_served_jflex, config=jflex.Config(batch_invariant=True)),
     "jflex-contiguous": _contiguous,
     "jflex-flat": functools.partial(_paged, sharing=True),
     "jflex-copies": _paged,

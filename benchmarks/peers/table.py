@@ -44,6 +44,10 @@ def _full_length(problem: Problem) -> str | None:
     return "is measured only with T == S" if problem.served else None
 
 
+def _serving(problem: Problem) -> str | None:
+    return None if problem.served else "is measured with decoding"
+
+
 def _full_length_or_latent(problem: Problem) -> str | None:
     return None if problem.keys == "latent" else _full_length(problem)
 
@@ -120,6 +124,7 @@ _ALL = (
     Peer("fa4", "FlashAttention-4 CuTe", "torch", _all(_FLASH, _full_length)),
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
+    Peer("jflex-invariant", "jflex, batch invariant", "jax", _serving),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
     Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _all(_shared, _addressable)),

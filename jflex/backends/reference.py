@@ -16,7 +16,7 @@ from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, S
 from jflex.backends.dense_scores import contained_scores, einsum, modified, scores, softmax, stats_of
 from jflex.backends.xla.containment import all_finite
 from jflex.block_mask.lists import FULL, PARTIAL, BlockLists, states_from_lists
-from pallas_kernels.plan import GradientRequest
+from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Blocks, Mod
 
 
@@ -30,9 +30,13 @@ class Reference(Backend):
     name: ClassVar[str] = "reference"
     differentiable: ClassVar[bool] = True
 
-    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan:
-        """Supports every call."""
-        del spec, requested
+    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
+        """Supports every call, but not every promise of a `Config`, because XLA chooses the order of its sums."""
+        del requested  # JAX differentiates it
+        if spec.config.batch_invariant:
+            return Refusal("it sums over as many keys as the longest request has, and so is not batch invariant")
+        if spec.platform != "cpu" and spec.config.deterministic and _captures_floats(spec.score_mod):
+            return Refusal("JAX adds the gradients of captured arrays in no fixed order")
         return Plan(lambda: "no tiles")
 
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -103,6 +107,10 @@ class Reference(Backend):
 
     def _per_query_head(self, spec: AttentionSpec, x: jax.Array) -> jax.Array:
         return jnp.repeat(jnp.broadcast_to(x, (spec.B, *x.shape[1:])), spec.group, axis=1)
+
+
+def _captures_floats(mod: Mod | None) -> bool:
+    return mod is not None and any(jnp.issubdtype(dtype, jnp.floating) for _, dtype in mod.operands)
 
 
 _Scores = Callable[[jax.Array, jax.Array], jax.Array]  # [B, H, T, D], [B, H, S, D] -> [B, H, T, S]

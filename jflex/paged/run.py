@@ -168,7 +168,12 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
         Hkv=Hkv,
         D=D,
         Dv=Dv,
-        paging=Paging(page_size, pages.num_pages, None if pages.key_scale is None else str(pages.key.dtype)),
+        paging=Paging(
+            page_size,
+            pages.num_pages,
+            None if pages.key_scale is None else str(pages.key.dtype),
+            layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
+        ),
         Bkv=R,
         dtype=str(query.dtype),
         out_dtype="float32" if how.exact_out and query.dtype != jnp.float64 else str(query.dtype),

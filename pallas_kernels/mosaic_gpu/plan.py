@@ -109,6 +109,7 @@ def _plan_forward(spec: AttentionSpec) -> Plan | Refusal:
     return Plan(spec, choice, bool(declared.has_bias_tiles))
 
 
+_MANY = 1024  # batch entries
 _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not requested, they run)"
 
 
@@ -153,6 +154,9 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
     if spec.config.forward is not None:
         return TileChoice(spec.config.forward, "config")
     dtype = jnp.dtype(spec.dtype)
+    if spec.config.batch_invariant:  # as if there were more tiles than CTAs: with few, other tiles may be persistent
+        many = dataclasses.replace(spec, B=_MANY)
+        return TileChoice(tile_rules.forward_tiles(many, dtype), "rule")
     measured = _measured_tiles(spec, "forward_sm90", spec.S)
     if measured is not None and measured.block_q <= spec.T and tile_rules.suits(spec, measured, dtype):
         return TileChoice(measured, "table")

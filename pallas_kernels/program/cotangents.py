@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ordered_add import flat_positions, ordered_add
 from pallas_kernels.program.broadcast_axes import NO_AXES, BroadcastAxes, broadcast_axes
 from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.evaluate import Evaluation, Space
@@ -56,6 +57,18 @@ def group_loads(spec: AttentionSpec, derivative: Derivative | None) -> LoadGroup
         tuple(stores),
         tuple(n for n in single if n not in stores),
     )
+
+
+def stores(spec: AttentionSpec, loads: Sequence[Node], load: Node, axes: BroadcastAxes) -> bool:
+    """Whether a load of a group that is constant along some axes is stored, and not added by atomics."""
+    alone = sum(other.value == load.value for other in loads) == 1
+    return alone and reads_once(spec, load, axes)
+
+
+def is_ordered(spec: AttentionSpec, groups: LoadGroups) -> bool:
+    """Whether all cotangents are added in a fixed order, and none by atomics."""
+    stored = (stores(spec, loads, load, axes) for axes, loads in groups.repeated for load in loads)
+    return not groups.atomics and all(stored)
 
 
 def reads_once(spec: AttentionSpec, load: Node, axes: BroadcastAxes = NO_AXES) -> bool:
@@ -136,4 +149,9 @@ def scatter(
     evaluation = Evaluation(space, indices)
     at = [space.spread(evaluation(i), i.kind, load.kind) for i in load.inputs]
     first = tuple(slice(0, 1) if axis in summed else slice(None) for axis in range(4))
-    return jnp.zeros(operand.shape, jnp.float32).at[tuple(i[first] for i in at)].add(cotangent)
+    at = tuple(i[first] for i in at)
+    if spec.config.deterministic:
+        zeros, shape = jnp.zeros(operand.size, jnp.float32), at[0].shape
+        values = jnp.broadcast_to(cotangent, shape).reshape(-1)
+        return ordered_add(zeros, flat_positions(at, operand.shape), values).reshape(operand.shape)
+    return jnp.zeros(operand.shape, jnp.float32).at[at].add(cotangent)

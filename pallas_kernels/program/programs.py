@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from pallas_kernels.plan import Refusal
+from pallas_kernels.plan import Refusal, unreached_by_pallas
 from pallas_kernels.program.build import Derivative, Program, Sizes, differentiate, trace_program
 from pallas_kernels.program.ir import Node
 from pallas_kernels.program.vectors import Chunks, VectorProgram, VectorSizes, chunkings, trace_vector_program
@@ -108,8 +108,7 @@ def _operand_reason(mod: Mod) -> str | None:
             return f"it captures an array of {dtype}{list(shape)}, where kernels take up to 32 bits (cast it)"
         if 0 in shape:
             return f"it captures an empty array of shape {list(shape)}"
-        # Pallas counts elements in 32 bits, with a sign, up to 2 ** 32 bytes, and in 64 from there on.
-        if dtype in ("bool", "int8", "uint8") and 1 << 31 < math.prod(shape) <= 1 << 32:
+        if dtype in ("bool", "int8", "uint8") and unreached_by_pallas(math.prod(shape)):
             return (
                 f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, "
                 "of which Pallas does not reach the last ones"

@@ -88,24 +88,32 @@ class Attention(NamedTuple):
 
         Zeros and an lse of -inf for fully masked rows. The lse is NaN where the output must be repaired.
         """
-
-        def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
-            return self._fold(state, self.tile_at(*key))
-
-        state = self.walk(self._start, step)
+        state = self.state()
         out, lse = self._finish(state)
         return out, (lse + mark(*out) if self.prepared.spec.needs_marks else lse, *self._stats(state))
 
     def repair(self) -> tuple[Columns, RowVectors, Attended]:
         """The same from cleared values, with the lse as it is, and which rows must keep the output of `attend`."""
+        state, attended = self.repaired_state(Attended.none(self.rows))
+        out, lse = self._finish(state)
+        return out, (lse, *self._stats(state)), attended
+
+    def state(self) -> softmax.SoftmaxState:
+        """The state after all keys of the walk."""
+
+        def step(state: softmax.SoftmaxState, *key: Index) -> softmax.SoftmaxState:
+            return self._fold(state, self.tile_at(*key))
+
+        return self.walk(self._start, step)
+
+    def repaired_state(self, attended: Attended) -> tuple[softmax.SoftmaxState, Attended]:
+        """The same from cleared values, and which rows must keep their output, with those that had to before."""
 
         def step(state: tuple[softmax.SoftmaxState, Attended], *key: Index) -> tuple[softmax.SoftmaxState, Attended]:
             tile = self.tile_at(*key)
             return self._fold(state[0], tile.cleared()), state[1].to(tile.scaled_values, tile.scores.visible)
 
-        state, attended = self.walk((self._start, Attended.none(self.rows)), step)
-        out, lse = self._finish(state)
-        return out, (lse, *self._stats(state)), attended
+        return self.walk((self._start, attended), step)
 
     @property
     def _start(self) -> softmax.SoftmaxState:
@@ -142,4 +150,5 @@ class Attention(NamedTuple):
             exp2=lambda s, row_max_log2: weights(spec, s, log2_scale, row_max_log2),
             pv_dot=product,
             may_be_empty=self.may_be_empty,
+            exact=spec.config.batch_invariant,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +12,27 @@ import numpy as np
 from pallas_kernels.config import Tiles
 from pallas_kernels.plan import GradientRequest, Kernel, Refusal, TileChoice
 from pallas_kernels.program.build import Derivative
+from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import cost
+from pallas_kernels.triton import cost, fixed_splits
 from pallas_kernels.triton.head_chunks import mod_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
 
+MAX_SORTED = 1 << 31  # elements of an array: positions in it have 32 bits
 MAX_GROUP = 128  # query heads of a key head in a paged call, all of them rows of a tile
 _UNLIMITED = 1 << 30
+_UNORDERED = (
+    "the gradient of a captured array of which a query reads elements for each key, and the same ones repeatedly, is "
+    "added by atomics, in no fixed order, which `Config(deterministic=True)` excludes ('xla' adds it in order)"
+)
+
+_UNSORTED = (
+    "`Config(deterministic=True)` sorts the positions in a captured array that gets a gradient, and 32 bits hold those "
+    "of fewer than 2 ** 31 elements"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +80,20 @@ class Plan:
         if self.paged:
             few, *many = (f"paged {_sizes(work.tiles, work.source)}" for work in self.paged)
             text = f"{few} for up to {MAX_DECODED} queries of a request, {many[0]} for more" if many else few
+            text += self._fixed
             programs = self.spec.vector_programs._asdict().items()
             fused = " and ".join(f"{role}_mod" for role, program in programs if program is not None)
             return f"{text}, with {fused} on each tile that is loaded" if fused else text
         kernels = [("decode" if self.decodes else "forward", self.forward)]
         if self.backward is not None:
             kernels += [("dkv", self.backward.dkv), ("dq", self.backward.dq)]
-        return ", ".join(f"{kernel} {_sizes(choice.tiles, choice.source)}" for kernel, choice in kernels if choice)
+        text = ", ".join(f"{kernel} {_sizes(choice.tiles, choice.source)}" for kernel, choice in kernels if choice)
+        return text + (self._fixed if self.decodes else "")
+
+    @property
+    def _fixed(self) -> str:
+        """What is said of splits of a constant number of keys."""
+        return f" in splits of {fixed_splits.KEYS_OF_SPLIT} keys" if self.spec.config.batch_invariant else ""
 
     def count_splits(self, indptr: np.ndarray, lengths: np.ndarray) -> tuple[int, int]:
         """Tiles of queries of a paged call, and the splits of their keys, for each key head.
@@ -96,7 +115,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
       spec: The call; only the decoding kernel knows `spec.kv_lengths`.
       requested: Which gradients; None for forward only.
     """
-    reason = limit_of_device(spec)
+    reason = limit_of_device(spec) or fixed_splits.limit_of(spec)
     if reason is not None:
         return Refusal(reason)
     if spec.paging is not None:
@@ -124,12 +143,21 @@ def _plan_backward(spec: AttentionSpec, requested: GradientRequest) -> BackwardP
     derivative = derivative_of(made, requested.score_operands)
     if isinstance(derivative, Refusal):
         return derivative
+    if spec.config.deterministic and not is_ordered(made, group_loads(made, derivative)):
+        return Refusal(_UNORDERED)
+    if spec.config.deterministic and _is_too_large_to_sort(made, requested):
+        return Refusal(_UNSORTED)
     dkv, dq = _choose_tiles(made, "dkv"), _choose_tiles(made, "dq")
     if isinstance(dkv, Refusal):
         return dkv
     if isinstance(dq, Refusal):
         return dq
     return BackwardPlan(made, requested, derivative, dkv, dq)
+
+
+def _is_too_large_to_sort(spec: AttentionSpec, requested: GradientRequest) -> bool:
+    sizes = zip(spec.score_shapes, requested.score_operands, strict=True)
+    return any(is_requested and math.prod(shape) >= MAX_SORTED for shape, is_requested in sizes)
 
 
 # --- tiles
@@ -159,14 +187,15 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
     if given is not None:
         rows = triton_rules.decode_rows(spec.group * spec.T)
         return TileChoice(dataclasses.replace(given, block_q=rows) if kernel == "decode" else given, "config")
-    measured = None if kernel == "decode" else _measured_tiles(spec, kernel)
+    invariant = spec.config.batch_invariant and kernel == "forward"
+    measured = None if kernel == "decode" or invariant else _measured_tiles(spec, kernel)
     tiles = triton_rules.tiles_for(kernel, need_of(spec), spec.group * spec.T) if measured is None else measured
     block_q, block_kv = tiles.shape
     if kernel == "decode":  # rows of its tile are queries of several heads
         block_kv = min(block_kv, spec.blocks.size[1] & -spec.blocks.size[1] if spec.blocks else block_kv)
     elif spec.blocks is not None:
         block_q, block_kv = (min(x, block & -block) for x, block in zip(tiles.shape, spec.blocks.size, strict=True))
-    else:
+    elif not invariant:
         block_q = min(block_q, max(MIN_TILE, 1 << (spec.T - 1).bit_length()))
         block_kv = min(block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
     cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
@@ -239,6 +268,11 @@ def _paged_works(spec: AttentionSpec) -> tuple[Work, ...]:
     With no more queries than requests, a request with many is possible only beside others with none: that is right too,
     and not worth a launch (2 us) in every step of decoding.
     """
+    if spec.config.batch_invariant:
+        # One tile for decoding and prefill. Compiled for sm_90a, jax 0.10.2, D 128: 64 rows and 5 stages take 255
+        # registers and 115 KB, so that two programs fit on an SM; with 7 stages 147 KB.
+        choice = _prefill_tiles(spec)
+        return (Work(choice.tiles, 0, _UNLIMITED, source=choice.source, fixed_splits=True),)
     work = lambda choice, least, most: Work(choice.tiles, least, most, source=choice.source)
     mean = -(-spec.T // max(spec.B, 1))
     queries = mean if mean <= MAX_DECODED else 1
@@ -278,7 +312,8 @@ def _fit_paged(spec: AttentionSpec, made: Tiles, given: Tiles | None, *, block_q
     tiles = made if given is None else given
     if given is None:
         warps = 8 if block_q > 64 else tiles.num_warps
-        block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
+        capacity = fixed_splits.KEYS_OF_SPLIT if spec.config.batch_invariant else spec.S
+        block_kv = min(tiles.block_kv, max(MIN_TILE, 1 << (capacity - 1).bit_length()))
         tiles = dataclasses.replace(tiles, num_warps=warps, block_kv=block_kv)
     stages = tiles.num_stages if cost.can_pipeline(spec.programs.score) else 1
     fitting = dataclasses.replace(tiles, block_q=block_q, num_stages=stages)

@@ -104,9 +104,10 @@ def at(values: jax.Array, row: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(lax.broadcasted_iota(jnp.int32, values.shape, 0) == row, values, 0))
 
 
-def grid_stride(rows: jax.Array, work: Callable[[jax.Array], None]) -> None:
-    """Grid-stride loop: calls ``work(row)`` for every row that belongs to this program of a one-dimensional grid."""
-    first, programs = pl.program_id(0), pl.num_programs(0)  # not in the loop, where the interpreter does not know them
+def grid_stride(rows: jax.Array, work: Callable[[jax.Array], None], axis: int = 0) -> None:
+    """Grid-stride loop: calls ``work(row)`` for every row that belongs to this program of an axis of the grid."""
+    # Not in the loop, where the interpreter does not know them.
+    first, programs = pl.program_id(axis), pl.num_programs(axis)
     rounds = lax.div(jnp.maximum(rows - first, 0) + (programs - 1), programs)
 
     def round_(i: jax.Array, done: jax.Array) -> jax.Array:

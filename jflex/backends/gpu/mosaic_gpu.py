@@ -90,6 +90,8 @@ class MosaicGpu(Backend):
             return preference.slower_latent(own.spec)
         if triton.decodes(spec):
             return "only 'triton' has split-KV kernels for so few queries"
+        if spec.config.batch_invariant:
+            return None  # or the choice would depend on the batch
         return preference.slower_forward(_own(spec, None))
 
 

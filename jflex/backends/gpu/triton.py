@@ -16,7 +16,7 @@ from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
-from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas
+from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
 
@@ -106,20 +106,34 @@ class Triton(TritonKernels):
     compiler: ClassVar[Compiler] = "pallas"
 
     def limit_of_compiler(self, spec: AttentionSpec) -> str | None:
-        """A JAX whose Pallas has no Triton; Pallas' interpreter needs none."""
-        return None if spec.config.interpret else limit_of_pallas()
+        """A JAX whose Pallas has no Triton, and pages that it does not reach; Pallas' interpreter needs none."""
+        return None if spec.config.interpret else limit_of_pallas() or _limit_of_pages(spec)
 
     @isolated_trace
     def not_preferred(self, spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
         """Calls that official Triton was measured to run faster."""
         from pallas_kernels.official_triton import preference
 
-        if spec.paging is not None:
+        if spec.paging is not None or spec.config.batch_invariant:
             return None
         plan = _planned(spec, requested)
         if requested is not None:
             return None if plan.backward is None else preference.faster(plan.backward.spec, ("dkv", "dq"))
         return None if plan.decodes else preference.faster(plan.spec, ("forward",))
+
+
+def _limit_of_pages(spec: AttentionSpec) -> str | None:
+    """Pages of eight bits of which Pallas' Triton does not reach the last, as part of a sentence, or None."""
+    paging = spec.paging
+    if paging is None or paging.dtype is None:
+        return None
+    elements = paging.layers * paging.num_pages * paging.page_size * spec.Hkv * max(spec.D, spec.Dv)
+    if not unreached_by_pallas(elements):
+        return None
+    return (
+        f"pages of {paging.dtype} with {elements} elements are more than 2 ** 31 in at most 2 ** 32 bytes, of which "
+        "Pallas does not reach the last ones ('official_triton' does; or take fewer or more pages)"
+    )
 
 
 def _saved(spec: AttentionSpec, results: Sequence[jax.Array]) -> Saved:
@@ -250,7 +264,12 @@ def finish_for_hopper(
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:
-    """Block size of lists made from lengths alone: no smaller than any tile, not much larger than the call."""
+    """Block size of lists made from lengths alone: no smaller than any tile, not much larger than the call.
+
+    It orders the tiles of keys, so that where the batch must not matter the size of the call does not either.
+    """
     given = [t for t in (spec.config.forward, spec.config.dkv, spec.config.dq) if t is not None]
-    cover = lambda length: min(kv_lengths.LENGTHS_BLOCK, max(MIN_TILE, 1 << (length - 1).bit_length()))
+    most = kv_lengths.LENGTHS_BLOCK
+    small = MIN_TILE if not spec.config.batch_invariant else most
+    cover = lambda length: min(most, max(small, 1 << (length - 1).bit_length()))
     return max([cover(spec.T), *(t.block_q for t in given)]), max([cover(spec.S), *(t.block_kv for t in given)])

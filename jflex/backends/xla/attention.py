@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -29,8 +30,10 @@ from jflex.backends.xla.dropout import dropped, kept_weights, scaled_up
 from jflex.backends.xla.loads import Load, LoadedMod, split_loads
 from jflex.block_mask.lists import block_count
 from jflex.mods.batchable import Factored, batchable, factored
-from pallas_kernels.plan import GradientRequest
+from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec
+
+_MAX_ELEMENTS = 1 << 31
 
 
 class Xla(Backend):
@@ -38,9 +41,11 @@ class Xla(Backend):
 
     name: ClassVar[str] = "xla"
 
-    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan:
+    def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
         """The blocks of the mask, or fixed ones, in both passes."""
-        del requested
+        reason = _limit(spec, requested)
+        if reason is not None:
+            return Refusal(reason)
         if spec.paging is not None:
             return Plan(lambda: "pages, one request after another")
         size = spec.block_size
@@ -96,6 +101,29 @@ class Xla(Backend):
     ) -> Gradients:
         """One pass over the rows: each row computes its dQ, and adds to dK, dV and gradients of captures in place."""
         return _Backward(spec, inputs, saved, d_saved, requested).run()
+
+
+def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None:
+    """Which gradients, and what of the promises of a `Config`, this backend does not have, or None."""
+    operands = () if requested is None or spec.score_mod is None else spec.score_mod.operands
+    for (shape, dtype), is_requested in zip(operands, requested.score_operands if requested else (), strict=True):
+        if is_requested and math.prod(shape) >= _MAX_ELEMENTS:
+            return (
+                f"the gradient of a captured array of {dtype}{list(shape)}, with 2 ** 31 elements or more, would be "
+                "added at positions that 32 bits do not hold"
+            )
+    if spec.platform == "cpu":
+        return None
+    if spec.config.batch_invariant:
+        return f"on a {spec.platform}, XLA chooses its GEMMs by the sizes of the batch, so it is not batch invariant"
+    if spec.config.deterministic and requested is not None and spec.score_mod is not None:
+        whole = split_loads(spec.score_mod).whole
+        if any(requested.score_operands[number] for number in whole):
+            return (
+                "the gradient of a captured array of which a score reads many elements, or at an index that uses the "
+                "score, is added in no fixed order, which `Config(deterministic=True)` excludes"
+            )
+    return None
 
 
 class _Rows(NamedTuple):
@@ -226,8 +254,9 @@ class _Backward:
             if grads[load.operand] is not None:
                 cotangent = _summed(cotangent, load, self.walk.axes, visible)
                 grads[load.operand] = _scatter(
-                    loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes
-                )
+                    loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes,
+                    ordered=self.spec.config.deterministic and self.spec.platform != "cpu",
+                )  # fmt: skip
         for number in loaded.whole:
             if grads[number] is not None:
                 grads[number] = grads[number] + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
@@ -310,6 +339,8 @@ def _scatter(
     cotangent: jax.Array,
     gradient: jax.Array,
     axes: str,
+    *,
+    ordered: bool,
 ) -> jax.Array:
     """Adds the summed cotangent of a load to the flat gradient of its operand."""
     place = lambda *scalars: loaded.positions(load, operands, jnp.float32(0), *scalars)
@@ -319,6 +350,10 @@ def _scatter(
     at = [x if a in load.axes else x.reshape(-1)[0] for a, x in enumerate(indices)]
     positions = place(*at).reshape(-1)
     positions = jnp.where(positions < 0, gradient.size, positions)
+    if ordered:
+        from pallas_kernels.ordered_add import ordered_add
+
+        return ordered_add(gradient, positions, cotangent.reshape(-1))
     return gradient.at[positions].add(cotangent.reshape(-1), mode="drop")
 
 

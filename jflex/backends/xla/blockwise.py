@@ -221,6 +221,8 @@ def _dense_size(spec: AttentionSpec) -> tuple[int, int]:
     """Queries and keys in a block without a BlockMask."""
     tiles = spec.config.forward
     size = _DENSE_TILE if tiles is None else (tiles.block_q, tiles.block_kv)
+    if spec.config.batch_invariant:  # the longest entry of the batch may have chosen S
+        return min(size[0], spec.T), size[1]
     return min(size[0], spec.T), min(size[1], spec.S)
 
 

@@ -57,6 +57,8 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     works = [_Work(1, FEW, min(mean, FEW) if mean <= FEW else 1)]
     if p.T > FEW:
         works.append(_Work(FEW + 1, p.T, spare))
+    if p.config.batch_invariant:  # on a CPU, the bits of a GEMM may depend on the row
+        works = [_Work(1, p.T, 1)]
     padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
     inputs = inputs._replace(key=_by_layer(p, inputs.key), value=_by_layer(p, inputs.value))
     inputs = inputs._replace(key_scale=_by_layer(p, inputs.key_scale), value_scale=_by_layer(p, inputs.value_scale))

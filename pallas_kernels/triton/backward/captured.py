@@ -25,7 +25,7 @@ from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, log2_lse, score_mod_vjp, weights_vjp
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
 from pallas_kernels.program.build import Derivative
-from pallas_kernels.program.cotangents import covers, reads_once
+from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import language, scores
@@ -113,8 +113,7 @@ def _kept(spec: AttentionSpec, work: CapturedWork) -> tuple[int, int]:
 
 def _stores(spec: AttentionSpec, work: CapturedWork, load: Node) -> bool:
     """Whether a load's cotangents are stored, each split in an array of its own, and not added by atomics."""
-    alone = sum(other.value == load.value for other in work.loads) == 1
-    return alone and reads_once(spec, load, work.axes)
+    return stores(spec, work.loads, load, work.axes)
 
 
 def _writes_all(spec: AttentionSpec, arrays: Operands[jax.Array], work: CapturedWork, load: Node) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores, split_kv
+from pallas_kernels.triton import fixed_splits, language, scores, split_kv
 from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode import merge, ragged
@@ -80,7 +81,7 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Arra
     if splits == 1:
         return _decode_whole(spec, tiles, arrays)
     shape = (spec.B * splits, spec.Hkv, tiles.block_q)
-    vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (1 + len(spec.stats))
+    vectors = [jax.ShapeDtypeStruct(shape, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     partials = launch(
         functools.partial(_uniform_kernel, spec, tiles, splits),
         (arrays,),
@@ -113,13 +114,14 @@ def _decode_ragged(
     plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
     slots = (plan.slots, plan.heads, tiles.block_q)
     result = merge.result_shapes(spec, arrays.query.dtype)
-    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * (1 + len(spec.stats))
+    vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
+    items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
     found = launch(
         functools.partial(_ragged_kernel, spec, tiles, plan),
         (arrays, lengths),
         [*result, jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), *vectors],
         name="jflex_decode",
-        grid=(plan.heads, plan.num_items),
+        grid=(plan.heads, items),
         tiles=tiles,
         spec=spec,
     )
@@ -130,6 +132,9 @@ def _decode_ragged(
 def row_splits(spec: AttentionSpec, tiles: Tiles) -> int:
     """Splits of the keys of each head, where all rows are alike."""
     target = split_kv.even_splits(max(1, spec.B * spec.Hkv))
+    if spec.config.batch_invariant:
+        fixed = ragged.max_fixed_splits(spec, tiles)
+        return fixed if target > 1 and spec.B * spec.Hkv * fixed <= fixed_splits.MAX_PARTIALS else 1
     return max(1, min(target, ragged.max_tiles(spec, tiles) // split_kv.MIN_TILES_PER_SPLIT))
 
 
@@ -141,8 +146,16 @@ def _uniform_kernel(
     *result: Ref,  # out [B * splits, Hkv, block_q, Dv], lse and stats [B * splits, Hkv, block_q]; whole with one split
 ) -> None:
     split, kv_h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), block_walk.Split(split, splits))
-    rows, vectors = _attention(spec, tiles, arrays, (b, kv_h), None, walk).attend()
+    walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h))
+    attention = _attention(
+        spec, tiles, arrays, (b, kv_h), None, functools.partial(walk, block_walk.Split(split, splits))
+    )
+    if spec.config.batch_invariant:
+        first, end = (0, ragged.max_fixed_splits(spec, tiles)) if splits == 1 else (split, split + 1)
+        sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), first, end)
+        rows, vectors = fixed_splits.finish(spec, sums) if splits == 1 else (sums.out, sums.vectors)
+    else:
+        rows, vectors = attention.attend()
     if splits == 1:
         return ragged.store_unsplit(spec, ragged.unsplit_item(b, kv_h), rows, vectors, result)
     out, *of_vectors = result
@@ -162,14 +175,27 @@ def _ragged_kernel(
     lengths: Ref | None,  # [B], or None
     *refs: Ref,  # out, lse and stats [B, Hq, T]; partial results, [slots, heads, block_q] in place of [B, Hq, T]
 ) -> None:
-    head, item = pl.program_id(0), pl.program_id(1)
+    head, count = pl.program_id(0), 2 + len(spec.stats)
     extents = KvExtents(lengths, *((None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])))
-    row = plan.item_at(extents, item, head)
-    walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-    rows, vectors = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, walk).attend()
-    count = 2 + len(spec.stats)
-    ragged.store_partial(spec, row, head, rows, vectors, refs[count:])
-    ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
+
+    def compute(item: jax.Array) -> None:
+        row = plan.item_at(extents, item, head)
+        walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
+        whole = functools.partial(walk, row.split)
+        attention = _attention(spec, tiles, arrays, (row.b, row.kv_h), row.end, whole)
+        if plan.is_fixed:
+            sums = fixed_splits.attend(attention, functools.partial(_fixed_walk, tiles, walk), *row.fixed)
+            ragged.store_partial(spec, row, head, sums.out, sums.vectors, refs[count:])
+            rows, vectors = fixed_splits.finish(spec, sums)
+        else:
+            rows, vectors = attention.attend()
+            ragged.store_partial(spec, row, head, rows, vectors, refs[count:])
+        ragged.store_unsplit(spec, row, rows, vectors, refs[:count])
+
+    if plan.is_fixed:
+        split_kv.grid_stride(jnp.sum(plan.splits(extents)[1]), compute, axis=1)
+    else:
+        compute(pl.program_id(1))
 
 
 def _repair_kernel(
@@ -181,14 +207,21 @@ def _repair_kernel(
     *result: Ref,  # the same memory: out, and lse and stats [B, Hq, T]
 ) -> None:
     kv_h, b = pl.program_id(0), pl.program_id(1)
-    row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b))
+    fixed = ragged.max_fixed_splits(spec, tiles)
+    row = ragged.unsplit_item(b, kv_h, KvExtents(lengths, None, None).end(spec, b), fixed)
 
     def fix() -> None:
         if row.end is None:
-            walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h), row.split)
+            walk = functools.partial(_walk_uniform, spec, tiles, arrays, (b, kv_h))
         else:
             walk = functools.partial(ragged.over_keys, spec, tiles, arrays.lists, row)
-        rows, vectors, attended = _attention(spec, tiles, arrays, (b, kv_h), row.end, walk).repair()
+        attention = _attention(spec, tiles, arrays, (b, kv_h), row.end, functools.partial(walk, row.split))
+        if spec.config.batch_invariant:
+            of_split = functools.partial(_fixed_walk, tiles, walk)
+            sums, attended = fixed_splits.repair(attention, of_split, *row.fixed)
+            rows, vectors = fixed_splits.finish(spec, sums)
+        else:
+            rows, vectors, attended = attention.repair()
         ragged.store_unsplit(spec, row, rows, vectors, result, keeps=attended.bad > 0.0)
 
     pl.when(any_nan(ragged.load_lse(spec, row, tiles.block_q, before[1])))(fix)
@@ -246,12 +279,17 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 
 
+def _fixed_walk(tiles: Tiles, walk: Callable[..., Any], i: Index) -> Walk:
+    """The walk of a split of a constant number of keys."""
+    return functools.partial(walk, block_walk.FixedSplit(i, fixed_splits.tiles_of_split(tiles)))
+
+
 def _walk_uniform(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[Ref],
     location: tuple[jax.Array, jax.Array],
-    split: block_walk.Split,
+    split: block_walk.Split | block_walk.FixedSplit,
     state: S,
     step: Callable[[S, Index, bool, bool], S],
 ) -> S:
@@ -266,7 +304,7 @@ def _over_keys(
     tiles: Tiles,
     arrays: Operands[Ref],
     location: tuple[jax.Array, jax.Array],
-    split: block_walk.Split,
+    split: block_walk.Split | block_walk.FixedSplit,
     state: S,
     step: Callable[[S, Index, bool], S],
 ) -> S:

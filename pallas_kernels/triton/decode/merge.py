@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language, split_kv
+from pallas_kernels.triton import fixed_splits, language, split_kv
 from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan, SplitRow
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
@@ -38,7 +38,7 @@ def merge_uniform(spec: AttentionSpec, splits: int, partials: Results, out_dtype
       out_dtype: Of the output.
     """
     lines = spec.group * spec.T
-    run, warps = partials_at_once(splits, spec.B * spec.Hkv * lines)
+    run, warps = _at_once(spec, splits, spec.B * spec.Hkv * lines)
     return launch(
         functools.partial(_uniform_kernel, spec, splits, run),
         (Partials.of(partials),),
@@ -61,7 +61,7 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
     spec = plan.spec
     first_output = len(jax.tree.leaves((extents, partials)))
     rows = spec.group * spec.T * plan.heads * plan.max_split_rows
-    run, warps = partials_at_once(plan.max_splits, rows)
+    run, warps = _at_once(spec, plan.max_splits, rows)
     return launch(
         functools.partial(_ragged_kernel, plan, run),
         (extents, Partials.of(partials), tuple(result)),
@@ -72,6 +72,10 @@ def merge_ragged(plan: SplitPlan, extents: KvExtents[jax.Array], partials: Resul
         spec=spec,
         aliases={first_output + n: n for n in range(len(result))},
     )
+
+
+def _at_once(spec: AttentionSpec, max_splits: int, rows: int) -> tuple[int, int]:
+    return (2, 1) if spec.config.batch_invariant else partials_at_once(max_splits, rows)
 
 
 def _uniform_kernel(spec: AttentionSpec, splits: int, run: int, partials: Partials[Ref], *result: Ref) -> None:
@@ -111,7 +115,10 @@ def _merge_line(
 ) -> None:
     """Merges and stores one line of a split row; `location` is that of its partial results: head and line."""
     (out, *of_vectors), line = result, location[1]
-    columns, vectors = merge_row(spec, partials, run, row.slot, row.splits, location)
+    if spec.config.batch_invariant:
+        columns, vectors = fixed_splits.merge_row(spec, partials, row.slot, row.splits, location)
+    else:
+        columns, vectors = merge_row(spec, partials, run, row.slot, row.splits, location)
     h, t = row.kv_h * spec.group + lax.div(line, spec.T), lax.rem(line, spec.T)
     for ref, x in zip(of_vectors, vectors, strict=True):
         ref[row.b, h, t] = x

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language, split_kv
+from pallas_kernels.triton import fixed_splits, language, split_kv
 from pallas_kernels.triton.attention import RowVectors
 from pallas_kernels.triton.head_chunks import Columns, chunks
 from pallas_kernels.types import A, Index, Ref, S
@@ -60,6 +60,7 @@ class WorkItem(NamedTuple):
       exists: False where there is nothing to do.
       unsplit: Whether the row has a single split.
       slot: Of the partial result otherwise.
+      fixed: With splits of a constant number of keys, the first that is computed, and one past the last.
     """
 
     b: jax.Array
@@ -69,12 +70,13 @@ class WorkItem(NamedTuple):
     exists: jax.Array
     unsplit: jax.Array
     slot: Index
+    fixed: tuple[Index, Index] = (0, 0)
 
 
-def unsplit_item(b: jax.Array, kv_h: jax.Array, end: jax.Array | None = None) -> WorkItem:
-    """A row that one program computes alone."""
+def unsplit_item(b: jax.Array, kv_h: jax.Array, end: jax.Array | None = None, fixed: int = 0) -> WorkItem:
+    """A row that one program computes alone; it has so many splits of a constant number of keys."""
     yes = jnp.full((), 1, jnp.int32) == 1  # a constant would be refused where it is negated
-    return WorkItem(b, kv_h, end, block_walk.Split(0, 1), yes, yes, 0)
+    return WorkItem(b, kv_h, end, block_walk.Split(0, 1), yes, yes, 0, (0, fixed))
 
 
 class SplitRow(NamedTuple):
@@ -94,6 +96,11 @@ class SplitPlan:
     tiles: Tiles
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`)."""
+        return self.spec.config.batch_invariant
+
+    @property
     def heads(self) -> int:
         """Key heads that are split alike."""
         return self.spec.Hkv if self.spec.list_heads == 1 else 1
@@ -106,6 +113,8 @@ class SplitPlan:
     @property
     def max_splits(self) -> int:
         """Splits of one row, at most."""
+        if self.is_fixed:
+            return max_fixed_splits(self.spec, self.tiles)
         return min(self.num_splits + 1, max(1, max_tiles(self.spec, self.tiles) // split_kv.MIN_TILES_PER_SPLIT))
 
     @property
@@ -116,11 +125,15 @@ class SplitPlan:
     @property
     def num_items(self) -> int:
         """Splits of all rows, at most: the size of the grid for a key head."""
+        if self.is_fixed:
+            return self.rows + self.slots if self.max_splits > 1 else self.rows
         return min(split_kv.max_items(self.rows, self.num_splits), self.rows * self.max_splits)
 
     @property
     def slots(self) -> int:
         """Partial results, at most: a row of 1.2 exact splits has 2, longer ones have more."""
+        if self.is_fixed:
+            return min(fixed_splits.max_slots(self.heads), self.rows * self.max_splits)
         return min(2 * self.num_splits, self.num_items)
 
     @property
@@ -151,7 +164,17 @@ class SplitPlan:
             listed = [language.load(spec.route, counts.at[at]) for counts in (extents.counts, extents.full_counts)]
             listed = [x if max_blocks_ is None else jnp.minimum(x, max_blocks_) for x in listed]
             tiles = (listed[0] + listed[1]) * (spec.block_size[1] // self.tiles.block_kv)
-        return tiles, split_kv.row_splits(tiles, (index < self.rows).astype(jnp.int32), self.num_splits)
+        exists = (index < self.rows).astype(jnp.int32)
+        splits = split_kv.row_splits(tiles, exists, self.num_splits)
+        if self.is_fixed:  # either all splits of constant size in programs of their own, or none
+            splits = jnp.where(splits > 1, self.fixed_splits(tiles), splits)
+            splits = fixed_splits.within_slots(splits, exists, self.slots)
+        return tiles, splits
+
+    def fixed_splits(self, tiles: jax.Array) -> jax.Array:
+        """Splits of a constant number of keys, in so many tiles."""
+        size = fixed_splits.tiles_of_split(self.tiles)
+        return lax.div(tiles + (size - 1), jnp.int32(size))
 
     def item_at(self, extents: KvExtents[Ref], item: jax.Array, head: jax.Array) -> WorkItem:
         """The work item of a program."""
@@ -163,7 +186,10 @@ class SplitPlan:
             jnp.where(exists, i, 1), jnp.maximum(count, 1)
         )  # the split after the last one is empty
         slot = _slots_before(splits, row) + i
-        return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot)
+        fixed = (0, 0)
+        if self.is_fixed:
+            fixed = jnp.where(count > 1, i, 0), jnp.where(count > 1, i + 1, self.fixed_splits(split_kv.at(tiles, row)))
+        return WorkItem(b, kv_h, extents.end(self.spec, b), split, exists, count == 1, slot, fixed)
 
     def split_row(self, splits: jax.Array, i: jax.Array, head: jax.Array) -> SplitRow:
         """The ith of the rows that are split."""
@@ -177,6 +203,11 @@ def max_tiles(spec: AttentionSpec, tiles: Tiles) -> int:
     if spec.block_size is None:
         return pl.cdiv(spec.S, tiles.block_kv)
     return pl.cdiv(spec.S, spec.block_size[1]) * (spec.block_size[1] // tiles.block_kv)
+
+
+def max_fixed_splits(spec: AttentionSpec, tiles: Tiles) -> int:
+    """The most splits of a constant number of keys that a row may have."""
+    return max(1, pl.cdiv(max_tiles(spec, tiles), fixed_splits.tiles_of_split(tiles)))
 
 
 def max_blocks(spec: AttentionSpec, end: Index | None) -> jax.Array | None:
@@ -254,10 +285,11 @@ def over_keys(
     tiles: Tiles,
     lists: tuple[Ref, ...] | None,
     row: WorkItem,
+    split: block_walk.Split | block_walk.FixedSplit,
     state: S,
     step: Callable[[S, Index, bool, bool], S],
 ) -> S:
-    """Folds ``step(state, first, is_partial, may_end)`` over the tiles of keys of a split.
+    """Folds ``step(state, first, is_partial, may_end)`` over the tiles of keys of a split of a row.
 
     `may_end` says that a tile may reach past `WorkItem.end`: then padding is masked, with or without a mask mod.
     """
@@ -265,7 +297,7 @@ def over_keys(
         masked, tile = spec.programs.mask is not None, tiles.block_kv
         assert row.end is not None  # else rows are alike
         unsplit, all_of_it = lax.div(row.end, tile), lax.div(row.end + (tile - 1), tile)
-        start, end = row.split.of(all_of_it)
+        start, end = split.of(all_of_it)
         inside = lambda t, s: step(s, t * tile, masked, False)
         state = lax.fori_loop(jnp.minimum(start, unsplit), jnp.minimum(end, unsplit), inside, state)
         last = lambda t, s: step(s, t * tile, True, True)
@@ -277,7 +309,7 @@ def over_keys(
     may_end = row.end is not None
     listed = lambda s, first, is_partial: step(s, first, is_partial, may_end or (is_partial and _ends(spec, tiles)))
     max_blocks_ = max_blocks(spec, row.end)
-    return block_walk.walk(block_row, spec.block_size[1], tiles.block_kv, spec.S, state, listed, row.split, max_blocks_)
+    return block_walk.walk(block_row, spec.block_size[1], tiles.block_kv, spec.S, state, listed, split, max_blocks_)
 
 
 def _ends(spec: AttentionSpec, tiles: Tiles) -> bool:

@@ -21,15 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores, split_kv, vectors
-from pallas_kernels.triton.attention import Attention, RowVectors, Tile
+from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
+from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.walk import walk_of
-from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Work, WorkItem, work_item_of
+from pallas_kernels.triton.paged.work import PagedOperands, QueryRows, Requests, Work, WorkItem, item_of, requests
 from pallas_kernels.types import Index, Ref, S
 
 
@@ -67,8 +67,10 @@ def _attend(
     outputs = [jax.ShapeDtypeStruct((a.T, a.Hq, a.Dv), spec.out_dtype), *of_rows(a.T, a.Hq)]
     if work.max_splits(spec) > 1:
         slots = (work.slots(spec), a.Hkv, rows)
-        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *of_rows(*slots)]
-    return _launch(_kernel, spec, work, arrays, before, outputs, "jflex_paged")
+        vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
+        outputs += [jax.ShapeDtypeStruct((*slots, a.Dv), jnp.float32), *vectors]
+    kernel = _fixed_kernel if work.fixed_splits else _kernel
+    return _launch(kernel, spec, work, arrays, before, outputs, "jflex_paged")
 
 
 def _repair(
@@ -90,13 +92,13 @@ def _launch(
     name: str,
 ) -> list[jax.Array]:
     """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
-    count = len(jax.tree.leaves(arrays))
+    count, programs = len(jax.tree.leaves(arrays)), spec.Hkv * work.num_items(spec)
     return launch(
         functools.partial(kernel, spec, work),
         (arrays, before),
         outputs,
         name=name,
-        grid=(spec.Hkv * work.num_items(spec),),
+        grid=(min(programs, fixed_splits.MAX_PROGRAMS) if kernel is _fixed_kernel else programs,),
         tiles=work.tiles,
         spec=spec,
         aliases={count + n: n for n in range(len(before))},
@@ -111,11 +113,19 @@ class _Program(NamedTuple):
     attention: Attention
 
     @classmethod
-    def of(cls, spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref]) -> _Program:
-        """From the program id."""
+    def of(
+        cls,
+        spec: AttentionSpec,
+        work: Work,
+        arrays: PagedOperands[Ref],
+        number: jax.Array | None = None,
+        planned: Requests | None = None,
+    ) -> _Program:
+        """From a number of work item and key head: the program id for None."""
         a, tiles = spec, work.tiles
-        kv_h, item = lax.rem(pl.program_id(0), a.Hkv), lax.div(pl.program_id(0), a.Hkv)
-        work_item = work_item_of(spec, work, arrays, item)
+        number = pl.program_id(0) if number is None else number
+        kv_h, item = lax.rem(number, a.Hkv), lax.div(number, a.Hkv)
+        work_item = item_of(spec, work, requests(spec, work, arrays) if planned is None else planned, item)
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
@@ -142,6 +152,25 @@ class _Program(NamedTuple):
         key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
         walk = functools.partial(_over_keys, spec, work, prepared, work_item)
         return cls(work_item, row, Attention(prepared, tiles.block_q, walk, tile_at))
+
+    def fixed_splits(self, work: Work) -> tuple[Callable[[Index], Walk], Index, Index]:
+        """The walk of each split of a constant number of keys, and which of them this program computes.
+
+        All tiles are walked by one loop, which masks: in loops of their own, tiles that no row is masked in might be
+        compiled to other arithmetic, and whether a tile is one depends on the other rows.
+        """
+        item, tile, prepared = self.item, work.tiles.block_kv, self.attention.prepared
+        walk, size = walk_of(prepared.spec, tile, prepared.mask, item), fixed_splits.tiles_of_split(work.tiles)
+
+        def of(i: Index) -> Walk:
+            begin, end = jnp.maximum(walk.first, i * size), jnp.minimum(walk.last, (i + 1) * size)
+            return lambda state, step: lax.fori_loop(begin, end, lambda t, s: step(s, t * tile, True), state)
+
+        is_split = item.splits > 1
+        begin = jnp.full((), walk.first, jnp.int32) if isinstance(walk.first, int) else walk.first
+        first = jnp.where(is_split, item.split, lax.div(begin, jnp.int32(size)))
+        last = jnp.where(is_split, item.split + 1, lax.div(walk.last + (size - 1), jnp.int32(size)))
+        return of, first, last
 
     def store(
         self,
@@ -176,11 +205,34 @@ def _kernel(
     program, count = _Program.of(spec, work, arrays), 2 + len(spec.stats)
     item, (columns, row_vectors) = program.item, program.attention.attend()
     program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
-    if len(refs) == count:
-        return
-    partial_out, *of_rows = refs[count:]
-    kv_h = lax.rem(pl.program_id(0), spec.Hkv)
-    i = lax.broadcasted_iota(jnp.int32, (work.tiles.block_q,), 0)
+    if len(refs) > count:
+        _store_partial(program, refs[count:], pl.program_id(0), columns, row_vectors)
+
+
+def _fixed_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
+    """The same with splits of a constant number of keys; a program takes items in a grid-stride loop."""
+    del before
+    of = requests(spec, work, arrays)
+    count = 2 + len(spec.stats)
+
+    def compute(number: jax.Array) -> None:
+        program = _Program.of(spec, work, arrays, number, of)
+        item, sums = program.item, fixed_splits.attend(program.attention, *program.fixed_splits(work))
+        columns, row_vectors = fixed_splits.finish(spec, sums)
+        program.store(refs[:count], columns, row_vectors, whole=(item.queries > 0) & (item.splits == 1))
+        if len(refs) > count:
+            _store_partial(program, refs[count:], number, sums.out, sums.vectors)
+
+    split_kv.grid_stride(jnp.sum(of.tiles * of.splits) * spec.Hkv, compute)
+
+
+def _store_partial(
+    program: _Program, refs: Sequence[Ref], number: jax.Array, columns: Columns, row_vectors: RowVectors
+) -> None:
+    """Stores the partial result of an item, if its keys are split: out and vectors."""
+    (partial_out, *of_rows), item, spec = refs, program.item, program.attention.prepared.spec
+    kv_h = lax.rem(number, spec.Hkv)
+    i = lax.broadcasted_iota(jnp.int32, (program.attention.rows,), 0)
     is_split = program.row.exists & (item.splits > 1)
     for ref, x in zip(of_rows, row_vectors, strict=True):
         language.store(spec.route, ref.at[(item.slot, kv_h, i)], x, mask=is_split)
@@ -189,13 +241,18 @@ def _kernel(
 
 def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], before: list[Ref], *refs: Ref) -> None:
     program = _Program.of(spec, work, arrays)
+    row_lse = language.load(spec.route, before[1].at[(program.row.n, program.row.h)])
 
     def fix() -> None:
-        columns, row_vectors, attended = program.attention.repair()
-        program.store(refs, columns, row_vectors, whole=program.item.queries > 0, keeps=attended.bad > 0.0)
+        if work.fixed_splits:
+            sums, attended = fixed_splits.repair(program.attention, *program.fixed_splits(work))
+            columns, row_vectors = fixed_splits.finish(spec, sums)
+        else:
+            columns, row_vectors, attended = program.attention.repair()
+        marked = (row_lse != row_lse) & (program.item.queries > 0)  # others stay, to the last bit
+        program.store(refs, columns, row_vectors, whole=marked, keeps=attended.bad > 0.0)
 
-    marked = any_nan(language.load(spec.route, before[1].at[(program.row.n, program.row.h)]))
-    pl.when(marked & (program.item.queries > 0))(fix)
+    pl.when(any_nan(row_lse) & (program.item.queries > 0))(fix)
 
 
 def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.triton import language, split_kv
+from pallas_kernels.triton import fixed_splits, language, split_kv
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.work import (
@@ -39,7 +39,7 @@ def merge_splits(
 ) -> list[jax.Array]:
     """Writes the rows that have several splits into out [N, Hq, Dv], lse and stats [N, Hq], and returns these."""
     extents, rows = RequestExtents(arrays.indptr, arrays.lengths), work.rows_to_merge(spec)
-    run, warps = partials_at_once(work.max_splits(spec), rows)
+    run, warps = (2, 1) if work.fixed_splits else partials_at_once(work.max_splits(spec), rows)
     return launch(
         functools.partial(_kernel, spec, work, run),
         (extents, Partials.of(splits), tuple(result)),
@@ -71,7 +71,11 @@ def _kernel(
         h = lax.rem(number, a.Hq)
         row = query_to_merge(spec, work, of, lax.div(number, a.Hq))
         line = row.t * a.group + lax.rem(h, a.group)
-        columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, (lax.div(h, a.group), line))
+        at = lax.div(h, a.group), line
+        if work.fixed_splits:
+            columns, vectors = fixed_splits.merge_row(spec, splits, row.slot, row.splits, at)
+        else:
+            columns, vectors = merge_row(spec, splits, run, row.slot, row.splits, at)
         n = jnp.minimum(row.n, a.T - 1)
         for ref, x in zip(of_vectors, vectors, strict=True):
             ref[n, h] = x

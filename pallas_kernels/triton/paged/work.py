@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton import language, split_kv
+from pallas_kernels.triton import fixed_splits, language, split_kv
 from pallas_kernels.types import A, Index, Ref
 
 ROWS_PER_KEY_TILE = 8  # rows of queries; a split has at least one tile of keys for each so many
@@ -74,6 +74,7 @@ class Work:
       source: Who chose the tiles; see `pallas_kernels.plan.TileChoice`.
       queries_of_tile: Queries in a tile; None for as many as its rows hold.
       resident: Programs that are resident at once.
+      fixed_splits: Whether the keys of a split are constant in number (`pallas_kernels.triton.fixed_splits`).
     """
 
     tiles: Tiles
@@ -83,6 +84,7 @@ class Work:
     source: Literal["config", "table", "rule"] = "rule"
     queries_of_tile: int | None = None
     resident: int = split_kv.MAX_RESIDENT_PROGRAMS
+    fixed_splits: bool = False
 
     def queries(self, spec: AttentionSpec) -> int:
         """Queries in a tile."""
@@ -106,16 +108,22 @@ class Work:
 
     def max_splits(self, spec: AttentionSpec) -> int:
         """Upper bound on the splits of a tile of queries."""
+        if self.fixed_splits and self.may_split:
+            return max(1, pl.cdiv(pl.cdiv(spec.S, self.tiles.block_kv), fixed_splits.tiles_of_split(self.tiles)))
         max_queries = pl.cdiv(spec.S, self.tiles.block_kv) // self.min_tiles_per_split if self.may_split else 1
         return max(1, min(max_queries, self.num_splits(spec) + 1))
 
     def num_items(self, spec: AttentionSpec) -> int:
         """Upper bound on the work items: splits of all tiles of queries."""
         rows, max_queries = self.max_row_tiles(spec), self.max_splits(spec)
+        if self.fixed_splits:
+            return rows + self.slots(spec) if max_queries > 1 else rows
         return min(split_kv.max_items(rows, self.num_splits(spec)), rows * max_queries)
 
     def slots(self, spec: AttentionSpec) -> int:
         """Upper bound on partial results: a tile of 1.2 exact splits has 2, longer ones have more."""
+        if self.fixed_splits:
+            return min(fixed_splits.max_slots(spec.Hkv), self.max_row_tiles(spec) * self.max_splits(spec))
         return min(2 * self.num_splits(spec), self.num_items(spec))
 
     def rows_to_merge(self, spec: AttentionSpec) -> int:
@@ -177,6 +185,11 @@ def planned_requests(spec: AttentionSpec, work: Work, start: jax.Array, end: jax
     key_tiles = lax.div(length + (work.tiles.block_kv - 1), work.tiles.block_kv)
     if work.max_splits(spec) == 1:
         splits = (tiles > 0).astype(jnp.int32)
+    elif work.fixed_splits:  # either all splits of constant size in programs of their own, or none
+        wanted = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
+        of_split = fixed_splits.tiles_of_split(work.tiles)
+        splits = jnp.where(wanted > 1, lax.div(key_tiles + (of_split - 1), of_split), jnp.minimum(wanted, 1))
+        splits = fixed_splits.within_slots(splits, tiles, work.slots(spec))
     else:
         splits = split_kv.row_splits(key_tiles, tiles, work.num_splits(spec), work.min_tiles_per_split)
     return Requests(start, queries, length, tiles, splits)
@@ -222,11 +235,6 @@ class WorkItem(NamedTuple):
         t = jnp.minimum(t, jnp.maximum(jnp.minimum(self.queries, work.queries(spec)) - 1, 0))
         n = jnp.minimum(self.first + t, spec.T - 1)
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
-
-
-def work_item_of(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], item: jax.Array) -> WorkItem:
-    """The work item of an index."""
-    return item_of(spec, work, requests(spec, work, arrays), item)
 
 
 def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array) -> WorkItem:

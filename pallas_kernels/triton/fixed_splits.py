@@ -1,0 +1,200 @@
+"""Batch-invariant split-KV: splits of a constant number of keys, whose sums have the same bits whoever adds them.
+
+The first key of a split is a multiple of `KEYS_OF_SPLIT`, and splits are added in ascending order, so the result of a
+query follows from its keys alone. One program may compute all splits of a tile of queries, or one each, which a second
+kernel adds; which of both depends on the batch, and changes no bit:
+
+* Sums are held relative to a power of two, the exponent of the largest weight, rounded up. Rescaling by powers of two
+  is exact, so adding a split rounds once, however a compiler contracts it.
+* A split or a tile without visible keys adds zeros, so it does not matter which are skipped.
+
+After He et al. 2025, "Defeating Nondeterminism in LLM Inference" (Thinking Machines Lab), on fixed split sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import softmax
+from pallas_kernels.config import Tiles
+from pallas_kernels.marks import mark
+from pallas_kernels.spec import LN_2, AttentionSpec
+from pallas_kernels.triton import language
+from pallas_kernels.triton.attention import Attention, RowVectors, Walk
+from pallas_kernels.triton.containment import Attended
+from pallas_kernels.triton.head_chunks import Columns, chunks, zero_rows
+from pallas_kernels.triton.split_kv import NUM_SMS
+from pallas_kernels.triton.split_merge import Partials
+from pallas_kernels.triton.tile import weights
+from pallas_kernels.types import Index, Ref
+
+KEYS_OF_SPLIT = 1024
+MAX_PARTIALS = 8192  # partial results of all key heads: 270 MB with tiles of 64 rows and 128 columns
+MAX_PROGRAMS = 8 * NUM_SMS  # of a grid-stride loop over splits: most of what the bounds allow does not exist
+LOADED_AT_ONCE = 8  # partial results
+_LEAST = -127.0  # exponent of a factor that counts as 0
+
+
+class Sums(NamedTuple):
+    """Unnormalised sums over some splits.
+
+    Attributes:
+      exponent: Of the power of two that they are relative to, a whole number; -inf where nothing was visible.
+      row_sum: Sum of the weights; NaN marks a row (`pallas_kernels.marks`).
+      out: Sums of the weights times the values, in chunks of columns.
+      row_max: The largest natural score, if it is one of ``spec.stats``.
+    """
+
+    exponent: jax.Array
+    row_sum: jax.Array
+    out: Columns
+    row_max: tuple[jax.Array, ...]
+
+    @property
+    def vectors(self) -> RowVectors:
+        """All but `out`: what is stored of each row of a partial result."""
+        return self.exponent, self.row_sum, *self.row_max
+
+
+def vectors_of_partial(spec: AttentionSpec) -> int:
+    """How many vectors are stored of a partial result."""
+    return (2 if spec.config.batch_invariant else 1) + len(spec.stats)
+
+
+def tiles_of_split(tiles: Tiles) -> int:
+    """Tiles of keys of a split."""
+    return max(1, KEYS_OF_SPLIT // tiles.block_kv)
+
+
+def max_slots(heads: int) -> int:
+    """The most partial results of each of so many key heads."""
+    return max(1, MAX_PARTIALS // heads)
+
+
+def within_slots(splits: jax.Array, copies: jax.Array, slots: int) -> jax.Array:
+    """The splits of rows, int32 [rows]; 1 for those whose partial results would exceed the slots."""
+    used = jnp.cumsum(jnp.where(splits > 1, splits * copies, 0))
+    return jnp.where(used > slots, jnp.minimum(splits, 1), splits)
+
+
+def attend(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> Sums:
+    """The sums over the splits from `first` to `end`.
+
+    Args:
+      attention: Of the rows.
+      walk_of: The walk of a split.
+      first: The first split.
+      end: One past the last.
+    """
+
+    def one(i: Index, sums: Sums) -> Sums:
+        own = attention._replace(walk=walk_of(i))
+        return add(sums, _of_state(own, own.state()))
+
+    return lax.fori_loop(first, end, one, _nothing(attention))
+
+
+def repair(attention: Attention, walk_of: Callable[[Index], Walk], first: Index, end: Index) -> tuple[Sums, Attended]:
+    """The same from cleared values (`pallas_kernels.triton.containment`), and which rows must keep their output."""
+
+    def one(i: Index, carry: tuple[Sums, Attended]) -> tuple[Sums, Attended]:
+        own = attention._replace(walk=walk_of(i))
+        state, attended = own.repaired_state(carry[1])
+        return add(carry[0], _of_state(own, state, marked=False)), attended
+
+    return lax.fori_loop(first, end, one, (_nothing(attention), Attended.none(attention.rows)))
+
+
+def _nothing(attention: Attention) -> Sums:
+    spec, rows = attention.prepared.spec, attention.rows
+    full = lambda x: jnp.full((rows,), x, jnp.float32)
+    exponent = full(0.0 if spec.normalize == "none" else -jnp.inf)
+    zeros = zero_rows(rows, spec.Dv, spec.vector_programs.value)
+    return Sums(exponent, full(0.0), zeros, tuple(full(-jnp.inf) for _ in spec.stats))
+
+
+def _of_state(attention: Attention, state: softmax.SoftmaxState, *, marked: bool = True) -> Sums:
+    """The sums of one split, relative to a power of two."""
+    spec, log2_scale = attention.prepared.spec, attention.prepared.log2_scale
+    marks = mark(*state.out) if marked and spec.needs_marks else None
+    marked_sum = lambda x: x if marks is None else x + marks
+    if spec.normalize == "none":
+        return Sums(jnp.zeros_like(state.row_max), marked_sum(jnp.zeros_like(state.row_max)), state.out, ())
+    exponent = -jnp.floor(-(state.row_max * log2_scale))
+    finite = lambda x: jnp.where(exponent == -jnp.inf, 0.0, x)
+    factor = weights(spec, finite(state.row_max), log2_scale, finite(exponent))
+    row_max = tuple(state.row_max * (log2_scale * LN_2) for _ in spec.stats)
+    return Sums(exponent, marked_sum(state.row_sum * factor), tuple(x * factor[:, None] for x in state.out), row_max)
+
+
+def add(a: Sums, b: Sums) -> Sums:
+    """The sums over the splits of both; rounds once."""
+    exponent = jnp.maximum(a.exponent, b.exponent)
+    finite = jnp.where(exponent == -jnp.inf, 0.0, exponent)
+    of_a, of_b = _power_of_two(a.exponent - finite), _power_of_two(b.exponent - finite)
+    spread = lambda x: x[:, None] if x.ndim else x
+    out = tuple(x * spread(of_a) + y * spread(of_b) for x, y in zip(a.out, b.out, strict=True))
+    row_max = tuple(jnp.maximum(x, y) for x, y in zip(a.row_max, b.row_max, strict=True))
+    return Sums(exponent, a.row_sum * of_a + b.row_sum * of_b, out, row_max)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Two to the power of a whole number of at most 0, exactly; 0 below 2 ** -126."""
+    biased = jnp.maximum(exponent, _LEAST).astype(jnp.int32) + 127
+    return lax.bitcast_convert_type(biased << 23, jnp.float32)
+
+
+def finish(spec: AttentionSpec, sums: Sums) -> tuple[Columns, RowVectors]:
+    """Epilogue: output, in chunks of columns, lse and ``spec.stats``, as `Attention.attend` returns them."""
+    if spec.normalize == "none":
+        return tuple(x * spec.kept_scale for x in sums.out), (sums.row_sum,)
+    empty = sums.row_sum == 0.0
+    row_sum = jnp.where(empty, 1.0, sums.row_sum)
+    lse = jnp.where(empty, -jnp.inf, (sums.exponent + jnp.log(row_sum) / LN_2) * LN_2)
+    factor = spec.kept_scale / row_sum
+    out = tuple(x * (factor[:, None] if factor.ndim else factor) for x in sums.out)
+    return out, (lse, *sums.row_max)
+
+
+def merge_row(
+    spec: AttentionSpec, partials: Partials[Ref], slot: Index, count: Index, at: tuple[Index, Index]
+) -> tuple[Columns, RowVectors]:
+    """As `pallas_kernels.triton.split_merge.merge_row`: one row, whose splits are added in ascending order."""
+    scalar, size = lambda x: jnp.full((), x, jnp.float32), partials.out.shape[-1]
+    zeros = tuple(jnp.zeros((width,), jnp.float32) for _, width in chunks(size))
+    exponent = scalar(0.0 if spec.normalize == "none" else -jnp.inf)
+    start = Sums(exponent, scalar(0.0), zeros, tuple(scalar(-jnp.inf) for _ in spec.stats))
+
+    def load(i: jax.Array) -> Sums:
+        exists, here = i < count, slot + jnp.minimum(i, count - 1)
+        vector = lambda ref, other: jnp.where(exists, ref[(here, *at)], other)
+        row_sum, *row_max = partials.stats
+        out = []
+        for first, width in chunks(size):
+            column = first + lax.broadcasted_iota(jnp.int32, (width,), 0)
+            mask = (column < size) & exists
+            out.append(language.load(spec.route, partials.out.at[(here, *at, column)], mask=mask, other=0.0))
+        empty = 0.0 if spec.normalize == "none" else -jnp.inf
+        of_max = tuple(vector(ref, -jnp.inf) for ref in row_max)
+        return Sums(vector(partials.lse, empty), vector(row_sum, 0.0), tuple(out), of_max)
+
+    def run(n: jax.Array, sums: Sums) -> Sums:
+        loaded = [load(n * LOADED_AT_ONCE + k) for k in range(LOADED_AT_ONCE)]  # before the first is used
+        for other in loaded:
+            sums = add(sums, other)
+        return sums
+
+    return finish(spec, lax.fori_loop(0, pl.cdiv(count, LOADED_AT_ONCE), run, start))
+
+
+def limit_of(spec: AttentionSpec) -> str | None:
+    """What is not batch invariant, as part of a sentence, or None."""
+    if spec.config.batch_invariant and "entropy" in spec.stats:
+        return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
+    return None
