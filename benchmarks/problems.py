@@ -202,7 +202,7 @@ def _grid() -> list[Problem]:
 
 
 @_suite("one sequence of up to a million tokens: texts of 16384 in the mean, each in a window of 4096",
-        "jflex-mosaic jflex-triton")  # fmt: skip
+        "jflex jflex-mosaic jflex-triton")  # fmt: skip
 def _million() -> list[Problem]:
     """Target: at S 1048576, of 64 texts, at least 0.9 of the TFLOP/s over visited blocks at S 16384, of one."""
     return [square(1, S, 8, 128, "windows_in_texts") for S in (16384, 131072, 1048576)]
