@@ -191,10 +191,3 @@ def merge_row(
         return sums
 
     return finish(spec, lax.fori_loop(0, pl.cdiv(count, LOADED_AT_ONCE), run, start))
-
-
-def limit_of(spec: AttentionSpec) -> str | None:
-    """What is not batch invariant, as part of a sentence, or None."""
-    if spec.config.batch_invariant and "entropy" in spec.stats:
-        return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
-    return None

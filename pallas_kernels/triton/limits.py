@@ -15,12 +15,14 @@ MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 
 def limit_of_device(spec: AttentionSpec) -> str | None:
-    """What of the device, the dtype or the head sizes every kernel here refuses."""
+    """What of the device, the configuration, the dtype or the head sizes every kernel here refuses."""
     if spec.platform != "gpu" and not spec.config.interpret:
         return (
             f"it needs an NVIDIA GPU, and this call runs on {spec.platform} (for tests, "
             "config=jflex.Config(interpret=True) interprets the kernels)"
         )
+    if spec.config.batch_invariant and "entropy" in spec.stats:
+        return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
     if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and _lacks_e4m3(spec.device_kind):

@@ -115,7 +115,7 @@ def plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refus
       spec: The call; only the decoding kernel knows `spec.kv_lengths`.
       requested: Which gradients; None for forward only.
     """
-    reason = limit_of_device(spec) or fixed_splits.limit_of(spec)
+    reason = limit_of_device(spec)
     if reason is not None:
         return Refusal(reason)
     if spec.paging is not None:
