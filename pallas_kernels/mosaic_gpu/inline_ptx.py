@@ -76,7 +76,8 @@ def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: in
         new, element = np.empty_like(tile.registers), ir.F32Type.get()
         for at, register in np.ndenumerate(tile.registers):
             kind = ir.VectorType(register.type)
-            pairs = ([vector.extract(y, [], [i]) for y in (register, numbers.registers[at])] for i in range(2))
+            sources: tuple[Any, ...] = register, numbers.registers[at]
+            pairs = ([vector.extract(y, [], [i]) for y in sources] for i in range(2))
             values: Any = [llvm.inline_asm(element, pair, text, "=f,f,r") for pair in pairs]
             new[at] = vector.from_elements(kind, values)
         return _like(tile, new)
@@ -112,7 +113,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
     """
 
     def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        denominators = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
+        denominators: Any = (r.min(MAX_PAIRED_EXPONENT).exp2(approx=True) + 1.0).registers
         elements = lambda at: [vector.extract(denominators[at], [], [i]) for i in range(2)]
         new, kind = np.empty_like(denominators), denominators.flat[0].type
         for at in np.ndindex(new.shape):
