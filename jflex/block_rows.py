@@ -288,7 +288,7 @@ def _vector(name: str, given: AnyArray | list[int]) -> Int32[Array, " N"]:
 
 def _boundaries(name: str, blocks: Blocks | list[int], length: int) -> tuple[Int32[Array, " blocks_and_1"], int | None]:
     """Where blocks begin and the last ends; and the size of all, if they have one."""
-    if isinstance(blocks, int):
+    if isinstance(blocks, int | np.integer):
         size = checked_width(blocks, name)
         return jnp.asarray(np.minimum(np.arange(block_count(length, size) + 1) * size, length), jnp.int32), size
     boundaries = _vector(name, blocks)

@@ -176,6 +176,10 @@ def rows_of(indptr=(0, 1, 2), indices=(0, 1), q_blocks=16, kv_blocks=16, **more)
     return from_indptr(np.array(indptr), np.array(indices), 32, 32, q_blocks=q_blocks, kv_blocks=kv_blocks, **more)
 
 
+def test_sizes_of_numpy():
+    assert rows_of(q_blocks=np.int64(16), kv_blocks=np.int32(16)).block_size == (16, 16)
+
+
 def many_heads():
     return jflex.create_block_mask(lambda b, h, q, k: q + h >= k, None, 2, 32, 32)
 
