@@ -90,8 +90,8 @@ class BlockSparseRows:
 
         Raises:
           TypeError: An array is not of integers, or a length is not an integer.
-          ValueError: Numbers of blocks do not match; or, if values are known, an array that should ascends not, ends
-            beyond its length, or a block does not exist or is listed twice for one query block. Traced values are not
+          ValueError: Numbers of blocks do not match; or, if values are known, an array does not ascend, or ends beyond
+            its length; or a block does not exist, or is listed twice for one query block. Traced values are not
             checked: blocks that do not exist are dropped, and none may be listed twice.
         """
         lengths = checked_size(Q_LEN, "Q_LEN"), checked_size(KV_LEN, "KV_LEN")
@@ -233,12 +233,12 @@ class BlockSparseRows:
         page_size = self.block_size[1]
         if page_size is None or self.seq_lengths[1] % page_size:
             raise ValueError(
-                f"key blocks must be pages of one size. Got {self.seq_lengths[1]} keys in blocks of "
+                f"`kv_blocks` must be pages of one size. Got {self.seq_lengths[1]} keys in blocks of "
                 f"{'different sizes' if page_size is None else page_size}. Attend to key and value arrays with "
                 "`flex_attention` and `to_block_mask()`, which takes any blocks."
             )
         counts = jnp.diff(self.indptr)
-        lengths = counts * page_size if self.kv_lengths is None else jnp.minimum(self.kv_lengths, counts * page_size)
+        lengths = counts * page_size if self.kv_lengths is None else jnp.clip(self.kv_lengths, 0, counts * page_size)
         width = self._page_table_width(max_pages, counts)
         entry = jnp.arange(width, dtype=jnp.int32)[None]
         at = jnp.minimum(self.indptr[:-1, None] + entry, max(0, len(self.indices) - 1))
@@ -253,7 +253,9 @@ class BlockSparseRows:
         if width < longest:
             raise ValueError(f"`max_pages` must be at least {longest}, the pages of the longest row. Got {max_pages}.")
         if np.any(np.asarray(self.indices)[: int(self.indptr[-1])] == 0):
-            raise ValueError("key block 0 must not be listed: page 0 of a cache holds no tokens. Number pages from 1.")
+            raise ValueError(
+                "`indices` must not list key block 0: page 0 of a cache holds no tokens. Number pages from 1."
+            )
         return width
 
     def _mask_of_elements(self, table: Int32[Array, "R C"]) -> MaskMod:
@@ -288,7 +290,7 @@ def _vector(name: str, given: AnyArray | list[int]) -> Int32[Array, " N"]:
 
 def _boundaries(name: str, blocks: Blocks | list[int], length: int) -> tuple[Int32[Array, " blocks_and_1"], int | None]:
     """Where blocks begin and the last ends; and the size of all, if they have one."""
-    if isinstance(blocks, int):
+    if isinstance(blocks, int | np.integer):
         size = checked_width(blocks, name)
         return jnp.asarray(np.minimum(np.arange(block_count(length, size) + 1) * size, length), jnp.int32), size
     boundaries = _vector(name, blocks)
@@ -318,4 +320,6 @@ def _check_numbers(indptr: Int32[Array, " R_and_1"], indices: Int32[Array, " N"]
                 f"{row}."
             )
         if len(np.unique(numbers)) < len(numbers):
-            raise ValueError(f"`indices` list a key block twice for query block {row}: {numbers.tolist()}.")
+            raise ValueError(
+                f"`indices` list a key block twice for query block {row}: {numbers.tolist()}. List it once."
+            )

@@ -176,6 +176,16 @@ def rows_of(indptr=(0, 1, 2), indices=(0, 1), q_blocks=16, kv_blocks=16, **more)
     return from_indptr(np.array(indptr), np.array(indices), 32, 32, q_blocks=q_blocks, kv_blocks=kv_blocks, **more)
 
 
+def test_negative_lengths_are_zero():
+    rows = rows_of((0, 1, 2), (1, 1), kv_lengths=[-5, 3])
+    assert rows.to_paged_batch().kv_lengths.tolist() == [0, 3]
+    assert rows.to_block_mask().to_elements().sum() == 16 * 3
+
+
+def test_sizes_of_numpy():
+    assert rows_of(q_blocks=np.int64(16), kv_blocks=np.int32(16)).block_size == (16, 16)
+
+
 def many_heads():
     return jflex.create_block_mask(lambda b, h, q, k: q + h >= k, None, 2, 32, 32)
 
@@ -239,7 +249,7 @@ ROWS = [
         ValueError,
         r"pages of one size. Got 32 keys in blocks of 20",
     ),
-    ("zero", lambda: rows_of().to_paged_batch(), ValueError, r"key block 0 must not be listed"),
+    ("zero", lambda: rows_of().to_paged_batch(), ValueError, r"`indices` must not list key block 0"),
     (
         "narrow",
         lambda: rows_of((0, 2, 2), (1, 0)).to_paged_batch(max_pages=1),

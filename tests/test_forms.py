@@ -48,6 +48,25 @@ def test_what_is_added():
     assert patterns.addend(program_of(lambda s, b, h, q, k: s + s), 1.0) is None
 
 
+SIGMOIDS = [
+    (lambda s, b, h, q, k: jax.nn.sigmoid(s - 3.0), True),
+    (lambda s, b, h, q, k: s - 2.0 * jax.nn.sigmoid(jnp.where(q < k, s, jnp.exp(s))), True),
+    (lambda s, b, h, q, k: s * s, True),  # without one
+    (lambda s, b, h, q, k: jnp.where(q < k, jax.nn.sigmoid(s), s), False),
+    (lambda s, b, h, q, k: jnp.maximum(jax.nn.sigmoid(s), 0.5), False),
+    (lambda s, b, h, q, k: s * jax.nn.sigmoid(s), False),
+    (lambda s, b, h, q, k: jnp.log(jax.nn.sigmoid(s)), False),
+    (lambda s, b, h, q, k: 1.0 / jax.nn.sigmoid(s), False),
+    (lambda s, b, h, q, k: jnp.round(jax.nn.sigmoid(s)).astype(jnp.int32).astype(jnp.float32), False),
+]
+
+
+@pytest.mark.parametrize(("mod", "linear"), SIGMOIDS)
+def test_linear_in_logistics(mod, linear):
+    assert patterns.is_linear_in(program_of(mod), "logistic") == linear
+    assert not patterns.is_linear_in(None, "logistic")
+
+
 @pytest.mark.parametrize(("walked", "fixed", "signs"), [("k", "q", (1, -1)), ("q", "k", (-1, 1))])
 def test_a_distance_is_that_of_the_walked_index(walked, fixed, signs):
     (found,) = patterns.distances(ALIBI, walked, fixed)

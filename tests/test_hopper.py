@@ -44,7 +44,7 @@ def test_gradients_in_one_pass(case):
 SPILLS = {"forward": 48, "backward": 460}
 KNOWN_SPILLS = {
     "softcap_of_much": 560,  # the backward kernel for dK and dV; 8684 with a tile of 128 by 128
-    "two_groups_dropout_wide": 520,  # the hash of dropout beside ALiBi
+    "two_groups_dropout_wide": 560,  # the hash of dropout beside ALiBi
     "switch": 480,  # it computes more on each element than registers hold
     "two_groups_table": 576,  # addresses of elements: backward 535 TFLOP/s with such a table (D 128), `triton` 217
 }

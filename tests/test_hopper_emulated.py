@@ -2,14 +2,16 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jflex
 from pallas_kernels.mosaic_gpu import pipeline
 from tests import evaluation, hopper_emulator
 from tests.hopper_cases import HOPPER, MANY, ONE_PASS
-from tests.hopper_emulator import Barrier, Cta, Memory
+from tests.hopper_emulator import Barrier, Cta, Memory, emulated
 
 # What `.ci/run` takes; `-m long` takes all others, in ten minutes.
 USUAL = {
@@ -37,6 +39,38 @@ def test_results_and_gradients(case):
 def test_gradients_in_one_pass(case):
     names = ("query", "key", "value", *evaluation.draw(case).floats())
     evaluation.check_gradients(case, "mosaic_gpu-emulated_one_pass", names)
+
+
+def root_of_distance(q, k):
+    return jnp.sqrt((q - k).astype(jnp.float32) + 0.5)
+
+
+# Mods, the length, and `normalize`: what a logistic must not have of the element that it shares a reciprocal with.
+PAIRS = {
+    "padding_key": (lambda s, b, h, q, k: jax.nn.sigmoid(s * jnp.log(s)), 129, "none"),  # NaN where s is 0
+    "dropped_by_select": (
+        lambda s, b, h, q, k: jnp.where(q >= k, jax.nn.sigmoid(s * root_of_distance(q, k)), -1.0), 128, "softmax"
+    ),
+    "logarithm": (lambda s, b, h, q, k: jnp.log(jax.nn.sigmoid(10 * s - 100)), 128, "softmax"),
+    "factor": (lambda s, b, h, q, k: jnp.exp(100 - 20 * s) * jax.nn.sigmoid(20 * s - 100), 128, "softmax"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mod", "length", "normalize"), PAIRS.values(), ids=PAIRS)
+def test_logistics_are_those_of_single_elements(mod, length, normalize):
+    """Of output and d_value: the others are NaN by the rules of JAX for a select."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (jnp.asarray(np.abs(rng.normal(size=(1, length, 1, 64))), jnp.bfloat16) for _ in range(4))
+
+    def run(implementation):
+        attend = lambda v: jflex.flex_attention(q, k, v, mod, normalize=normalize, implementation=implementation)
+        out, pull = jax.vjp(attend, v)
+        return out, *pull(d_out)
+
+    with emulated():
+        found = run("mosaic_gpu")
+    for x, y in zip(found, run("reference"), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2)
 
 
 def case_named(name):

@@ -90,10 +90,10 @@ def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method):
         paged_evaluation.check(CASES[8], attend(CASES[8]))
 
 
-@pytest.mark.parametrize("out_of", ["mask", "length"])
+@pytest.mark.parametrize("out_of", ["mask", "length", "length_of_sigmoid"])
 def test_nan_that_no_query_sees(out_of):
-    """In rows that a window hides, which the kernels of Triton repair, and in rows past the length."""
-    rng, lengths, page = np.random.default_rng(2), (170, 300), 16
+    """In rows that a window hides, which the kernels of Triton repair, and in rows past the length, also an odd one."""
+    rng, lengths, page = np.random.default_rng(2), (171, 301), 16
     per = [-(-n // page) for n in lengths]
     rows = jnp.asarray(rng.normal(size=(sum(per) + 1, page, 1, 80)), jnp.bfloat16)
     table = np.full((2, max(per) + 2), 2147480000, np.int32)
@@ -101,6 +101,7 @@ def test_nan_that_no_query_sees(out_of):
     batch = jflex.paged.PagedBatch(INT([0, 1, 4]), INT(lengths), jnp.asarray(table))
     q = jnp.asarray(rng.normal(size=(4, 8, 80)), jnp.bfloat16)
     mask = (lambda b, h, i, j: (i >= j) & (i - j < 20)) if out_of == "mask" else None
+    score = (lambda s, b, h, i, j: 4 * jax.nn.sigmoid(s)) if out_of == "length_of_sigmoid" else None
 
     def found(value):
         filled = rows
@@ -110,6 +111,7 @@ def test_nan_that_no_query_sees(out_of):
         cache = jflex.paged.LatentCache(filled, 16)
         options = {
             "mask_mod": mask,
+            "score_mod": score,
             "scale": 0.2,
             "return_lse": True,
             **paged_evaluation.options_of(f"{BACKEND}-interpret"),
@@ -223,7 +225,7 @@ def paged_spec():
     ("sizes", "slower"),
     [
         ({}, None),
-        ({"Hq": 16}, "below 32 query rows to a request (here 16), it is faster"),
+        ({"Hq": 16}, "below 32 query rows to a request (here 16) loading keys bounds the time"),
         ({"Hq": 16, "T": 2}, None),
         ({"T": 2, "mask_mod": jflex.masks.causal()}, None),
         (

@@ -254,6 +254,22 @@ def test_sharded_batch_and_heads(kind):
     assert_close(jax.tree.map(np.asarray, found), right)
 
 
+@pytest.mark.parametrize("axes", [("data", None, "model"), ("data", "model"), ("data", None, None, "model")], ids=str)
+@pytest.mark.parametrize("queries", ["first", "mean"])
+def test_scores_of_shared_keys_in_a_mesh_with_explicit_axes(axes, queries):
+    """Keys of batch size 1, and any axis of queries and keys sharded."""
+    (query, key, _), mesh = (
+        arrays(),
+        jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2),
+    )
+    score = functools.partial(jflex.block_scores, block_size=16, queries=queries)
+    right = score(query, key[:1])
+    with jax.set_mesh(mesh):
+        place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+        found = jax.jit(score)(place(query, *axes), place(key[:1], None, *axes[1:]))
+    assert_close(np.asarray(found), np.asarray(right))
+
+
 # ---------------------------------------------------------------- wrong input
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
@@ -62,11 +63,8 @@ def block_scores(
             "`query` [B, T, Hq, D] and `key` [B or 1, S, Hkv, D] must have the same D, and Hkv must divide Hq. Got "
             f"shapes {query.shape} and {key.shape}."
         )
-    batch, _, heads, size = query.shape
-    one = query[:, ::q_block].astype(jnp.float32) if queries == "first" else _means(query, q_block)
-    one = one.reshape(batch, one.shape[1], key.shape[2], heads // key.shape[2], size).mean(axis=3)
-    means = jnp.broadcast_to(_means(key, kv_block), (batch, block_count(key.shape[1], kv_block), *key.shape[2:]))
-    return jnp.einsum("brhd,bchd->bhrc", one, means)
+    compute = functools.partial(_scores, blocks=(q_block, kv_block), by_mean=queries == "mean")
+    return partitioned_by_xla(compute, lambda: _by_batch_and_head(query, key))(query, key)
 
 
 def select_blocks(
@@ -132,6 +130,21 @@ def select_blocks(
         allowed = jnp.broadcast_to(allowed, scores.shape) & _checked_visible(jnp.asarray(visible), scores.shape)
     best = partitioned_by_xla(functools.partial(_best, k=k), lambda: leading_axes(scores, scores.ndim - 2))
     return best(scores, jnp.asarray(always), allowed)
+
+
+def _scores(
+    query: Float[Array, "B T Hq D"], key: Float[Array, "#B S Hkv D"], *, blocks: tuple[int, int], by_mean: bool
+) -> Float[Array, "B Hkv R C"]:
+    (batch, _, heads, size), kv_heads = query.shape, key.shape[2]
+    one = _means(query, blocks[0]) if by_mean else query[:, :: blocks[0]].astype(jnp.float32)
+    one = one.reshape(batch, one.shape[1], kv_heads, heads // kv_heads, size).mean(axis=3)
+    means = jnp.broadcast_to(_means(key, blocks[1]), (batch, block_count(key.shape[1], blocks[1]), *key.shape[2:]))
+    return jnp.einsum("brhd,bchd->bhrc", one, means, precision="highest")
+
+
+def _by_batch_and_head(query: jax.Array, key: jax.Array) -> PartitionSpec:
+    """The sharding of scores: that of the batch of the queries, and of the heads of the keys."""
+    return PartitionSpec(jax.typeof(query).sharding.spec[0], jax.typeof(key).sharding.spec[2])
 
 
 def _means(x: jax.Array, block: int) -> Float[Array, "B blocks H D"]:

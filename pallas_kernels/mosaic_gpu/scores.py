@@ -56,6 +56,7 @@ class Scores(NamedTuple):
       mask: The mask mod, with its loop-invariant values.
       dropout: What decides which weights dropout keeps, likewise.
       fixed: The first index along the axis that the mainloop does not go along.
+      pairs: Whether logistics of the score mod are computed in pairs in tiles where nothing is masked.
     """
 
     spec: AttentionSpec
@@ -65,6 +66,7 @@ class Scores(NamedTuple):
     mask: Evaluation | None
     dropout: Evaluation | None
     fixed: jax.Array
+    pairs: bool
 
     @property
     def walk(self) -> Walk:
@@ -141,7 +143,9 @@ def prepare(
     score = evaluate_fixed(spec.programs.score, arrays.score_operands, captured.score, nodes)
     mask = evaluate_fixed(spec.programs.mask, arrays.mask_operands, captured.mask, None)
     dropout = evaluate_fixed(spec.programs.dropout, arrays.dropout_operands, captured.dropout, None)
-    return Scores(spec, tile, transposed, score, mask, dropout, first)
+    # A pair shares its NaN, which may come from a padding key: it has rows of its own in a transposed tile.
+    pairs = patterns.is_linear_in(spec.programs.score, "logistic") and not (transposed and may_end)
+    return Scores(spec, tile, transposed, score, mask, dropout, first, pairs)
 
 
 class Prefetched(NamedTuple):
@@ -217,12 +221,12 @@ def modify(
         assert spec.programs.score is not None  # what `prepare` began to evaluate
         scaled = Product(raw, jnp.full((), spec.scale, jnp.float32))
         score = prefetched.score or _at(scores, scores.score, spec.programs.score, first)
-        if not is_partial:
-            score = Evaluation(_space(score).where_all_visible(), score.values, score.products)
         tiles = zip(bias_tiles.bias_loads(spec, transposed=scores.transposed) if bias else (), bias, strict=True)
         load_tile: Any = plg.load  # jax < 0.11: wants an index
         loaded = {bias_load.load: load_tile(ref, layout=TILE) for bias_load, ref in tiles}
         score = score.child(loaded, {spec.programs.score.argument("score"): scaled})
+        if scores.pairs and not is_partial:
+            score = _with_pairs(score, spec.programs.score)
         added, multiple = patterns.addend(spec.programs.score, spec.scale), patterns.multiple(spec.programs.score)
         if added is not None:
             s = _added(spec, score, raw, added)
@@ -296,6 +300,14 @@ def _distances(scores: Scores, prepared: Evaluation, program: Program, first: In
         start = lax.broadcast_in_dim(other, number.shape, (0,)) + number * distance.walked_sign
         result[distance.node] = inline_ptx.continue_columns(TILE, start, columns, distance.walked_sign)
     return result
+
+
+def _with_pairs(score: Evaluation, program: Program) -> Evaluation:
+    """Computes the logistics of a score mod in pairs, but none that its derivative alone has."""
+    paired = Evaluation(_space(score).with_pairs(), score.values, score.products)
+    for node in (x for x in program.nodes if x.op == "logistic"):
+        paired(node)
+    return Evaluation(score.space, paired.values, paired.products)
 
 
 def _space(prepared: Evaluation) -> TileSpace:

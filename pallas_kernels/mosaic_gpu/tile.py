@@ -50,7 +50,7 @@ class TileSpace(Space):
     ) -> None:
         block_q, block_kv = tile
         self.refs, self.operand_shapes, self.transposed, self.may_end = refs, shapes, transposed, may_end
-        self.all_visible = False
+        self.pairs = False
         self.shapes = {
             Axes.ROW: (block_q,),
             Axes.COLUMN: (block_kv,),
@@ -117,19 +117,20 @@ class TileSpace(Space):
         """The logistic by SFU functions, for its inputs have 16 bits: two for each element, or three for a pair.
 
         A pair shares its NaN. So only tiles without hidden elements have pairs, and both elements are of one query.
+        It has small errors where values are below 2 ** -63 (see `patterns.is_linear_in`).
         """
         if kind == Axes.UNIFORM:
             return {}
-        if kind == Axes.TILE and self.all_visible:
+        if kind == Axes.TILE and self.pairs:
             logistic = functools.partial(inline_ptx.logistic_of_pairs, of_rows=self.transposed)
         else:
             logistic = functools.partial(inline_ptx.logistic, self.layouts[kind])
         return {"logistic": OfMultiple(-LOG2_E, logistic)}
 
-    def where_all_visible(self) -> TileSpace:
+    def with_pairs(self) -> TileSpace:
         """For tiles in which nothing is masked."""
         space = copy.copy(self)
-        space.all_visible = True
+        space.pairs = True
         return space
 
 

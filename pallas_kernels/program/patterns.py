@@ -165,6 +165,32 @@ def _factor(node: Node, axis: str) -> int | None:
     return bounded[0] + bounded[1] if node.op == "add" else bounded[0] - bounded[1] if node.op == "sub" else -bounded[0]
 
 
+def is_linear_in(program: Program | None, op: str) -> bool:
+    """Whether values of `op` are summed up to the output, with factors that are no tile values and with other terms.
+
+    Then a NaN of such a value is one of the output, which no select drops, and a small error stays as small: a
+    logarithm, or another factor, would make it large.
+    """
+    if program is None:
+        return False
+    result: dict[Node, bool] = {}  # whether values of `op` enter a node
+    for node in program.nodes:
+        entered = any(result[x] for x in node.inputs)
+        if entered and not _is_term(node):
+            return False
+        result[node] = entered or (node.op == op and node.kind == Axes.TILE)
+    return True
+
+
+def _is_term(node: Node) -> bool:
+    """Whether a node is a sum of its inputs, or a multiple by a value that is no tile value."""
+    if node.dtype.kind in "biu":
+        return False
+    if node.op == "mul":
+        return sum(x.kind == Axes.TILE for x in node.inputs) == 1
+    return node.op in ("add", "sub", "neg", "call", "stop_gradient", "convert_element_type")
+
+
 def clauses(program: Program | None) -> tuple[list[Node], list[Node]]:
     """The conjuncts of a mask: first those that compare indices alone, then the rest."""
     ordered, others, left = [], [], [] if program is None else [program.output]

@@ -227,7 +227,8 @@ class Step(NamedTuple):
         prepared, first = self.prepared, jnp.minimum(tile, self.end - 1) * TILE_KEYS
         end = jnp.where(tile < self.end, self.length, 0)
         by_clause = has_spare_registers(prepared.spec.programs.score)
-        s = scores.modify(prepared, raw, first, prepared.mask is not None, by_clause=by_clause).s
+        # Partial without a mask, too: keys past the end, which may be NaN, are masked by `cut` alone.
+        s = scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s
 
         def cut(s: jax.Array) -> jax.Array:
             exists = first + plg.broadcasted_iota(jnp.int32, (TILE_KEYS,), 0, layout=COLUMN) < end
