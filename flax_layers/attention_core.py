@@ -229,8 +229,9 @@ def attend(
     """
     if context is not None and mods.selection is not None:
         raise ValueError(
-            "`block_mask` must not be a BlockSelection in a call with `context`: tokens are held in the order of the "
-            "devices, and blocks would be selected in that order. Pass a `mask_mod`."
+            "`block_mask` must not be a BlockSelection in a call with `context`: a BlockSelection takes the tokens of "
+            "whole sequences in their natural order. Got a BlockSelection. Pass a BlockMask or a `mask_mod` to this "
+            "call, or leave out `context`."
         )
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     dropout: dict[str, Any] = {}

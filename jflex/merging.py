@@ -122,24 +122,24 @@ def merge_over(state: AttentionState, axis: str) -> AttentionState:
         return AttentionState(out, jnp.zeros(state.lse.shape, state.lse.dtype), "none")
     lse = state.lse.astype(exact)
     row_max = None if state.max is None else jax.lax.pmax(_row_max(state), axis)
-    top = jax.lax.pmax(lse, axis)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weight = jnp.exp(lse - top)
+    lse_max = jax.lax.pmax(lse, axis)
+    lse_max = jnp.where(lse_max == -jnp.inf, 0, lse_max)
+    weight = jnp.exp(lse - lse_max)
     value = jnp.where((lse == -jnp.inf)[..., None], 0, state.out.astype(exact))
     columns = [weight[..., None] * value, weight[..., None]]
-    if state.entropy is not None:  # of unnormalised weights w: sum w (entropy - log w) / total + log total
+    if state.entropy is not None:  # of unnormalised weights w: sum w (entropy - log w) / sum w + log sum w
         own = jnp.where(lse == -jnp.inf, 0, state.entropy.astype(exact))
-        columns.append((weight * (own - log_weight(lse, top)))[..., None])
-    total = jax.lax.psum(jnp.concatenate(columns, axis=-1), axis)
+        columns.append((weight * (own - log_weight(lse, lse_max)))[..., None])
+    sums = jax.lax.psum(jnp.concatenate(columns, axis=-1), axis)
     size = state.out.shape[-1]
-    weights = total[..., size]
+    weights = sums[..., size]
     sees_nothing = weights == 0
     safe = jnp.where(sees_nothing, 1, weights)
     entropy = None
     if state.entropy is not None:
-        entropy = jnp.where(sees_nothing, 0, total[..., size + 1] / safe + jnp.log(safe))
-    merged_lse = jnp.where(sees_nothing, -jnp.inf, top + jnp.log(safe))
-    return AttentionState(total[..., :size] / safe[..., None], merged_lse, max=row_max, entropy=entropy)
+        entropy = jnp.where(sees_nothing, 0, sums[..., size + 1] / safe + jnp.log(safe))
+    merged_lse = jnp.where(sees_nothing, -jnp.inf, lse_max + jnp.log(safe))
+    return AttentionState(sums[..., :size] / safe[..., None], merged_lse, max=row_max, entropy=entropy)
 
 
 def with_sinks(state: AttentionState, sinks: Float[AnyArray, " Hq"]) -> AttentionState:

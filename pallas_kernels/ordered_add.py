@@ -24,7 +24,7 @@ def ordered_add(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Ar
     order = jnp.argsort(positions, stable=True)
     positions, values = positions[order], values[order]
     differs = positions[1:] != positions[:-1]
-    yes = jnp.ones((1,), bool)
+    yes = jnp.ones((min(1, positions.size),), bool)
     begins, ends = jnp.concatenate([yes, differs]), jnp.concatenate([differs, yes])
 
     def combine(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

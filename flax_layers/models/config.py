@@ -36,7 +36,7 @@ class ModelConfig:
         head_dim: Size of a head.
         layers: The attention of each layer.
         max_positions: The longest context.
-        activation: Activation of the gate of the MLP: a name in `flax_layers.models.decoder.ACTIVATIONS`.
+        activation: Activation of the gate of the MLP: a name in `flax_layers.models.block.ACTIVATIONS`.
         norm_epsilon: Epsilon of all RMS norms.
         norm_offset: Added to the scales of all RMS norms: 1 in Gemma.
         post_norms: Whether the outputs of attention and MLP are normalised before they are added to the stream.

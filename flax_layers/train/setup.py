@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from flax_layers.models import Decoder, ModelConfig, from_pretrained
+from flax_layers.models.block import MakeScoreMod
 from flax_layers.models.checkpoint import read_folder_config
 from flax_layers.models.config_json import write_config
-from flax_layers.models.decoder import MakeScoreMod
 from flax_layers.models.folders import check_replaceable
 from flax_layers.models.sharding import RULES, parameter_shardings
 from flax_layers.train import parallel

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from flax_layers.models import LayerConfig, ModelConfig
-from flax_layers.models.decoder import MakeScoreMod
+from flax_layers.models.block import MakeScoreMod
 from flax_layers.nnx import AlibiBias, RelativeBias
 from flax_layers.train.errors import InputError
 

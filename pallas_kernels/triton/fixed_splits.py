@@ -1,8 +1,9 @@
 """Batch-invariant split-KV: splits of a constant number of keys, whose sums have the same bits whoever adds them.
 
-The first key of a split is a multiple of `KEYS_OF_SPLIT`, and splits are added in ascending order, so the result of a
-query follows from its keys alone. One program may compute all splits of a tile of queries, or one each, which a second
-kernel adds; which of both depends on the batch, and changes no bit:
+A split begins at a multiple of `KEYS_OF_SPLIT`, counted in keys or, with lists of blocks, in keys of the listed tiles.
+Splits are added in ascending order, so the result of a query follows from its keys and lists alone. One program may
+compute all splits of a tile of queries, or one each, which a second kernel adds; which of both depends on the batch,
+and changes no bit:
 
 * Sums are held relative to a power of two, the exponent of the largest weight, rounded up. Rescaling by powers of two
   is exact, so adding a split rounds once, however a compiler contracts it.
