@@ -228,11 +228,8 @@ def paged_spec():
         ({"Hq": 16}, "below 32 query rows to a request (here 16) loading keys bounds the time"),
         ({"Hq": 16, "T": 2}, None),
         ({"T": 2, "mask_mod": jflex.masks.causal()}, None),
-        (
-            {"mask_mod": COMPILED["window"]["mask_mod"]},
-            "with a mask that hides earlier keys, its kernel was not measured",
-        ),
-        ({"mask_mod": lambda b, h, q, k: SLOPES[k % 128] > 0.5}, "with a mask that hides earlier keys"),
+        ({"mask_mod": COMPILED["window"]["mask_mod"]}, None),
+        ({"mask_mod": lambda b, h, q, k: SLOPES[k % 128] > 0.5}, None),
     ],
     ids=["128 heads", "16 heads", "two tokens", "causal", "window", "captured"],
 )
