@@ -94,14 +94,15 @@ class TestCommittedTables:
         keys = [tables.Key(**entry["key"]) for entry in content["entries"]]
         assert len(keys) == len(set(keys)) > 0
         for key, tiles in tables.entries(name).items():
-            assert key.kernel in (*tables.KERNELS, *tables.HOPPER_KERNELS)
+            assert key.kernel in (*tables.KERNELS, *tables.OFFICIAL_KERNELS, *tables.HOPPER_KERNELS)
             assert key.head_size in tables.HEAD_SIZES
             assert (key.mods in tables.MODS, key.length in tables.LENGTHS) == (True, True)
             if key.kernel in tables.HOPPER_KERNELS:
                 assert tiles in search_space.configurations(key.kernel, key.head_size)
                 continue
-            by_element = (4 if key.kernel == "dkv" else 2) if key.mods == "elements" else 0
-            assert cost.may_work(key.kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
+            kernel = key.kernel.removesuffix("_official")
+            by_element = (4 if kernel == "dkv" else 2) if key.mods == "elements" else 0
+            assert cost.may_work(kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
 
     def test_provenance(self, name):
         content = tables.read(name)
