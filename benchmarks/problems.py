@@ -365,7 +365,7 @@ def _mixed() -> list[Problem]:
     return [mixed, *parts_of_mixed(mixed)]
 
 
-@_suite("splits and tiles that do not depend on the batch, beside those that do", "jflex-invariant jflex", served=True)
+@_suite("`Config(batch_invariant=True)` beside the default", "jflex-invariant jflex", served=True)
 def _batch_invariant() -> list[Problem]:
     """Target: decoding takes at most 1.15 times as long. What prefill and cascades cost is measured beside it."""
     return [*_decode(), *_paged(), *_mixed(), *_cascade()]

@@ -20,7 +20,7 @@ class BlockSelection:
     block select `k` blocks of keys together: their own, and of those before it the ones with the largest scores
     (`jflex.block_scores`, `jflex.select_blocks`). A score is the product of the first query of the block, averaged over
     the heads that share a key head, and the mean of the keys; so no output depends on later inputs. Queries and keys
-    are those that attend, rotated if the layer does so, but without the vector mods of a call.
+    are rotated if the layer rotates them. Vector mods of a call do not change the scores.
 
     A layer that is trained with it computes blocks of the selection alone, forward and backward, and is compiled once.
     The selection has no gradient: the projections learn through the attention to what is selected. Decoding does not

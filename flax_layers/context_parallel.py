@@ -54,7 +54,7 @@ class ContextParallel:
         return jnp.asarray(jflex.context_parallel.positions(np.array(self.order), length))
 
     def chunk(self, length: int) -> int:
-        """Tokens of a chunk, of which each device holds one or more: an equal run of a sequence.
+        """Tokens of a chunk. A sequence is cut into equal chunks, and a device holds one or more of them.
 
         Args:
             length: Tokens of a sequence.

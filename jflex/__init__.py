@@ -24,7 +24,6 @@ from jflex.block_mask.selection import block_scores as block_scores
 from jflex.block_mask.selection import select_blocks as select_blocks
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
-from jflex.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.cascade import cascade_attention as cascade_attention
 from jflex.cascade_level import CascadeLevel as CascadeLevel
 from jflex.config import Config as Config
@@ -56,6 +55,7 @@ from jflex.mods.types import OutputMod as OutputMod
 from jflex.mods.types import ScoreMod as ScoreMod
 from jflex.mods.types import VectorMod as VectorMod
 from jflex.paged.attention import paged_attention as paged_attention
+from jflex.paged.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.rotary.rope import rope as rope
 from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
 from jflex.state import AttentionState as AttentionState

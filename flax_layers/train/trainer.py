@@ -287,7 +287,7 @@ class Trainer:
         return jax.lax.with_sharding_constraint(x, parallel.placed(self.mesh, *axes))
 
     def _divided(self, x: Array) -> Array:
-        """Tokens of rows in the order of the devices of `context`, each of which takes its own: nothing is sent."""
+        """Puts the tokens of rows in the order of the devices. All devices have all tokens, so nothing is sent."""
         if self._context is None:
             return x
         order = self._context.order

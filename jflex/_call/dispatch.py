@@ -84,9 +84,8 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
       ValueError: As `names_of`.
       UnsupportedError: None of the requested backends supports the call.
     """
-    selection = select(implementation, spec)
-    if selection.name is None:
-        raise UnsupportedError(_refusal(selection, spec, None))
+    selection = check_supported(implementation, spec)
+    assert selection.name is not None  # it is supported
     if implementation is None and selection.name == "xla" and spec.platform == "gpu":
         warnings.warn(
             f"{caller} runs on the slower implementation 'xla' on this GPU. {_text(selection)}. Pass "
@@ -96,8 +95,8 @@ def select_forward(implementation: Implementation, spec: AttentionSpec, caller: 
     return selection.name
 
 
-def check_supported(implementation: Implementation, spec: AttentionSpec) -> None:
-    """Raises if no requested backend supports a call, without a warning: the call itself gives that.
+def check_supported(implementation: Implementation, spec: AttentionSpec) -> Selection:
+    """What runs the forward pass, without a warning: the call itself gives that.
 
     Raises:
       ValueError: As `names_of`.
@@ -106,6 +105,7 @@ def check_supported(implementation: Implementation, spec: AttentionSpec) -> None
     selection = select(implementation, spec)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, None))
+    return selection
 
 
 class Passes(NamedTuple):

@@ -87,7 +87,7 @@ def select_blocks(
 
     Args:
       scores: Such as those of `block_scores`, [B, Hkv, R, C].
-      k: How many, those that are always selected included.
+      k: How many. Blocks that are always selected count.
       block_size: Of queries and keys, one number or a pair; it says which blocks hold which positions.
       causal: Whether blocks with no key at or before the last query of the block are never selected. Inside of a
         selected block, the mask_mod decides.
@@ -97,8 +97,8 @@ def select_blocks(
       visible: Which blocks may be selected at all: such as ``block_mask.to_dense() > 0``, for documents.
 
     Returns:
-      Numbers of blocks: those that are always selected, ascending, and then by falling scores; -1 where there are fewer
-      than k to select.
+      Numbers of blocks. First come those that are always selected, in ascending order; then the others, the best first.
+      -1 fills rows with fewer than k.
 
     Raises:
       TypeError: `scores` are not floating-point, or a number is not an integer.

@@ -22,17 +22,17 @@ from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import modified_rows
 from jflex._jax.paged_shard import paged_shard_of
 from jflex._jax.shard import Spread
-from jflex.backends.base import PagedInputs, Saved
+from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.context_parallel.placement import Names, Placement
-from jflex.merging import merge_over, with_sinks
+from jflex.merging import merge_over
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.paged.attention import indices_of, output_of, prepare
+from jflex.paged.attention import indices_of, prepare, results_of
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
 from jflex.paged.run import PagedCall, Pages, attend
 from jflex.state import AttentionState, Normalize
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.stats import AttentionStats, Stat, check_stats
 from jflex.types import AnyArray
 from pallas_kernels.spec import AttentionSpec
 
@@ -167,11 +167,7 @@ def context_parallel_paged_attention(
     if query_mod is not None:
         call = call._replace(query=modified_rows(query_mod, call.query, *indices_of(batch, q.shape[0])))
     state = _attend(call, cache, place, implementation)
-    state = state if sinks is None else with_sinks(state, sinks)
-    out = output_of(state, batch, output_mod, call.query.dtype)
-    if stats:
-        return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
-    return (out, state.lse) if return_lse else out
+    return results_of(state, batch, sinks, output_mod, call.query.dtype, stats, return_lse=return_lse)
 
 
 def _whole(cache: Any, place: Placement) -> Any:

@@ -162,19 +162,28 @@ def paged_attention(
     if query_mod is not None:
         call = call._replace(query=modified_rows(query_mod, call.query, *indices_of(batch, q.shape[0])))
     state = attend(call, implementation)
+    return results_of(state, batch, sinks, output_mod, call.query.dtype, stats, return_lse=return_lse)
+
+
+def results_of(
+    state: AttentionState,
+    batch: PagedBatch,
+    sinks: AnyArray | None,
+    output_mod: OutputMod | None,
+    dtype: Any,
+    stats: tuple[Stat, ...],
+    *,
+    return_lse: bool,
+) -> Any:
+    """What a call returns, from the state over all keys: sinks and the output mod come last, once."""
     state = state if sinks is None else with_sinks(state, sinks)
-    out = output_of(state, batch, output_mod, call.query.dtype)
+    out = state.out.astype(dtype)
+    if output_mod is not None:
+        lse = None if state.normalize == "none" else state.lse
+        out = modified_rows(output_mod, (state.out, lse), *indices_of(batch, out.shape[0]), dtype)
     if stats:
         return out, select_stats(Saved(out, state.lse, state.max, state.entropy), stats)
     return (out, state.lse) if return_lse else out
-
-
-def output_of(state: AttentionState, batch: PagedBatch, output_mod: OutputMod | None, dtype: Any) -> jax.Array:
-    """The output [N, Hq, Dv] of a call, as an output mod makes it."""
-    lse = None if state.normalize == "none" else state.lse
-    if output_mod is None:
-        return state.out.astype(dtype)
-    return modified_rows(output_mod, (state.out, lse), *indices_of(batch, state.out.shape[0]), dtype)
 
 
 def prepare(

@@ -50,17 +50,7 @@ def mask_scores(layout: RegisterLayout, s: jax.Array, visible: Sequence[jax.Arra
     text = "{ .reg .pred shown; mov.pred shown, $2; " + both + "selp.f32 $0, $1, 0fff800000, shown; }"
     constraints = ",".join(["=f,f", *["b"] * len(visible)])
 
-    def run(tile: mgpu.FragmentedArray, *shown: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        new, element = np.empty_like(tile.registers), ir.F32Type.get()
-        for at, register in np.ndenumerate(tile.registers):
-            kind = ir.VectorType(register.type)
-            at_each = [x.registers[at] for x in (tile, *shown)]
-            parts = lambda i, of=at_each: [vector.extract(x, [], [i]) for x in of]
-            values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
-            new[at] = vector.from_elements(kind, values)
-        return _like(tile, new)
-
-    return of_elements(run, layout, s, *visible)
+    return _selected(text, constraints, layout, s, *visible)
 
 
 def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: int) -> jax.Array:
@@ -72,16 +62,23 @@ def keep_from(layout: RegisterLayout, x: jax.Array, number: jax.Array, least: in
     """
     text = f"{{ .reg .pred kept; setp.ge.u32 kept, $2, {least}; selp.f32 $0, $1, 0f00000000, kept; }}"
 
-    def run(tile: mgpu.FragmentedArray, numbers: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    return _selected(text, "=f,f,r", layout, x, number)
+
+
+def _selected(text: str, constraints: str, layout: RegisterLayout, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """PTX of each element of a float32 array, ``$1``, and of those of the others, from ``$2`` on."""
+
+    def run(tile: mgpu.FragmentedArray, *rest: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         new, element = np.empty_like(tile.registers), ir.F32Type.get()
         for at, register in np.ndenumerate(tile.registers):
-            at_each: Any = (register, numbers.registers[at])
-            pairs = ([vector.extract(x, [], [i]) for x in at_each] for i in range(2))
-            values: Any = [llvm.inline_asm(element, pair, text, "=f,f,r") for pair in pairs]
-            new[at] = vector.from_elements(ir.VectorType(register.type), values)
+            kind = ir.VectorType(register.type)
+            at_each = [y.registers[at] for y in (tile, *rest)]
+            parts = lambda i, of=at_each: [vector.extract(y, [], [i]) for y in of]
+            values: Any = [llvm.inline_asm(element, parts(i), text, constraints) for i in range(kind.shape[0])]
+            new[at] = vector.from_elements(kind, values)
         return _like(tile, new)
 
-    return of_elements(run, layout, x, number)
+    return of_elements(run, layout, x, *others)
 
 
 def weights(layout: RegisterLayout, s: jax.Array, log2_scale: float, row_max_log2: jax.Array) -> jax.Array:

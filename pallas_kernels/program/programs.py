@@ -110,7 +110,7 @@ def _operand_reason(mod: Mod) -> str | None:
             return f"it captures an empty array of shape {list(shape)}"
         if dtype in ("bool", "int8", "uint8") and unreached_by_pallas(math.prod(shape)):
             return (
-                f"it captures an array of {dtype}{list(shape)}, more than 2 ** 31 elements in at most 2 ** 32 bytes, "
-                "of which Pallas does not reach the last ones"
+                f"it captures an array of {dtype}{list(shape)}: with more than 2 ** 31 elements in at most 2 ** 32 "
+                "bytes, Pallas does not reach the last ones"
             )
     return None

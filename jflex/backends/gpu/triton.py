@@ -123,7 +123,7 @@ class Triton(TritonKernels):
 
 
 def _limit_of_pages(spec: AttentionSpec) -> str | None:
-    """Pages of eight bits of which Pallas' Triton does not reach the last, as part of a sentence, or None."""
+    """Why Pallas' Triton does not reach the last page of a cache in eight bits, as part of a sentence, or None."""
     paging = spec.paging
     if paging is None or paging.dtype is None:
         return None
@@ -131,8 +131,8 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
     if not unreached_by_pallas(elements):
         return None
     return (
-        f"pages of {paging.dtype} with {elements} elements are more than 2 ** 31 in at most 2 ** 32 bytes, of which "
-        "Pallas does not reach the last ones ('official_triton' does; or take fewer or more pages)"
+        f"pages of {paging.dtype} have {elements} elements: with more than 2 ** 31 in at most 2 ** 32 bytes, Pallas "
+        "does not reach the last ones ('official_triton' does; or take fewer or more pages)"
     )
 
 

@@ -120,8 +120,8 @@ def _limit(spec: AttentionSpec, requested: GradientRequest | None) -> str | None
         whole = split_loads(spec.score_mod).whole
         if any(requested.score_operands[number] for number in whole):
             return (
-                "the gradient of a captured array of which a score reads many elements, or at an index that uses the "
-                "score, is added in no fixed order, which `Config(deterministic=True)` excludes"
+                "a score reads many elements of a captured array, or at an index that uses the score: its gradient is "
+                "added in no fixed order, which `Config(deterministic=True)` excludes"
             )
     return None
 

@@ -20,7 +20,7 @@ from jflex.paged.batch import PagedBatch
 from jflex.types import AnyArray
 
 Blocks = int | Int[AnyArray, " blocks_and_1"]
-"""The size of all blocks, of which the last may be shorter; or where each begins and the last ends."""
+"""One size for all blocks (the last may be shorter), or where each block begins and the last ends."""
 
 
 @jax.tree_util.register_dataclass
