@@ -46,9 +46,16 @@ def searched(s, table, q, k):
     return s + table[jnp.searchsorted(jnp.array([2, 5]), k, side="right")]
 
 
+def stopped_constant(s, table, q, k):
+    """The rule of `stop_gradient` returns the Python bool that it is given."""
+    return s * jnp.where(jax.lax.stop_gradient(jnp.full((), True, jnp.bool_)), table[0], 2.0)
+
+
 @pytest.mark.parametrize(
     ("backend", "mod"),
     [
+        ({"implementation": "xla"}, stopped_constant),
+        (KERNEL, stopped_constant),
         ({"implementation": "xla"}, by_score),
         ({"implementation": "xla"}, searched),
         (KERNEL, own_remainder),

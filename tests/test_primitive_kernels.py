@@ -97,6 +97,14 @@ def test_compiles(primitives, pair, backend):
         assert gpu_compile.compile_kernels(run, *arrays)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_constant_is_negated(backend):
+    """Pallas' Triton lowers no `not` of a literal, to which comparing a head with itself is folded."""
+    mask = lambda b, h, q, k: ~(h % 7 > h % 7) | (q >= k)
+    x = jax.ShapeDtypeStruct((1, T, 1, D), jnp.bfloat16)
+    gpu_compile.lower(lambda x: jflex.flex_attention(x, x, x, mask_mod=mask, implementation=backend), x)
+
+
 # On Hopper these primitives, and no others, are left to `triton`.
 REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "population_count"}
 

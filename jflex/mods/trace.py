@@ -326,8 +326,8 @@ def _with_key_data(
     return with_keys, tuple(jax.random.key_data(x) if _is_key(x) else x for x in operands)
 
 
-def _is_key(x: jax.Array | np.ndarray) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _is_key(x: ArrayLike) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _known_literal(literal: core.Literal) -> _Known:

@@ -227,6 +227,8 @@ class Graph:
         """The node that a primitive over integers or booleans folds to, where bounds determine it."""
         if op == "select_n":
             return self._fold_select(inputs)
+        if op == "not" and inputs[0].op == "literal":  # of which Pallas' Triton has no lowering
+            return self.literal(np.invert(inputs[0].value), dtype)
         if len(inputs) != 2:
             return None
         a, b = (x.bounds for x in inputs)
