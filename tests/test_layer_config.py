@@ -73,6 +73,6 @@ def test_generation(cache, tmp_path):
     assert invariant.attention_config == how["attention_config"]
     results = [generate(x, [[1, 2, 3], [9] * 7], max_tokens=6, cache=cache).results() for x in (plain, invariant)]
     assert results[0] == results[1]
-    refused = from_pretrained(tmp_path / "model", **how | {"implementation": "reference"})
+    refused = from_pretrained(tmp_path / "model", **{**how, "implementation": "reference"})
     with pytest.raises(UnsupportedError, match="as many keys as the longest request has"):
         generate(refused, [[1, 2, 3]], max_tokens=2, cache=cache).results()
