@@ -142,7 +142,7 @@ class EngineOptions:
     @property
     def rows(self) -> tuple[int, ...]:
         """Buckets of decoding requests: powers of 4."""
-        return (self.max_requests,) if self.batch_invariant else _ladder(1, self.max_requests)
+        return _ladder(1, self.max_requests)
 
     @property
     def tokens(self) -> tuple[int, ...]:
