@@ -120,6 +120,7 @@ class Layer(LayerMods):
     rotary_scaling: Any
     rotary_dim: Any
     implementation: Any
+    config: Any
     dropout_rate: Any
     query: Any
     key: Any
@@ -202,6 +203,11 @@ def sinks_of(layer: Layer) -> Float[Array, " Hq"] | None:
     return None if layer.sinks is None else layer.sinks[...]
 
 
+def how_of(layer: Layer) -> dict[str, Any]:
+    """Options that every attention call of the layer gets."""
+    return {"scale": layer.scale, "implementation": layer.implementation, "config": layer.config}
+
+
 def fold_batch(heads: Float[Array, "*batch T H D"]) -> Float[Array, "B T H D"]:
     """Folds all leading axes into one batch axis, the last of them fastest.
 
@@ -252,8 +258,7 @@ def attend(
         mods.mask_for(query, key),
         mask_mod=mods.mask_mod,
         sinks=sinks_of(layer),
-        scale=layer.scale,
-        implementation=layer.implementation,
+        **how_of(layer),
         return_stats=return_stats,
         **vectors._asdict(),
         **dropout,
@@ -321,8 +326,7 @@ def decode(
         mask_mod=mods.mask_mod,
         kv_lengths=cache.lengths,
         sinks=sinks_of(layer),
-        scale=layer.scale,
-        implementation=layer.implementation,
+        **how_of(layer),
         **vectors.of_queries(before)._asdict(),
     )
     return join(layer, attended.reshape(query.shape).astype(query.dtype)), cache
@@ -365,8 +369,7 @@ def decode_paged(
     key, value = vectors.stored(rotate(key, positions), value, positions, requests)
     key, value = key.astype(dtype), value.astype(dtype)
     cache = jflex.paged.write(cache, key, value, slots, layer=number)
-    how: dict[str, Any] = {"scale": layer.scale, "implementation": layer.implementation}
-    how |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
+    how = how_of(layer) | {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
     turned = lambda at: rotate(query, at).astype(dtype)
     if streaming is not None:
         states = [

@@ -37,6 +37,7 @@ class LatentLayer(LayerMods):
     rotary_scaling: Any
     rotary_interleaved: Any
     implementation: Any
+    config: Any
     query_down: Any
     query_norm: Any
     query: Any
@@ -92,6 +93,11 @@ def scale_of(layer: LatentLayer) -> float:
     if not isinstance(yarn, YarnScaling) or not yarn.mscale_all_dim or yarn.factor <= 1:
         return scale
     return scale * (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
+
+
+def how_of(layer: LatentLayer) -> dict[str, Any]:
+    """Options that every attention call of the layer gets."""
+    return {"scale": scale_of(layer), "implementation": layer.implementation, "config": layer.config}
 
 
 def queries_of(
@@ -189,8 +195,7 @@ def attend(
         mods.score_mod,
         mods.mask_for(*folded),
         mask_mod=mods.mask_mod,
-        scale=scale_of(layer),
-        implementation=layer.implementation,
+        **how_of(layer),
     )
     return layer.out(functional.merge_heads(attended.reshape(*query.shape[:-1], layer.value_head_dim)))
 
@@ -205,7 +210,7 @@ def decode(
     positions = before[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
     query = queries_of(layer, rows, positions, cache.max_length)
     cache = cache.append(*latents_of(layer, rows, positions, cache.max_length))
-    how = {"scale": scale_of(layer), "implementation": layer.implementation}
+    how = how_of(layer)
     if tokens < fewest_queries_to_project(layer):
         q = (
             absorbed(layer, query)
@@ -247,8 +252,7 @@ def decode_paged(
     slots, dtype = jflex.paged.token_slots(batch, tokens, cache.page_size), cache.keys.dtype
     latent, rope_key = (x.astype(dtype) for x in new)
     cache = jflex.paged.write_latent(cache, latent, rope_key, slots, layer=number)
-    how: dict[str, Any] = {"scale": scale_of(layer), "implementation": layer.implementation}
-    how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    how = how_of(layer) | {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
     if not new_prompts:
         found = jflex.mla_attention(absorbed(layer, query).astype(dtype), cache, batch, layer=number, **how)
         return joined(layer, found.astype(query.nope.dtype)), cache

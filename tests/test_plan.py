@@ -1,5 +1,7 @@
 """How the keys of uneven rows are divided among programs: nothing is lost, nothing is walked twice, all bounds hold."""
 
+import heapq
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,53 @@ def test_longest_parts_come_first(tiles, target, least):
     assert sorted(zip(rows, i, strict=True)) == [(r, n) for r in range(SIZE) for n in range(splits[r])]
     lengths = -(-padded[rows] // splits[rows])
     assert (np.diff(lengths) <= 0).all()
+
+
+def sizes_in(order, padded, splits):
+    """Tiles of keys of the work items, in the order in which their programs start."""
+    rows, i = (np.asarray(x)[: splits.sum()] for x in order)
+    starts, ends = map(np.asarray, split_range(padded[rows], i, splits[rows]))
+    return (ends - starts).tolist()
+
+
+def makespan(sizes, resident):
+    """When the last program ends, if so many run at once and each that ends makes room for the next."""
+    ends = [0] * resident
+    for size in sizes:
+        heapq.heapreplace(ends, ends[0] + size)
+    return max(ends)
+
+
+def optimum(sizes, resident):
+    """The least makespan of all orders: every way to hand out the items."""
+    reached = {(0,) * resident}
+    for size in sorted(sizes, reverse=True):
+        reached = {
+            tuple(sorted((*loads[:k], loads[k] + size, *loads[k + 1 :]))) for loads in reached for k in range(resident)
+        }
+    return min(max(loads) for loads in reached)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=6), st.integers(2, 3))
+def test_longest_splits_first_end_within_4_thirds_of_the_optimum(tiles, resident):
+    """Graham 1969, Bounds on multiprocessing timing anomalies: 4/3 - 1/(3m), here although last splits are shorter."""
+    padded, splits = divided(tiles, resident)
+    sizes = sizes_in(find_longest_first(padded, splits, ITEMS), padded, splits)
+    assert 3 * resident * makespan(sizes, resident) <= (4 * resident - 1) * optimum(sizes, resident)
+
+
+@given(ROWS, st.sampled_from([1, 2, 8, 16]), st.booleans())
+def test_the_last_program_ends_soon_after_a_share_of_all_tiles(tiles, heads, longest_first):
+    """In both orders, of which pages take the second: list scheduling (Graham 1966), and no split far above a share."""
+    resident, target = split_kv.MAX_RESIDENT_PROGRAMS, split_kv.num_splits(heads)
+    padded, splits = divided(tiles, target)
+    order = find_longest_first(padded, splits, ITEMS) if longest_first else find_work_item(splits, ITEMS)
+    sizes = sizes_in(order, padded, splits)
+    assert sum(sizes) == sum(tiles)
+    share, longest = sum(tiles) / target, max(sizes)
+    assert longest <= max(1.25 * share + 1, 2 * split_kv.MIN_TILES_PER_SPLIT - 1)
+    of_all_heads = [size for size in sizes for _ in range(heads)]
+    assert makespan(of_all_heads, resident) <= sum(of_all_heads) / resident + longest
 
 
 def test_even_rows_are_divided_among_the_multiprocessors():

@@ -24,10 +24,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder, LayerConfig, ModelConfig, save_pretrained
-from flax_layers.serving import Engine, EngineOptions, Streaming
-from flax_layers.serving.command import begin, engine_options, guides_of, load_served, main, parser
+from flax_layers.serving import Engine, EngineOptions, Request, Streaming
+from flax_layers.serving.command import begin, create_engine, engine_options, guides_of, load_served, main, parser
 from flax_layers.serving.demo_model import FILE
 from flax_layers.serving.http import Served, create_app
 from flax_layers.serving.server import Launch, Server, bind, url_of
@@ -67,6 +68,8 @@ ERRORS = {
     "window": (("--streaming-window", "0"), "`window` of `Streaming` must be at least 1. Got 0"),
     "streaming": (("--streaming-window", "253"), "at most the 256 positions .* Got 4 and 253"),
     "drafts": (("--draft-tokens", "32"), "`draft_tokens` must be from 0 to 31. Got 32"),
+    "invariant drafts": (("--batch-invariant", "--draft-tokens", "2"), "`draft_tokens` must be 0 .* Got 2"),
+    "invariant devices": (("--batch-invariant", "--devices", "2"), "`--batch-invariant` needs one device: .* Got 2"),
     "grace": (("--grace", "-1"), "`--grace` must be finite and at least 0. Got -1.0"),
     "no keys": (("--api-key-file", os.devnull), "`--api-key-file` must hold a key .* /dev/null holds none"),
     "no file": (("--api-key-file", "/nowhere"), "No such file or directory: '/nowhere'"),
@@ -148,6 +151,20 @@ def test_the_cache_of_streaming(folder):
     sizes = engine_options(read(*words), decoder)
     assert (sizes.streaming, sizes.context_of(decoder.config)) == (Streaming(4, 124), 100_000)
     assert sizes.num_pages == 1 + 16 * (128 // 16 + 12 + 1)  # a shared prefix, and the windows of 64 tokens
+
+
+def test_a_batch_invariant_server(folder):
+    """Model and engine promise it; a step has few tokens, since all are as large."""
+    options = read("--model", str(folder), "--batch-invariant", "--num-pages", "40")
+    model = load_served(options)
+    engine = create_engine(options, model)
+    assert model.decoder.attention_config == jflex.Config(batch_invariant=True)
+    assert (engine.options.batch_invariant, engine.options.max_step_tokens) == (True, 32)
+    events = []
+    engine.submit(Request((1, 2, 3), max_tokens=4), events.append)
+    while engine.step():
+        pass
+    assert events[-1].finish_reason in ("length", "stop")
 
 
 def test_keys_of_a_file(tmp_path):

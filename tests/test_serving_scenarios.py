@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jflex
-from flax_layers.serving import packing
+from flax_layers.models import Decoder, LayerConfig
+from flax_layers.serving import Engine, packing
 from flax_layers.serving.options import Program
 from jflex.backends.xla.paged import KEYS
 from jflex.backends.xla.paged_bounds import walk_of
@@ -24,6 +27,7 @@ from pallas_kernels.triton.paged.work import Work, requests_on_host
 from tests import engine_cases
 from tests.engine_cases import PROMPTS, SYSTEM, Client, engine_of, recomputed, run
 from tests.specs import spec_of
+from tests.test_models import SMALL
 
 D, PAGE = 8, 4
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -84,6 +88,45 @@ def a_hit_changes_no_bit():
         found.append([(event.tokens, event.logprobs) for event in client.events])
         assert client.ticket.hit_tokens == hit
     assert found[0] == found[1]
+
+
+@scenario("with windowed layers, a hit reads no page that was freed, and changes no token")
+def windows_lose_no_cached_keys():
+    """Of prompts, of text whose pages were dropped while it was written, and of what evictions leave."""
+    in_windows = (LayerConfig(window=9), LayerConfig(window=5))
+    for layers, expected in ((in_windows, [0, 20, 60]), (SMALL.layers, [0, 60, 60])):
+        decoder = Decoder(dataclasses.replace(SMALL, layers=layers), implementation="xla", rngs=nnx.Rngs(0))
+        engine, hits = engine_of(decoder, num_pages=24, max_step_tokens=9, context=80), []
+
+        def check(prompt, count, decoder=decoder, engine=engine, hits=hits):
+            client = continued(engine, prompt, count)
+            cold = engine_of(decoder, prefix_cache=False, context=80)
+            assert client.tokens == continued(cold, prompt, count).tokens
+            hits.append(client.ticket.hit_tokens)
+            return (*prompt, *client.tokens)
+
+        text = check(SYSTEM, 40)
+        for _ in range(2):
+            check(text, 15)
+        assert hits == expected
+        for other in range(30, 60, 5):
+            continued(engine, (other,) * other, 1)
+            check(text, 1)
+        assert {hit % 4 for hit in hits} == {0}
+        assert min(hits[3:]) < 60
+
+
+def continued(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> Client:
+    """Runs a request; after each step, all pages of its table are the prefix's or its own, once each."""
+    client = Client(engine, prompt, max_tokens=max_tokens)
+    while engine.step():
+        engine.check()
+        for sequence in engine._scheduler.running:
+            assert sequence.prefix is not None
+            assert sequence.pages[: len(sequence.prefix.pages)] == [*sequence.prefix.pages]
+            assert 0 not in sequence.prefix.pages
+            assert (engine._pages._pool.owner_counts(np.array(sequence.prefix.pages, int)) == 1).all()
+    return client
 
 
 # --- plans

@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,18 @@ class ByteDecoder(Decoder):
     Args:
         sizes: Of the model.
         implementation: The backend of jflex.
+        attention_config: Tile sizes and promises of its attention, for `Decoder`.
         rngs: Source of the keys of the initializers.
     """
 
-    def __init__(self, sizes: Sizes, implementation: str | None = None, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        sizes: Sizes,
+        implementation: str | None = None,
+        attention_config: jflex.Config | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
         config = ModelConfig(
             vocabulary=VOCABULARY,
             width=sizes.width,
@@ -55,7 +63,8 @@ class ByteDecoder(Decoder):
             embedding_scale=sizes.width**0.5,
         )
         slopes = functools.partial(AlibiBias, sizes.heads)
-        super().__init__(config, score_mod=slopes, implementation=implementation, rngs=rngs)
+        how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
+        super().__init__(config, score_mod=slopes, **how, rngs=rngs)
 
 
 def document_mask(documents: Packed) -> jflex.BlockMask:
@@ -86,12 +95,15 @@ def save_model(path: pathlib.Path, model: Decoder, sizes: Sizes) -> None:
     partial.replace(path)
 
 
-def load_model(path: pathlib.Path, implementation: str | None = None) -> ByteDecoder:
+def load_model(
+    path: pathlib.Path, implementation: str | None = None, attention_config: jflex.Config | None = None
+) -> ByteDecoder:
     """Reads a model that `save_model` wrote.
 
     Args:
         path: The file.
         implementation: The backend of jflex.
+        attention_config: Tile sizes and promises of its attention.
 
     Returns:
         The model.
@@ -102,7 +114,7 @@ def load_model(path: pathlib.Path, implementation: str | None = None) -> ByteDec
     with np.load(path) as file:
         arrays = dict(file)
     try:
-        model = ByteDecoder(Sizes(*arrays["sizes"].tolist()), implementation, rngs=nnx.Rngs(0))
+        model = ByteDecoder(Sizes(*arrays["sizes"].tolist()), implementation, attention_config, rngs=nnx.Rngs(0))
         state = jax.tree.map_with_path(
             lambda place, known: jnp.asarray(arrays[jax.tree_util.keystr(place)], known.dtype), nnx.state(model)
         )

@@ -1,13 +1,14 @@
 """Reads model, tokenizer and stop tokens from a checkpoint."""
 
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 from jax.sharding import Mesh
 
+import jflex
 from flax_layers.models import Decoder, ModelConfig, Tokenizer, from_pretrained
 from flax_layers.models.folders import read_optional_json, recover
 
@@ -36,6 +37,7 @@ def load(
     dtype: Dtype | None = None,
     implementation: str | tuple[str, ...] | None = None,
     mesh: Mesh | None = None,
+    attention_config: jflex.Config | None = None,
 ) -> Loaded:
     """Reads model, tokenizer and stop tokens.
 
@@ -44,6 +46,7 @@ def load(
         dtype: Dtype of parameters and computation. Default: `default_dtype()`.
         implementation: The jflex backend.
         mesh: Devices to shard the parameters over. Default: JAX's default device.
+        attention_config: Tile sizes and promises of its attention, for `Decoder`.
 
     Returns:
         Model, tokenizer and stop tokens.
@@ -61,7 +64,8 @@ def load(
             f"There is no folder {folder}. `transformers` and `flax_layers.models.save_pretrained` write one."
         )
     tokenizer = Tokenizer(folder)  # first: a missing file raises before gigabytes are read
-    model = from_pretrained(folder, dtype=dtype or default_dtype(), implementation=implementation, mesh=mesh)
+    how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
+    model = from_pretrained(folder, dtype=dtype or default_dtype(), mesh=mesh, **how)
     return Loaded(model, tokenizer, stop_tokens(folder, model.config))
 
 

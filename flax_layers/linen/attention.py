@@ -63,6 +63,7 @@ class FlexAttention(AttentionMethods, linen.Module):
             `decode` and `decode_paged` never drop.
         deterministic: Whether dropout is off. With a rate, it must be set here or in the call.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
 
     Raises:
         ValueError: The numbers or sizes of heads do not fit, a ready mod was made for another number of heads, a mod
@@ -113,6 +114,7 @@ class FlexAttention(AttentionMethods, linen.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     implementation: str | tuple[str, ...] | None = None
+    config: jflex.Config | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments and fills in the sizes that have defaults."""

@@ -57,6 +57,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the projections.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
 
     Raises:
         ValueError: A size is not positive, a ready mod was made for another number of heads, or a mod holds parameters
@@ -97,6 +98,7 @@ class MultiHeadLatentAttention(LatentMethods, linen.Module):
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = linen.initializers.lecun_normal()
     implementation: str | tuple[str, ...] | None = None
+    config: jflex.Config | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments."""

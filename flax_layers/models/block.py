@@ -54,6 +54,7 @@ class Block(nnx.Module):
         layer: The configuration of this layer.
         score_mod: Makes a module that is the score_mod of this layer.
         implementation: The jflex backend.
+        attention_config: Tile sizes and promises of its attention.
         options: `dtype`, `param_dtype` and `rngs`, as for `Decoder`.
     """
 
@@ -64,6 +65,7 @@ class Block(nnx.Module):
         *,
         score_mod: MakeScoreMod | None = None,
         implementation: str | tuple[str, ...] | None = None,
+        attention_config: jflex.Config | None = None,
         **options: Any,
     ):
         normal = nnx.initializers.normal(config.initializer_range)
@@ -84,6 +86,7 @@ class Block(nnx.Module):
             out_bias=config.out_bias,
             kernel_init=normal,
             implementation=implementation,
+            config=attention_config,
             **options,
         )
         self.mlp = MLP(config, functools.partial(nnx.Linear, kernel_init=normal, **options))

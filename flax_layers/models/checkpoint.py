@@ -9,6 +9,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jax.sharding import Mesh
 
+import jflex
 from flax_layers.models import families
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.config_json import read_config, write_config
@@ -31,6 +32,7 @@ def from_pretrained(
     mesh: Mesh | None = None,
     rules: Rules = RULES,
     implementation: str | tuple[str, ...] | None = None,
+    attention_config: jflex.Config | None = None,
     max_positions: int | None = None,
 ) -> Decoder:
     """Loads a model from a folder that `transformers` or `save_pretrained` wrote.
@@ -45,6 +47,7 @@ def from_pretrained(
         mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
         implementation: The jflex backend.
+        attention_config: Tile sizes and promises of its attention, for `Decoder`.
         max_positions: The longest context that will be used. Default: what the file says. Up to the original context
             of a LongRoPE, the model always has its short factors.
 
@@ -62,9 +65,8 @@ def from_pretrained(
     with TensorFiles(folder) as files:
         if param_dtype is None:
             param_dtype = dtype or files.common_dtype()
-        build = lambda: Decoder(
-            config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, rngs=nnx.Rngs(0)
-        )
+        how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
+        build = lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, **how, rngs=nnx.Rngs(0))
         graph, state = nnx.split(nnx.eval_shape(build))
         leaves = dict(nnx.to_flat_state(state))
         paths = {".".join(map(str, path)): path for path in leaves}

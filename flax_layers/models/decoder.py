@@ -10,6 +10,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
+import jflex
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.block import ACTIVATIONS, Block, MakeScoreMod
@@ -34,6 +35,7 @@ class Decoder(nnx.Module):
         param_dtype: Dtype of the parameters.
         score_mod: Takes `rngs` and makes a module with parameters, the score_mod of a layer. Default: no score_mod.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        attention_config: Tile sizes and promises of its attention, for `FlexAttention`. Default: jflex chooses.
         rngs: Source of the keys of the initializers.
 
     Raises:
@@ -60,6 +62,7 @@ class Decoder(nnx.Module):
         param_dtype: Dtype = jnp.float32,
         score_mod: MakeScoreMod | None = None,
         implementation: str | tuple[str, ...] | None = None,
+        attention_config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
         if config.activation not in ACTIVATIONS:
@@ -67,14 +70,15 @@ class Decoder(nnx.Module):
         options: dict[str, Any] = {"dtype": dtype or param_dtype, "param_dtype": param_dtype, "rngs": rngs}
         normal = nnx.initializers.normal(config.initializer_range)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, **options)
-        block = functools.partial(Block, config, score_mod=score_mod, implementation=implementation, **options)
+        how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
+        block = functools.partial(Block, config, score_mod=score_mod, **how, **options)
         self.blocks = nnx.List([block(layer) for layer in config.layers])
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, offset=config.norm_offset, **options)
         head = None
         if not config.tied_embeddings:
             head = nnx.Linear(config.width, config.vocabulary, use_bias=False, kernel_init=normal, **options)
         self.head = nnx.data(head)
-        self.config = config
+        self.config, self.attention_config = config, attention_config
 
     def __call__(
         self, tokens: Int[Array, "B T"], documents: Int[Array, "B T"] | None = None

@@ -63,6 +63,7 @@ class FlexAttention(AttentionMethods, Projections):
         keep_rngs: Whether the layer keeps a stream of its own for dropout, forked from `rngs.dropout` if there is a
             rate. If not, pass `rngs` to each call.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
         rngs: Source of the keys of the initializers, and of dropout.
 
     Raises:
@@ -127,6 +128,7 @@ class FlexAttention(AttentionMethods, Projections):
         deterministic: bool | None = None,
         keep_rngs: bool = True,
         implementation: str | tuple[str, ...] | None = None,
+        config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -145,6 +147,7 @@ class FlexAttention(AttentionMethods, Projections):
         self.block_mask = nnx.data(block_mask)
         self.scale = scale
         self.implementation = implementation
+        self.config = config
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.rngs = nnx.data(_dropout_stream(rngs).fork() if keep_rngs and dropout_rate > 0 else None)

@@ -47,6 +47,7 @@ class MultiHeadLatentAttention(LatentMethods, nnx.Module):
         param_dtype: Dtype of the parameters.
         kernel_init: Initializer of the projections.
         implementation: The jflex backend, or a sequence of them in order of preference. Default: jflex chooses.
+        config: Tile sizes and promises of its attention, not of its projections. Default: jflex chooses.
         rngs: Source of the keys of the initializers.
 
     Raises:
@@ -91,6 +92,7 @@ class MultiHeadLatentAttention(LatentMethods, nnx.Module):
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008  a pure function, Flax's own habit
         implementation: str | tuple[str, ...] | None = None,
+        config: jflex.Config | None = None,
         rngs: nnx.Rngs,
     ):
         sizes = {"latent_dim": latent_dim, "nope_head_dim": nope_head_dim, "rope_head_dim": rope_head_dim}
@@ -112,7 +114,7 @@ class MultiHeadLatentAttention(LatentMethods, nnx.Module):
         self.in_features, self.num_heads, self.latent_dim = in_features, num_heads, latent_dim
         self.nope_head_dim, self.rope_head_dim, self.value_head_dim = nope_head_dim, rope_head_dim, value_head_dim
         self.score_mod, self.mask_mod, self.block_mask = score_mod, mask_mod, nnx.data(block_mask)
-        self.scale, self.implementation = scale, implementation
+        self.scale, self.implementation, self.config = scale, implementation, config
         self.rotary_base, self.rotary_scaling, self.rotary_interleaved = rotary_base, rotary_scaling, rotary_interleaved
 
     def __call__(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+import jflex
 from flax_layers.generate.command import DTYPES
 from flax_layers.generate.folder import load
 from flax_layers.models import Decoder
@@ -32,6 +33,12 @@ PACKAGES = ("jinja2", "llguidance", "prometheus_client", "pydantic", "starlette"
 DEMO_CONTEXT = 2048
 SHARE_OF_MEMORY = 0.85
 CPU_MEMORY = 1 << 30
+STEP_TOKENS = (2048, 128)
+"""Tokens of a step, at least `--max-requests`: on a GPU, and on a CPU."""
+
+INVARIANT_TOKENS = (256, 32)
+"""The same with `--batch-invariant`, whose steps are all as large. By the rates of an H200, reading weights takes as
+long as the GEMMs of 190 tokens: 808 TFLOP/s over 4.28 TB/s (`benchmarks/results/h200/batch_invariant.json`)."""
 
 
 class Model(NamedTuple):
@@ -69,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=pathlib.Path, metavar="FILE", help="clients must send one of its lines as a key")
     add("--max-requests", type=int, metavar="N", help="run at once; default: 64, on a CPU 16")
     add("--max-waiting", type=int, default=1024, metavar="N", help="more are refused with 429; default: 1024")
-    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128")
+    add("--max-step-tokens", type=int, metavar="N", help="of a step; default: 2048, on a CPU 128; see the guide")
     room = made.add_mutually_exclusive_group()
     room.add_argument(
         "--memory", type=float, metavar="GIB", help="of the cache, on all devices; default: what is free, on a CPU 1"
@@ -80,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     add("--streaming-window", type=int, metavar="W", help="texts attend to W last tokens and --sinks first ones alone")
     add("--sinks", type=int, metavar="N", help="first tokens that stay visible with --streaming-window; default: 4")
     add("--draft-tokens", type=int, default=0, metavar="N", help="speculated for a request in a step; default: 0")
+    add("--batch-invariant", action="store_true", help="the same bits whatever else runs; see the guide for the cost")
     add("--max-body", type=float, default=4.0, metavar="MIB", help="of a request; default: 4")
     add("--grace", type=float, default=30.0, metavar="S", help="requests go on for so long at the end; default: 30")
     add("--dtype", choices=DTYPES, help="of parameters and computation; default: bfloat16, on a CPU float32")
@@ -164,6 +172,11 @@ def begin(options: argparse.Namespace) -> tuple[tuple[str, ...], socket.socket]:
         raise ValueError(f"`--grace` must be finite and at least 0. Got {options.grace}.")
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"`--port` must be from 0 to 65535. Got {options.port}.")
+    if options.batch_invariant and options.devices > 1:
+        raise ValueError(
+            "`--batch-invariant` needs one device: the order in which an all-reduce adds may depend on the place of a "
+            f"token. Got {options.devices}. Leave one of them out."
+        )
     if options.sinks is not None and options.streaming_window is None:
         raise ValueError(f"`--sinks` needs `--streaming-window`, the last tokens. Got {options.sinks}. Set both.")
     _sizes(options, num_pages=2 if options.num_pages is None else options.num_pages)
@@ -206,13 +219,15 @@ def load_served(options: argparse.Namespace, mesh: Mesh | None = None) -> Model:
         ModuleNotFoundError: A package is missing that reads it.
     """
     say = lambda text: print(text, file=sys.stderr, flush=True)
+    attention = jflex.Config(batch_invariant=True) if options.batch_invariant else None
     if options.model is None:
         if options.dtype not in (None, "float32"):
             raise ValueError(f"`--dtype` must be float32 for the demo's model. Got {options.dtype}. Leave it out.")
-        model = demo_model(FILE, options.implementation, say)
+        model = demo_model(FILE, options.implementation, say, attention)
         options.context = DEMO_CONTEXT if options.context is None else options.context
         return Model(options.name or "jflex-demo", model, ByteTokenizer(), ())
-    loaded = load(options.model, options.dtype and jnp.dtype(options.dtype), options.implementation, mesh)
+    dtype = options.dtype and jnp.dtype(options.dtype)
+    loaded = load(options.model, dtype, options.implementation, mesh, attention)
     name = options.name or options.model.resolve().name
     return Model(name, loaded.model, loaded.tokenizer, loaded.stop_tokens)
 
@@ -272,15 +287,17 @@ def _sizes(options: argparse.Namespace, num_pages: int) -> EngineOptions:
     on_cpu = jax.default_backend() == "cpu"
     default = lambda value, other: other if value is None else value
     requests = default(options.max_requests, 16 if on_cpu else 64)
+    usual = (INVARIANT_TOKENS if options.batch_invariant else STEP_TOKENS)[on_cpu]
     return EngineOptions(
         max_requests=requests,
-        max_step_tokens=default(options.max_step_tokens, max(requests, 128 if on_cpu else 2048)),
+        max_step_tokens=default(options.max_step_tokens, max(requests, usual)),
         num_pages=num_pages,
         page_size=options.page_size,
         context=options.context,
         streaming=_streaming(options.streaming_window, default(options.sinks, Streaming.sinks)),
         max_waiting=options.max_waiting,
         draft_tokens=options.draft_tokens,
+        batch_invariant=options.batch_invariant,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int32
 
+import jflex
 from flax_layers.demo.model import ByteDecoder, Sizes, load_model, save_model
 from flax_layers.models import Decoder
 from flax_layers.models.optional import needs
@@ -87,13 +88,19 @@ class ByteTokenizer:
         return "\n".join(message["content"] for message in messages)
 
 
-def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[str], None]) -> Decoder:
+def demo_model(
+    file: pathlib.Path,
+    implementation: str | None,
+    say: Callable[[str], None],
+    attention_config: jflex.Config | None = None,
+) -> Decoder:
     """Reads the model of the demo, or trains a small one and leaves it there.
 
     Args:
         file: The file of the model.
         implementation: The backend of jflex.
         say: Prints where the model comes from.
+        attention_config: Tile sizes and promises of its attention, once it is trained.
 
     Returns:
         The model.
@@ -104,7 +111,7 @@ def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[st
     """
     if file.exists():
         say(f"Without --model: the byte-level model of the demo, from {file}.")
-        return load_model(file, implementation)
+        return load_model(file, implementation, attention_config)
     with needs("optax", "serve"):
         import optax  # noqa: F401
     from flax_layers.demo import data
@@ -116,7 +123,6 @@ def demo_model(file: pathlib.Path, implementation: str | None, say: Callable[[st
     )
     trainer = create_trainer(ByteDecoder(SIZES, implementation, rngs=nnx.Rngs(0)), 5e-3, TRAINING.steps)
     fit(trainer, data.read_corpus().training, TRAINING)
-    model = trainer.model()
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_model(file, model, SIZES)
-    return model
+    save_model(file, trainer.model(), SIZES)
+    return load_model(file, implementation, attention_config)

@@ -60,8 +60,8 @@ class Engine:
         executor: Runs the steps; None: in this process.
 
     Raises:
-        ValueError: `context`, `streaming` or `num_pages` is out of range, `guides` are of another vocabulary, or the
-            mesh does not divide the KV heads.
+        ValueError: `context`, `streaming` or `num_pages` is out of range, `guides` are of another vocabulary, the mesh
+            does not divide the KV heads, or model and options are not batch invariant alike, on one device.
 
     Example:
         >>> from flax import nnx
@@ -95,7 +95,7 @@ class Engine:
         self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
         self._prefixes = SharedPrefixes(options, self._executor.token_bytes)
-        can_share = None in windows and options.streaming is None
+        can_share = None in windows and options.streaming is None and not options.batch_invariant
         self._cascades = self._prefixes.shapes(options.shapes(model.config)) if can_share else []
         self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)
@@ -188,7 +188,8 @@ class Engine:
         self._allow([])
         self._copy_pages([(0, -1)])
         programs = [(shape, False) for shape in shapes] + [(shape, True) for shape in self._cascades]
-        programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in (True, False)]
+        kinds = (False,) if self.options.batch_invariant else (True, False)
+        programs = [Program(shape, greedy, cascade) for shape, cascade in programs for greedy in kinds]
         warm_up(self._executor, [(self._packed([], program), program) for program in programs], report)
 
     @property
@@ -340,7 +341,7 @@ class Engine:
         may_cascade = shape in self._cascades and all(chunk.size == 1 for chunk in chunks)
         chunks, shared = self._prefixes.arrange(chunks) if may_cascade else (chunks, Shared())
         self._copy_pages([pair for chunk in chunks if chunk.count for pair in chunk.copies])
-        is_greedy = all(chunk.sequence.request.is_greedy for chunk in chunks)
+        is_greedy = not self.options.batch_invariant and all(chunk.sequence.request.is_greedy for chunk in chunks)
         program = Program(shape, is_greedy, shared.requests > 0)
         fields = self._executor.run(self._packed(chunks, program, shared), program)
         self._copy_pages([pair for chunk in chunks if not chunk.count for pair in chunk.copies])

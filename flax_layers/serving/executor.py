@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from flax_layers.models import Decoder
@@ -29,7 +30,8 @@ class Executor:
         options: Sizes.
 
     Raises:
-        ValueError: The mesh does not divide the KV heads.
+        ValueError: The mesh does not divide the KV heads; or one of model and options is batch invariant and not the
+            other, or both on a mesh.
     """
 
     def __init__(self, model: Decoder, options: EngineOptions):
@@ -37,6 +39,7 @@ class Executor:
         graph, state = nnx.split(model)
         self._parameters, form = jax.tree.flatten(state)
         self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
+        _check_invariant(model, options, self._sharding)
         self._step = make_step(graph, form, self._sharding, options.streaming)
         self._state = self._empty_state()
 
@@ -115,3 +118,18 @@ class Executor:
     def _empty_state(self) -> DeviceState:
         options = self._options
         return empty_state(self._model, options.num_pages, options.page_size, options.max_requests, self._sharding)
+
+
+def _check_invariant(model: Decoder, options: EngineOptions, sharding: NamedSharding | None) -> None:
+    """Raises ValueError unless model and options promise the same, and can."""
+    of_model = model.attention_config is not None and model.attention_config.batch_invariant
+    if of_model != options.batch_invariant:
+        raise ValueError(
+            "`batch_invariant` must be the same in the `EngineOptions` and in the `attention_config` of the model. Got "
+            f"{options.batch_invariant} and {of_model}. Set both, or neither."
+        )
+    if options.batch_invariant and sharding is not None:
+        raise ValueError(
+            "`batch_invariant` must be False for a model on several devices: the order in which an all-reduce adds may "
+            f"depend on the place of a token. Got {sharding.mesh.size} devices. Use one, or leave it out."
+        )

@@ -69,6 +69,9 @@ class EngineOptions:
             Drafts are what followed the last tokens at earlier places of the request. They make steps fewer and
             larger: worth it for text that repeats its prompt, while a step takes as long for a few more tokens.
         draft_match: Tokens that must match for that.
+        batch_invariant: A request gets the same bits, whatever else is in the batch, from a model whose
+            `attention_config` has `batch_invariant`; the guide says how far that goes. There is one shape, with
+            `max_step_tokens` tokens: a step of one token takes as long. There is one program, and no cascade.
         poison: Overwrites free pages with NaN before each step, so that a read of one shows in the output; for tests.
 
     Raises:
@@ -90,6 +93,7 @@ class EngineOptions:
     cascade_bytes: int | None = 100_000_000
     draft_tokens: int = 0
     draft_match: int = 2
+    batch_invariant: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -111,12 +115,28 @@ class EngineOptions:
                 "`draft_tokens` must be 0 with `streaming`, which does not verify trees of drafts. Got "
                 f"{self.draft_tokens}. Leave one of them out."
             )
+        self._check_invariant()
         if not 1 <= self.page_size <= 256:
             raise ValueError(f"`page_size` must be from 1 to 256. Got {self.page_size}. 16 to 64 suit most models.")
         if self.max_step_tokens < self.max_requests:
             raise ValueError(
                 f"`max_step_tokens` must be at least `max_requests`, so that every request gets a token in each step. "
                 f"Got {self.max_step_tokens} and {self.max_requests}."
+            )
+
+    def _check_invariant(self) -> None:
+        """Refuses what divides the keys of a request by what else runs: drafts by the budget, windows by the chunks."""
+        if not self.batch_invariant:
+            return
+        if self.draft_tokens:
+            raise ValueError(
+                "`draft_tokens` must be 0 with `batch_invariant`: other requests decide how many drafts there is room "
+                f"for, and so how sums are ordered. Got {self.draft_tokens}. Leave one of them out."
+            )
+        if self.streaming is not None:
+            raise ValueError(
+                "`streaming` must be None with `batch_invariant`: chunks of a prompt, whose sizes depend on other "
+                f"requests, decide where its splits begin. Got {self.streaming}. Leave one of them out."
             )
 
     @property
@@ -127,7 +147,8 @@ class EngineOptions:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Buckets of tokens in a step that holds a chunk of a prompt."""
-        return _ladder(min(128, self.max_step_tokens), self.max_step_tokens)
+        least = self.max_step_tokens if self.batch_invariant else min(128, self.max_step_tokens)
+        return _ladder(least, self.max_step_tokens)
 
     def context_of(self, config: ModelConfig) -> int:
         """Positions of a sequence.
@@ -189,14 +210,16 @@ class EngineOptions:
         so such a model has one bucket, and `context` decides.
         """
         most = min(self.most_pages(config), self.num_pages - 1)
-        has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1
+        has_one = most <= _SMALL_TABLE or len(config.context_limits) > 1 or self.batch_invariant
         return (most,) if has_one else (-(-most // 4), most)
 
     def shapes(self, config: ModelConfig) -> tuple[Shape, ...]:
         """All shapes that a step can have: `shape_for` returns no other."""
         widths = self.pages(config)
-        decoding = [Shape(rows, rows, pages) for rows in self.rows for pages in widths]
         mixed = [Shape(tokens, self.max_requests, pages) for tokens in self.tokens for pages in widths]
+        if self.batch_invariant:
+            return tuple(mixed)
+        decoding = [Shape(rows, rows, pages) for rows in self.rows for pages in widths]
         drafted = []
         if self.draft_tokens:
             drafted = [Shape(self._drafted(rows), rows, pages, self.draft_tokens) for rows, _, pages, _ in decoding]
@@ -222,7 +245,7 @@ class EngineOptions:
         width, bucket = _least(self.pages(config), pages), _least(self.rows, rows)
         if drafts and tokens <= self._drafted(bucket):
             return Shape(self._drafted(bucket), bucket, width, self.draft_tokens)
-        if tokens == rows and not forks:
+        if tokens == rows and not forks and not self.batch_invariant:
             return Shape(bucket, bucket, width)
         return Shape(_least(self.tokens, tokens), self.max_requests, width, self.draft_tokens if drafts else 0)
 
