@@ -128,7 +128,7 @@ def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
         return derivative
     own, left = requested, None
     groups = group_loads(spec, derivative)
-    if groups.repeated and not groups.stores and not groups.atomics:
+    if groups.repeated and gradients.unsupported_groups(spec, groups._replace(repeated=())) is None:
         repeated = {load.value for _, loads in groups.repeated for load in loads}
         pick = lambda inside: tuple(r and (i in repeated) == inside for i, r in enumerate(requested.score_operands))
         own = requested._replace(score_operands=pick(inside=False))
@@ -164,7 +164,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 
 
 def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
-    reason = gradients.unsupported_groups(groups)
+    reason = gradients.unsupported_groups(spec, groups)
     if cost.mask_exceeds_registers(spec.programs.mask):
         reason = "the mask computes more on each element than registers hold"
     if reason is None and derivative is not None:
@@ -173,7 +173,7 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return Refusal(reason)
-    one_pass = not (spec.config.deterministic or groups.rows)
+    one_pass = not (spec.config.deterministic or groups.rows or groups.stores)
     tiles = _given_backward(spec, one_pass=one_pass)
     if tiles is None:
         tiles = _best_backward(spec, one_pass=one_pass)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
 from pallas_kernels.marks import Repairs
-from pallas_kernels.mosaic_gpu import bias_tiles, padding
+from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, padding
 from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv
 from pallas_kernels.mosaic_gpu.backward import dq as backward_dq
 from pallas_kernels.mosaic_gpu.backward import walk
@@ -43,9 +43,9 @@ class BackwardTiles(NamedTuple):
     dq: Tiles | None
 
 
-def unsupported_groups(groups: LoadGroups) -> str | None:
+def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
     """Which gradients of captured arrays these kernels do not support, as part of a sentence, or None."""
-    if groups.repeated or groups.stores or groups.atomics:
+    if groups.repeated or groups.atomics or any(bias_gradients.bias_load(spec, n) is None for n in groups.stores):
         return "the gradient of an array that is read by query and key at once needs additions by element"
     return None
 
@@ -127,7 +127,7 @@ def declare(
     """The scratch of a CTA of each kernel, for `smem.bytes_of` of its leaves."""
     spec = _padded(spec)
     declared = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=tiles.dq is None)
-    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype))
+    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype, groups))
 
 
 def backward(
@@ -156,17 +156,19 @@ def backward(
     groups = group_loads(spec, requested.derivative)
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
-    assert unsupported_groups(groups) is None  # the plan has checked
+    assert unsupported_groups(spec, groups) is None  # the plan has checked
     gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     one_pass = tiles.dq is None and requested.query
-    if groups.rows or (requested.query and tiles.dq is not None):
-        assert tiles.dq is not None, "cotangents of loads by query are summed by the kernel for dQ"
+    if groups.rows or groups.stores or (requested.query and tiles.dq is not None):
+        assert tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
         outputs = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
         d_query = padding.cut_rows(spec, outputs.query, unpadded.T, unpadded.D) if requested.query else None
         if d_query is not None and outputs.marks is not None:
             d_query = repairs.query(d_query, outputs.marks)
         collect(spec, requested.derivative, arrays, groups.rows, outputs.rows, gradients)
+        for load, x in zip(groups.stores, outputs.stores, strict=True):
+            gradients[load.value].append(x)
     if requested.key_or_value or groups.columns or one_pass:
         outputs = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups, one_pass=one_pass)
         if outputs.query is not None:
