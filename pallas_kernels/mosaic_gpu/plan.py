@@ -130,8 +130,7 @@ def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
     own, left = requested, None
     groups = group_loads(spec, derivative)
     alone = groups._replace(repeated=())
-    shared = gradients.captured_tiles(spec, spec.dtype, groups, with_query=False)
-    if groups.repeated and shared is None and gradients.unsupported_groups(spec, alone) is None:
+    if groups.repeated and not _sums_shared(spec, groups) and gradients.unsupported_groups(spec, alone) is None:
         repeated = {load.value for _, loads in groups.repeated for load in loads}
         pick = lambda inside: tuple(r and (i in repeated) == inside for i, r in enumerate(requested.score_operands))
         own = requested._replace(score_operands=pick(inside=False))
@@ -196,16 +195,18 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
     return tiles
 
 
-def _with_captured(
-    spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups, *, may_add: bool
-) -> BackwardTiles | None:
+def _sums_shared(spec: AttentionSpec, groups: LoadGroups) -> bool:
+    """Whether the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
+    wants_one_pass = spec.config.dkv is not None and spec.config.dq is None
+    return not wants_one_pass and gradients.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
+
+
+def _with_captured(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups, *, may_add: bool) -> BackwardTiles:
     """With tiles of the kernel for shared arrays, which adds to dQ too if it may, and a config sets no tiles for it."""
     if may_add and spec.config.dq is None:
         both = gradients.captured_tiles(spec, spec.dtype, groups, with_query=True)
         if both is not None:
             return BackwardTiles(tiles.dkv, None, both)
-    if tiles.dq is None:  # as a config wants it
-        return None
     return tiles._replace(captured=gradients.captured_tiles(spec, spec.dtype, groups, with_query=False))
 
 

@@ -62,7 +62,7 @@ class Own(NamedTuple):
     """What belongs to a consumer warp group: its index, rows in the tile of the CTA, first query, tile of scores."""
 
     group: jax.Array
-    rows: pl.Slice
+    rows: slice | pl.Slice
     first: jax.Array
     tile: tuple[int, int]
 
@@ -266,22 +266,23 @@ class _Tile(NamedTuple):
         queries, d_out, keys, values, stats = scratch.stream.stage(self.i)
         vector = lambda which: lax.broadcast_in_dim(load_vector(stats.at[which, own.rows], ROW), own.tile, (0,))
 
-        def gemms(raw: Accumulator, d_weights: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            plg.wgmma(raw, queries.at[own.rows], keys.T)
-            plg.wgmma(d_weights, d_out.at[own.rows], values.T)
-            of_scores = plg.wgmma_accumulator_load(raw, wait_n=1)
-            tile = scores.modify(prepared, of_scores, first, self.is_partial, bias=self._bias())
-            if scratch.bias is not None and not self.program.bias_stays:
-                scratch.bias.release(self.i)
-            p = scores.weights(prepared, tile, -vector(LSE))
-            tile = tile._replace(kept=scores.kept(prepared, first))
-            d_p = weights_vjp(static.spec, tile, plg.wgmma_accumulator_load(d_weights, wait_n=0))
-            d_s = scores.scores_vjp(prepared, tile, p, d_p + vector(DELTA))
-            d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
-            return d_s.astype(keys.dtype), tuple(of_load(n) for n in self.program.work.loads)
+        def gemm(a: Ref, b: Ref) -> jax.Array:
+            def run(acc: Accumulator) -> jax.Array:
+                plg.wgmma(acc, a.at[own.rows], b.T)
+                return plg.wgmma_accumulator_load(acc, wait_n=0)
 
-        acc = accumulator(*own.tile)
-        return pl.run_scoped(gemms, acc, acc)
+            return pl.run_scoped(run, accumulator(*own.tile))
+
+        tile = scores.modify(prepared, gemm(queries, keys), first, self.is_partial, bias=self._bias())
+        p = scores.weights(prepared, tile, -vector(LSE))
+        d_p = gemm(d_out, values)
+        if scratch.bias is not None and not self.program.bias_stays:
+            scratch.bias.release(self.i)
+        tile = tile._replace(kept=scores.kept(prepared, first))
+        d_p = weights_vjp(static.spec, tile, d_p)
+        d_s = scores.scores_vjp(prepared, tile, p, d_p + vector(DELTA))
+        d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
+        return d_s.astype(keys.dtype), tuple(of_load(n) for n in self.program.work.loads)
 
     def _bias(self) -> list[Ref]:
         ring = self.program.scratch.bias

@@ -25,7 +25,8 @@ from pallas_kernels.types import Ref
 
 MAX_STAGES = 4  # of what is streamed; as many as fit
 MAX_SPLITS = 16  # of what is summed: each has an array of its own
-STEPS_OF_A_CTA = 3  # which take as long as its start and its end
+STEPS_OF_A_CTA = 3  # which take as long as its start and its end: an estimate
+MIN_SUMMED = 4  # tiles of scores that a sum has at least: with fewer a CTA would mostly start and end (an estimate)
 
 
 class Work(NamedTuple):
@@ -89,9 +90,12 @@ class Scratch(NamedTuple):
 def supports(spec: AttentionSpec, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> bool:
     """Whether the kernel computes a group of `LoadGroups.repeated`: each element is read once by each that is summed.
 
-    Not a table of distances, which is constant along diagonals.
+    Not a table of distances, which is constant along diagonals, nor sums of few.
     """
     axes, loads = group
+    summed = (spec.B if axes.batch else 1) * (spec.Hq if axes.heads else 1)
+    if summed < MIN_SUMMED:
+        return False
     of_tile = lambda n: bias_gradients.bias_load(spec, n) is not None and stores(spec, loads, n, axes)
     return not axes.diagonal and all(map(of_tile, loads))
 
