@@ -80,8 +80,8 @@ WIDE = [
     Case(
         "shared_by_all",
         captured.bias_qk,
-        masks.documents,
-        Sizes(B=3, T=260, Hq=4, Hkv=2, D=128),
+        masks.window,
+        Sizes(B=3, T=260, Hq=4, Hkv=2, D=64),
         block=128,
         by_batch=True,
         **BF16,

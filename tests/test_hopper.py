@@ -47,6 +47,7 @@ KNOWN_SPILLS = {
     "softcap_of_much": 560,  # the backward kernel for dK and dV; 8684 with a tile of 128 by 128
     "two_groups_dropout_wide": 560,  # the hash of dropout beside ALiBi
     "switch": 480,  # it computes more on each element than registers hold
+    "shared_by_all": 576,  # the kernel for dK and dV, which loads float32 elements one by one beside a window
     "two_groups_table": 576,  # addresses of elements: backward 535 TFLOP/s with such a table (D 128), `triton` 217
 }
 
