@@ -148,8 +148,13 @@ def captured_tiles(spec: AttentionSpec, dtype: DTypeLike, groups: LoadGroups, *,
     if tiles is None or not all(captured_work.supports(spec, group) for group in groups.repeated):
         return None
     work = [captured_work.Work.of(spec, tiles, group) for group in groups.repeated]
-    declared = [captured_work.declare(spec, x, dtype, with_query=with_query) for x in work]
-    return None if None in declared else tiles
+    stages = []
+    for x in work:
+        declared = captured_work.declare(spec, x, dtype, with_query=with_query)
+        if declared is None:
+            return None
+        stages.append(declared.stream.tiles[0].shape[0])
+    return dataclasses.replace(tiles, num_stages=min(stages, default=tiles.num_stages))
 
 
 def backward(
