@@ -73,6 +73,11 @@ bias_bf16 = added(
     lambda b, h, q, k, n: (b, h, q, k),
     normal("B", "Hq", "T", "S", dtype=jnp.bfloat16),
 )
+bias_of_heads_bf16 = added(
+    lambda c: lambda s, b, h, q, k: s + c["bias"][h, q, k].astype(F32),
+    lambda b, h, q, k, n: (h, q, k),
+    normal("Hq", "T", "S", dtype=jnp.bfloat16),
+)
 _EIGHTHS = lambda rng, *shape: (rng.integers(-32, 32, shape) / 8).astype(jnp.bfloat16)  # bfloat16 holds their sums
 fixed_bias = ScorePair(
     lambda c: lambda s, b, h, q, k: s + c["fixed"][b, h, q, k].astype(F32),

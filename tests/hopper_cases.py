@@ -70,6 +70,26 @@ WIDE = [
     Case("planes_one_group", captured.fixed_biases, masks.causal, Sizes(T=192, S=320, D=80), block=64, **BF16),
     Case("plane_wide", captured.fixed_bias, masks.causal, Sizes(T=264, S=320, Hq=4, Hkv=2, D=192), block=128, **BF16),
     Case("plane_gradient", captured.bias_bf16, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
+    # Gradients of a pair bias that are stored, and of one that batch or heads share.
+    Case("stored_odd", captured.bias_bhqk, masks.causal, Sizes(T=200, S=300, Hq=4, Hkv=2, D=64), block=128, **BF16),
+    Case("stored_no_mask", captured.bias_bf16, sizes=Sizes(T=136, S=200, Hq=4, Hkv=2, D=96), dtype="float16"),
+    Case("shared_heads", captured.bias_hqk, sizes=Sizes(B=4, T=200, S=300, Hq=4, Hkv=2, D=32), **BF16),
+    Case(
+        "shared_causal", captured.bias_of_heads_bf16, masks.causal, Sizes(B=5, T=256, D=64), block=128, dtype="float16"
+    ),
+    Case(
+        "shared_by_all",
+        captured.bias_qk,
+        masks.window,
+        Sizes(B=3, T=260, Hq=4, Hkv=2, D=64),
+        block=128,
+        by_batch=True,
+        **BF16,
+    ),
+    Case("shared_batch", captured.bias_bqk, masks.window, Sizes(T=192, S=320, Hq=4, Hkv=2, D=128), block=64, **BF16),
+    Case(
+        "shared_dropout", captured.bias_hqk, masks.causal, Sizes(B=4, T=256, D=64), block=128, dropout_rate=0.1, **BF16
+    ),
     Case("even_booleans", mask=masks.random_elements, sizes=Sizes(T=256, D=64), block=128, by_head=True, **BF16),
     Case("two_groups_scalar", captured.scale_0d, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("two_groups_sigmoid", scores.sigmoid, masks.causal, Sizes(T=260, D=64), block=128, normalize="none", **BF16),
@@ -149,6 +169,7 @@ _OF_TABLE = [
     "length_sees_nothing",
 ]
 _TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows",
-                "two_groups_dropout"}  # fmt: skip
+                "two_groups_dropout", "stored_odd", "stored_no_mask", "shared_heads", "shared_causal", "shared_by_all",
+                "shared_batch", "shared_dropout"}  # fmt: skip
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
 ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]

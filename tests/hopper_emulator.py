@@ -27,7 +27,7 @@ from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
 from jflex.paged import run as paged_run
 from pallas_kernels.mosaic_gpu import inline_ptx
-from pallas_kernels.mosaic_gpu.backward import dkv, dq
+from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.latent import kernel as latent_kernel
@@ -385,7 +385,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, dkv, dq, latent_kernel):
+        for module in (forward_kernel, captured, dkv, dq, latent_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(scheduler, "NUM_CTAS", 2)
         patch.setattr(latent_kernel, "NUM_SMS", 2)

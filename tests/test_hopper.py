@@ -1,6 +1,7 @@
 """The kernels through Mosaic GPU: results on a Hopper GPU; without one, that they lower, and compile without spills."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ KNOWN_SPILLS = {
     "softcap_of_much": 560,  # the backward kernel for dK and dV; 8684 with a tile of 128 by 128
     "two_groups_dropout_wide": 560,  # the hash of dropout beside ALiBi
     "switch": 480,  # it computes more on each element than registers hold
+    "shared_by_all": 576,  # the kernel for dK and dV, which loads float32 elements one by one beside a window
     "two_groups_table": 576,  # addresses of elements: backward 535 TFLOP/s with such a table (D 128), `triton` 217
 }
 
@@ -308,6 +310,48 @@ def test_explain_says_which_kernels_compute_gradients():
     by_element = chosen(1024, score_mod=lambda s, b, h, q, k: s + table[(q * k + h + b) % 2048])
     assert by_element.gradients == "triton"
     assert by_element.gradients_reason.startswith("the gradient of an array that is read by query and key")
+
+
+KEPT = jflex.Config(deterministic=True)
+BIASES = [  # batch, index, shape, configuration, and the kernels besides that for dK and dV ("" is of `triton`)
+    ("each its own", 2, lambda b, h, q, k: (b, h, q, k), (2, 2, 512, 512), None, {"dq"}),
+    ("of one text", 1, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"dq"}),
+    ("shared by the batch", 8, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"captured and dq"}),
+    ("shared by all", 2, lambda b, h, q, k: (q, k), (512, 512), None, {"captured and dq"}),
+    ("in order", 8, lambda b, h, q, k: (h, q, k), (2, 512, 512), KEPT, {"captured", "dq"}),
+    ("of few", 2, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"dq", ""}),
+    ("longer", 8, lambda b, h, q, k: (h, q, k), (2, 520, 512), None, {"dq", ""}),
+]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("batch", "index", "shape", "config", "kernels"), [x[1:] for x in BIASES], ids=[x[0] for x in BIASES]
+)
+def test_which_kernel_computes_the_gradient_of_a_pair_bias(batch, index, shape, config, kernels):
+    x, bias = jax.ShapeDtypeStruct((batch, 512, 2, 64), jnp.bfloat16), jnp.zeros(shape)
+    mod = lambda s, b, h, q, k: s + bias[index(b, h, q, k)]
+    with gpu_compile.absent_gpu():
+        account = jflex.explain(x, x, x, mod, implementation=BACKEND, config=config)
+    assert set(re.findall(r", ([a-z ]+) \d|by '(?:triton)'", account.tiles)) == {"dkv", *kernels}
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+@pytest.mark.parametrize(("D", "count"), [(32, 3), (64, 3), (128, 4)])
+def test_a_shared_pair_bias_spills_little(D, count):
+    """At AlphaFold's sizes: rows of 384 tokens, 4 heads, a bias for each."""
+    x, bias = jax.ShapeDtypeStruct((128, 384, 4, D), jnp.bfloat16), jax.ShapeDtypeStruct((4, 384, 384), jnp.bfloat16)
+
+    def total(q, k, v, bias):
+        mod = lambda s, b, h, q, k: s + bias[h, q, k].astype(jnp.float32)
+        return jflex.flex_attention(q, k, v, mod, implementation=BACKEND).astype(jnp.float32).sum()
+
+    kernels = gpu_compile.compile_kernels(jax.grad(total, (0, 1, 2, 3)), x, x, x, bias)
+    found = {kernel.name.removesuffix("_sm90_mosaic_gpu_kernel"): kernel for kernel in kernels}
+    assert len(found) == count
+    assert found["jflex_backward_captured"].spill <= 128
+    assert found["jflex_backward_captured"].tensor == "wgmma"
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (0, 0), (-1, 2), (3, -5)])

@@ -16,8 +16,8 @@ from tests.hopper_emulator import Barrier, Cta, Memory, emulated
 # What `.ci/run` takes; `-m long` takes all others, in ten minutes.
 USUAL = {
     "bnth", "causal_dropout_repaired", "even_bias", "head_sizes_16_40", "length_many_sinks",
-    "log_as_weights", "narrow_cut_wide", "negative_scale", "plane_gradient", "rows_that_see_nothing", "sigmoid",
-    "sinks_bounded", "slopes", "softcap_far",
+    "log_as_weights", "narrow_cut_wide", "negative_scale", "plane_gradient", "rows_that_see_nothing",
+    "shared_causal", "shared_heads", "sigmoid", "sinks_bounded", "slopes", "softcap_far",
     "two_groups_causal", "two_groups_dropout", "two_groups_table",
 }  # fmt: skip
 USUAL_IN_ONE_PASS = {"negative_scale"}

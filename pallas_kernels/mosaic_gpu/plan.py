@@ -64,9 +64,10 @@ class Plan:
         if self.has_bias_tiles:
             text += " with bias tiles by TMA"
         if self.backward is not None:
-            dkv, dq = self.backward.tiles
-            text += f", {_sizes('dkv' if dq else 'dkv and dq', dkv)}"
+            dkv, dq, captured = self.backward.tiles
+            text += f", {_sizes('dkv' if dq or captured else 'dkv and dq', dkv)}"
             text += f", {_sizes('dq', dq)}" if dq else ""
+            text += f", {_sizes('captured' if dq else 'captured and dq', captured)}" if captured else ""
         return text
 
 
@@ -116,8 +117,8 @@ _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not
 def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
     """Divides the requested gradients: these kernels compute what they can, and leave the rest.
 
-    They leave gradients of arrays that are read by query and key but along some axes alike (a bias that the batch
-    shares, a table of distances), which a kernel of its own sums, and everything where they have no tiles or where the
+    They leave gradients of arrays that are read by query and key but along some axes alike (a table of distances),
+    which a kernel of its own sums, and everything where they have no tiles or where the
     entropy of rows is differentiated.
     """
     spec = forward.spec
@@ -128,7 +129,8 @@ def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
         return derivative
     own, left = requested, None
     groups = group_loads(spec, derivative)
-    if groups.repeated and not groups.stores and not groups.atomics:
+    alone = groups._replace(repeated=())
+    if groups.repeated and not _sums_shared(spec, groups) and gradients.unsupported_groups(spec, alone) is None:
         repeated = {load.value for _, loads in groups.repeated for load in loads}
         pick = lambda inside: tuple(r and (i in repeated) == inside for i, r in enumerate(requested.score_operands))
         own = requested._replace(score_operands=pick(inside=False))
@@ -164,7 +166,7 @@ def _forward_tiles(spec: AttentionSpec) -> TileChoice:
 
 
 def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: LoadGroups) -> BackwardTiles | Refusal:
-    reason = gradients.unsupported_groups(groups)
+    reason = gradients.unsupported_groups(spec, groups)
     if cost.mask_exceeds_registers(spec.programs.mask):
         reason = "the mask computes more on each element than registers hold"
     if reason is None and derivative is not None:
@@ -173,12 +175,16 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
             reason = "the derivative of the score mod computes more on each element than registers hold"
     if reason is not None:
         return Refusal(reason)
-    one_pass = not (spec.config.deterministic or groups.rows)
+    one_pass = not (spec.config.deterministic or groups.rows or groups.stores)
     tiles = _given_backward(spec, one_pass=one_pass)
-    if tiles is None:
+    if tiles is None and groups.repeated:
+        tiles = _best_backward(spec, one_pass=False)
+    elif tiles is None:
         tiles = _best_backward(spec, one_pass=one_pass)
         if one_pass and tiles is not None and not gradients.is_one_pass_faster(spec, tiles, groups):
             tiles = _best_backward(spec, one_pass=False)
+    if groups.repeated and isinstance(tiles, BackwardTiles):
+        tiles = _with_captured(spec, tiles, groups, may_add=one_pass)
     if tiles is None:
         return Refusal("no tile of them divides the blocks of the mask")
     if isinstance(tiles, Refusal):
@@ -187,6 +193,21 @@ def _backward_tiles(spec: AttentionSpec, derivative: Derivative | None, groups: 
     if needed > smem.LIMIT:
         return Refusal(f"their tiles need {needed} bytes of shared memory, and a CTA has {smem.LIMIT}")
     return tiles
+
+
+def _sums_shared(spec: AttentionSpec, groups: LoadGroups) -> bool:
+    """Whether the kernel for shared arrays computes their gradients: not where a config wants one pass for the rest."""
+    wants_one_pass = spec.config.dkv is not None and spec.config.dq is None
+    return not wants_one_pass and gradients.captured_tiles(spec, spec.dtype, groups, with_query=False) is not None
+
+
+def _with_captured(spec: AttentionSpec, tiles: BackwardTiles, groups: LoadGroups, *, may_add: bool) -> BackwardTiles:
+    """With tiles of the kernel for shared arrays, which adds to dQ too if it may, and a config sets no tiles for it."""
+    if may_add and spec.config.dq is None:
+        both = gradients.captured_tiles(spec, spec.dtype, groups, with_query=True)
+        if both is not None:
+            return BackwardTiles(tiles.dkv, None, both)
+    return tiles._replace(captured=gradients.captured_tiles(spec, spec.dtype, groups, with_query=False))
 
 
 def _given_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles | Refusal | None:

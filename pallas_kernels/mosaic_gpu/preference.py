@@ -53,15 +53,21 @@ def slower_latent(spec: AttentionSpec) -> str | None:
     return f"below {LATENT_ROWS} query rows to a request (here {rows}) loading keys bounds the time"
 
 
-def slower_backward(spec: AttentionSpec) -> str | None:
+def slower_backward(plan: Plan) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
 
     H200, jax 0.11.2, bf16, TFLOP/s beside those of `triton`, causal: head size 64, 157 and 176 for 256 tokens, 207
     and 219 for 512, 281 and 265 for 1024; head size 128, 211 and 183 for 256. Head size 32, no mask, us: 689 and
     654 for 1024 tokens, 1178 and 1221 for 2048.
+
+    Not where their own kernel sums the gradient of a pair bias that batch or heads share: by an estimate, which was not
+    measured. There `triton` computes nine GEMMs and each weight three times, these kernels seven and twice.
     """
+    spec = plan.spec
     config, length, widest = spec.config, min(spec.T, spec.S), max(spec.D, spec.Dv)
     if config.dkv is not None or config.dq is not None or config.deterministic or widest > NARROW:
+        return None
+    if plan.backward is not None and plan.backward.tiles.captured is not None:
         return None
     least, size = (2048, VERY_NARROW) if widest <= VERY_NARROW else (1024, NARROW)
     return None if length >= least else f"below {least} queries or keys, at head sizes up to {size}, it is faster"

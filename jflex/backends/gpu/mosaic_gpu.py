@@ -84,7 +84,7 @@ class MosaicGpu(Backend):
         from pallas_kernels.mosaic_gpu import preference
 
         if requested is not None:
-            return preference.slower_backward(spec)
+            return preference.slower_backward(_own(spec, requested))
         if spec.paging is not None:
             own, _ = _own_latent(triton_here(spec).own(spec))
             return preference.slower_latent(own.spec)

@@ -1,4 +1,4 @@
-"""Backward kernel for dQ on Hopper, and for the captured arrays that are read by query or not by index at all.
+"""Backward kernel for dQ on Hopper, and for captured arrays that are read by query, by query and key, or as a whole.
 
 A CTA owns a tile of queries of one head, and walks the tiles of keys that the forward kernel visits. The producer warp
 group loads them by TMA; two consumer warp groups own 64 queries each, with their dQ accumulator in registers. dS is the
@@ -8,6 +8,7 @@ A operand of the dQ GEMM straight from registers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from pallas_kernels import block_walk
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Rows, score_mod_vjp, weights_vjp
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import bias_tiles, padding, scores, smem
+from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, padding, scores, smem
 from pallas_kernels.mosaic_gpu.backward.stream import (
     DELTA,
     LSE,
@@ -45,10 +46,14 @@ from pallas_kernels.types import Accumulator, Index, Location, Ref
 
 
 class DqOutputs(NamedTuple):
-    """dQ; cotangents [B, Hq, T] of ``groups.rows``; marks of queries, likewise, or None where nothing is masked."""
+    """dQ; cotangents [B, Hq, T] of ``groups.rows``; gradients of the arrays of ``groups.stores``.
+
+    And marks of queries, [B, Hq, T], or None where nothing is masked.
+    """
 
     query: jax.Array
     rows: list[jax.Array]
+    stores: list[jax.Array]
     marks: jax.Array | None
 
 
@@ -62,6 +67,7 @@ class Scratch(NamedTuple):
       full: A barrier for each group: its queries and dO have arrived.
       keys: Ring of keys [block_kv, D].
       values: Ring of values [block_kv, Dv].
+      stored: [groups, rows, block_kv] for each of ``groups.stores``, to stage cotangents.
       bias: Ring of bias tiles [block_q, block_kv]; None without.
     """
 
@@ -71,6 +77,7 @@ class Scratch(NamedTuple):
     full: Ref
     keys: Ring
     values: Ring
+    stored: tuple[Ref, ...]
     bias: Ring | None
 
 
@@ -84,6 +91,7 @@ class Own(NamedTuple):
       lse_log2: [rows]: the lse in base 2, which is subtracted from scores.
       delta: [rows]: subtracted from dP.
       d_query: The dQ accumulator [rows, D].
+      stored: Where it stores cotangents of loads by query and key.
     """
 
     queries: Ref
@@ -92,9 +100,10 @@ class Own(NamedTuple):
     lse_log2: jax.Array
     delta: jax.Array
     d_query: Accumulator
+    stored: bias_gradients.BiasGradients
 
 
-def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
+def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike, loads: LoadGroups) -> Scratch:
     """The scratch of a CTA."""
     groups = tiles.num_warps // 4
     rows = tiles.block_q // groups
@@ -106,6 +115,7 @@ def declare(spec: AttentionSpec, tiles: Tiles, dtype: DTypeLike) -> Scratch:
         smem.declared(plg.Barrier(num_arrivals=2, num_barriers=groups)),
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.D,), dtype, groups),
         Ring.declare(tiles.num_stages, tiles.block_kv, (spec.Dv,), dtype, groups),
+        bias_gradients.declare(loads.stores, tiles),
     )
     return bias_tiles.with_bias_ring(make, spec, tiles)
 
@@ -131,7 +141,9 @@ def dq(
     static = Static.of(spec, tiles, arrays, derivative, groups)
     row_tiles = pl.cdiv(spec.T, tiles.block_q)
     per_row = jax.ShapeDtypeStruct((spec.B, spec.Hq, row_tiles * tiles.block_q), jnp.float32)
-    declared = declare(spec, tiles, arrays.query.dtype)
+    declared = declare(spec, tiles, arrays.query.dtype, groups)
+    zeros = bias_gradients.zeros(spec, groups.stores)
+    whole = [n for n, ref in zip(groups.stores, zeros, strict=True) if ref is None]
     loads = () if declared.bias is None else bias_tiles.bias_loads(spec)
     bias = [load.of(arrays.score_operands) for load in loads]
     d_query, *sums = launch(
@@ -141,9 +153,11 @@ def dq(
             block_walk.row_order(spec, tiles, arrays),
             pack_row_stats(rows, tiles.block_q),
             bias,
+            zeros,
         ),
         [
             padding.like_rows(arrays.query, spec.D),
+            *(bias_gradients.shape_of(spec, load) for load in whole),
             *(per_row for _ in groups.rows),
             *([per_row] if spec.needs_marks else []),
         ],
@@ -152,8 +166,11 @@ def dq(
         num_ctas=_grid(static).size,
         warp_groups=static.warp_groups + 1,
     )
-    by_row = [x[..., : spec.T] for x in sums]
-    return DqOutputs(d_query, by_row[: len(groups.rows)], by_row[-1] if spec.needs_marks else None)
+    filled = iter(sums[: len(whole)])
+    stored = [next(filled) if ref is None else jax.freeze(ref) for ref in zeros]
+    stored = [bias_gradients.without_padding(spec, n, x) for n, x in zip(groups.stores, stored, strict=True)]
+    by_row = [x[..., : spec.T] for x in sums[len(whole) :]]
+    return DqOutputs(d_query, by_row[: len(groups.rows)], stored, by_row[-1] if spec.needs_marks else None)
 
 
 def _grid(static: Static) -> Grid:
@@ -164,17 +181,22 @@ def _kernel(
     static: Static,
     cta_id: Index,
     inputs: tuple[
-        Operands[Ref], Ref | None, RowStats[Ref], list[Ref]
-    ],  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles
-    outputs: tuple[Ref, ...],  # dQ like the query, [B, Hq, rounded up T] for each of `groups.rows`, marks likewise
+        Operands[Ref], Ref | None, RowStats[Ref], list[Ref], list[Ref | None]
+    ],  # operands, tile order [list batch, list heads, tiles] or None, `RowStats`, sources of bias tiles, and for each
+    # of `groups.stores` zeros [leading, padded T, padded S] or None
+    outputs: tuple[
+        Ref, ...
+    ],  # dQ like the query, an array where zeros are None, [B, Hq, rounded up T] for each of `groups.rows` and marks
     scratch: Scratch,
 ) -> None:
-    arrays, order, row_stats, refs = inputs
+    arrays, order, row_stats, refs, zeros = inputs
+    d_query, *outs = outputs
+    stored = [outs.pop(0) if ref is None else ref for ref in zeros]
     grid = _grid(static)
     b, h, tile = grid.unravel(cta_id)
     location = (b, h, block_walk.row_at(static.spec, order, b, h, tile, grid.tiles))
     group = lax.axis_index(WARP_GROUP)
-    compute = functools.partial(_consume, static, arrays, row_stats, location, outputs, scratch, group)
+    compute = functools.partial(_consume, static, arrays, row_stats, location, (d_query, stored, outs), scratch, group)
     pl.when(group == static.warp_groups)(lambda: _produce(static, arrays, refs, location, scratch))
     pl.when(group < static.warp_groups)(compute)
 
@@ -202,7 +224,7 @@ def _consume(
     arrays: Operands[Ref],
     row_stats: RowStats[Ref],
     location: Location,
-    outputs: tuple[Ref, ...],
+    outputs: tuple[Ref, Sequence[Ref], Sequence[Ref]],
     scratch: Scratch,
     group: jax.Array,
 ) -> None:
@@ -228,10 +250,12 @@ def _consume(
         may_end=spec.T % tiles.block_q != 0,
         nodes=static.nodes,
     )
+    staged = [ref.at[group] for ref in scratch.stored]
+    stored = bias_gradients.BiasGradients.of(spec, static.groups.stores, staged, outputs[1], prepared.score, first)
     plg.barrier_wait(scratch.full.at[group])
 
     def walk(d_query: Accumulator) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        held = Own(*own, pl.ds(group * rows, rows), lse_log2, delta, d_query)
+        held = Own(*own, pl.ds(group * rows, rows), lse_log2, delta, d_query, stored)
         step = functools.partial(_step, static, prepared, scratch, held)
         sums = tuple(plg.layout_cast(jnp.zeros((rows,), jnp.float32), ROW) for _ in static.groups.rows)
         _, sums = block_walk.over_keys(spec, tiles, arrays, location, (jnp.int32(0), sums), step)
@@ -240,7 +264,7 @@ def _consume(
     d_q, sums = pl.run_scoped(walk, accumulator(rows, spec.D))
     if spec.needs_marks:
         sums = (*sums, mark(d_q))
-    for ref, x in zip(outputs[1:], sums, strict=True):
+    for ref, x in zip(outputs[2], sums, strict=True):
         store_sums(scratch.sums.at[group], ref.at[b, h, pl.ds(first, rows)], x)
     own[0][...] = d_q.astype(own[0].dtype)
     plg.commit_smem()
@@ -275,6 +299,7 @@ def _step(
         d_s = scores.scores_vjp(prepared, tile, p, d_p - delta)
         scratch.values.release(i)
         d_s, of_load = score_mod_vjp(static.derivative, tile, d_s)
+        own.stored.store(first, [of_load(n) for n in static.groups.stores])
         return d_s, tuple(x + jnp.sum(of_load(n), axis=1) for x, n in zip(sums, static.groups.rows, strict=True))
 
     acc = accumulator(*prepared.tile)

@@ -23,10 +23,11 @@ from jax.typing import DTypeLike
 from pallas_kernels.config import Tiles
 from pallas_kernels.gradients import Gradients, RequestedGradients, collect, row_statistics, sum_batch, sum_gradients
 from pallas_kernels.marks import Repairs
-from pallas_kernels.mosaic_gpu import bias_tiles, padding
+from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, padding
+from pallas_kernels.mosaic_gpu.backward import captured as backward_captured
+from pallas_kernels.mosaic_gpu.backward import captured_work, walk
 from pallas_kernels.mosaic_gpu.backward import dkv as backward_dkv
 from pallas_kernels.mosaic_gpu.backward import dq as backward_dq
-from pallas_kernels.mosaic_gpu.backward import walk
 from pallas_kernels.mosaic_gpu.backward.one_pass import fits
 from pallas_kernels.mosaic_gpu.cost import is_heavy
 from pallas_kernels.program.cotangents import LoadGroups, group_loads
@@ -37,15 +38,24 @@ MAX_HEAD_SIZE_TWO_GROUPS = 192  # up to which shared memory holds what two consu
 
 
 class BackwardTiles(NamedTuple):
-    """Tiles of the kernels; `dq` is None where one pass computes dQ too, which is not deterministic."""
+    """Tiles of the kernels.
+
+    Attributes:
+      dkv: Of the kernel for dK and dV.
+      dq: Of that for dQ; None where another computes dQ too, which is not deterministic: that for captured arrays, and
+        without it that for dK and dV.
+      captured: Of the kernel for captured arrays that are shared by batch or heads; None without such.
+    """
 
     dkv: Tiles
     dq: Tiles | None
+    captured: Tiles | None = None
 
 
-def unsupported_groups(groups: LoadGroups) -> str | None:
+def unsupported_groups(spec: AttentionSpec, groups: LoadGroups) -> str | None:
     """Which gradients of captured arrays these kernels do not support, as part of a sentence, or None."""
-    if groups.repeated or groups.stores or groups.atomics:
+    shared = all(captured_work.supports(spec, group) for group in groups.repeated)
+    if not shared or groups.atomics or any(bias_gradients.bias_load(spec, n) is None for n in groups.stores):
         return "the gradient of an array that is read by query and key at once needs additions by element"
     return None
 
@@ -126,8 +136,25 @@ def declare(
 ) -> tuple[walk.Scratch, *tuple[backward_dq.Scratch, ...]]:
     """The scratch of a CTA of each kernel, for `smem.bytes_of` of its leaves."""
     spec = _padded(spec)
-    declared = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=tiles.dq is None)
-    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype))
+    one_pass = tiles.dq is None and tiles.captured is None
+    declared = walk.declare(spec, tiles.dkv, dtype, groups, one_pass=one_pass)
+    return (declared,) if tiles.dq is None else (declared, backward_dq.declare(spec, tiles.dq, dtype, groups))
+
+
+def captured_tiles(spec: AttentionSpec, dtype: DTypeLike, groups: LoadGroups, *, with_query: bool) -> Tiles | None:
+    """Tiles of the kernel for shared captured arrays, with which its scratch fits; None if there are none."""
+    spec = _padded(spec)
+    tiles = captured_work.tiles_for(spec)
+    if tiles is None or not all(captured_work.supports(spec, group) for group in groups.repeated):
+        return None
+    work = [captured_work.Work.of(spec, tiles, group) for group in groups.repeated]
+    stages = []
+    for x in work:
+        declared = captured_work.declare(spec, x, dtype, with_query=with_query)
+        if declared is None:
+            return None
+        stages.append(declared.stream.tiles[0].shape[0])
+    return dataclasses.replace(tiles, num_stages=min(stages, default=tiles.num_stages))
 
 
 def backward(
@@ -156,17 +183,32 @@ def backward(
     groups = group_loads(spec, requested.derivative)
     unpadded, (spec, arrays) = spec, padding.padded(spec, arrays)
     rows = rows._replace(d_out=padding.pad_rows(spec, rows.d_out, spec.Dv))
-    assert unsupported_groups(groups) is None  # the plan has checked
+    assert unsupported_groups(spec, groups) is None  # the plan has checked
     gradients: dict[int, list[jax.Array]] = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
-    one_pass = tiles.dq is None and requested.query
-    if groups.rows or (requested.query and tiles.dq is not None):
-        assert tiles.dq is not None, "cotangents of loads by query are summed by the kernel for dQ"
+    summed = [captured_work.Work.of(spec, tiles.captured, x) for x in groups.repeated] if tiles.captured else []
+    query_by_captured = bool(summed) and tiles.dq is None and requested.query
+    one_pass = tiles.dq is None and requested.query and not query_by_captured
+    for n, work in enumerate(summed):
+        assert requested.derivative is not None  # whose loads they are
+        found = backward_captured.captured(
+            spec, work, arrays, rows, requested.derivative, groups, with_query=query_by_captured and n == 0
+        )
+        for load, x in zip(work.loads, found.loads, strict=True):
+            gradients[load.value].append(x)
+        if found.query is not None:
+            d_query = _like_query(spec, arrays, unpadded, found.query)
+            if spec.needs_marks:
+                d_query = repairs.query(d_query, _marks_of_rows(found.query))
+    if groups.rows or groups.stores or (requested.query and tiles.dq is not None):
+        assert tiles.dq is not None, "cotangents of loads by query are computed by the kernel for dQ"
         outputs = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
         d_query = padding.cut_rows(spec, outputs.query, unpadded.T, unpadded.D) if requested.query else None
         if d_query is not None and outputs.marks is not None:
             d_query = repairs.query(d_query, outputs.marks)
         collect(spec, requested.derivative, arrays, groups.rows, outputs.rows, gradients)
+        for load, x in zip(groups.stores, outputs.stores, strict=True):
+            gradients[load.value].append(x)
     if requested.key_or_value or groups.columns or one_pass:
         outputs = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups, one_pass=one_pass)
         if outputs.query is not None:
@@ -182,6 +224,11 @@ def backward(
             d_key, d_value = (sum_batch(spec, x) for x in both)
         collect(spec, requested.derivative, arrays, groups.columns, outputs.columns, gradients)
     return Gradients(d_query, d_key, d_value, tuple(map(sum_gradients, gradients.values())))
+
+
+def _marks_of_rows(x: jax.Array) -> jax.Array:
+    """Marks of rows [..., D], float32 [...]: NaN where one is not finite."""
+    return jnp.where(jnp.all(jnp.isfinite(x), axis=-1), jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def _marks_of_queries(spec: AttentionSpec, marks: jax.Array) -> jax.Array:

@@ -1,0 +1,143 @@
+"""What the Hopper kernel for shared captured arrays computes: its CTAs, tiles and shared memory; see `captured`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
+
+from pallas_kernels.config import Tiles
+from pallas_kernels.mosaic_gpu import bias_gradients, bias_tiles, smem
+from pallas_kernels.mosaic_gpu.cost import is_heavy
+from pallas_kernels.mosaic_gpu.pipeline import Ring
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.program.broadcast_axes import BroadcastAxes
+from pallas_kernels.program.cotangents import stores
+from pallas_kernels.program.ir import Node, reachable
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Ref
+
+MAX_STAGES = 4  # of what is streamed; as many as fit
+MAX_SPLITS = 16  # of what is summed: each has an array of its own
+STEPS_OF_A_CTA = 3  # which take as long as its start and its end: an estimate
+MIN_SUMMED = 4  # tiles of scores that a sum has at least: with fewer a CTA would mostly start and end (an estimate)
+
+
+class Work(NamedTuple):
+    """What a launch computes.
+
+    Attributes:
+      axes: Those that are summed over: the batch, the heads, or both.
+      loads: The loads, which are constant along these axes.
+      tiles: Of the kernel.
+      splits: CTAs that share a tile of scores.
+    """
+
+    axes: BroadcastAxes
+    loads: tuple[Node, ...]
+    tiles: Tiles
+    splits: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, tiles: Tiles, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> Work:
+        """The work of a group of `LoadGroups.repeated`, with as many splits as make it shortest."""
+        whole = cls(*group, tiles, 1)
+        ctas, summed = math.prod(whole.grid(spec)), whole.summed(spec)
+        steps = lambda n: -(-ctas * n // NUM_SMS) * (-(-summed // n) + STEPS_OF_A_CTA)
+        return whole._replace(splits=min(range(1, min(summed, MAX_SPLITS) + 1), key=steps))
+
+    def grid(self, spec: AttentionSpec) -> tuple[int, int, int, int, int]:
+        """Splits, batch entries and heads that have a sum of their own, tiles of queries, tiles of keys."""
+        return (
+            self.splits,
+            1 if self.axes.batch else spec.B,
+            1 if self.axes.heads else spec.Hq,
+            pl.cdiv(spec.T, self.tiles.block_q),
+            pl.cdiv(spec.S, self.tiles.block_kv),
+        )
+
+    def summed(self, spec: AttentionSpec) -> int:
+        """How many tiles of scores are summed."""
+        return (spec.B if self.axes.batch else 1) * (spec.Hq if self.axes.heads else 1)
+
+    def is_resident(self, bias: Sequence[bias_tiles.BiasLoad]) -> bool:
+        """Whether all that are summed have the same bias tiles."""
+        walked = {name for name, is_walked in (("b", self.axes.batch), ("h", self.axes.heads)) if is_walked}
+        return not any(n.op == "input" and n.value in walked for x in bias for n in reachable([x.load]))
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA.
+
+    Attributes:
+      stream: Ring of queries [block_q, D], dO [block_q, Dv], keys [block_kv, D], values [block_kv, Dv] and row
+        statistics, float32 [2, block_q].
+      bias: Ring of bias tiles [block_q, block_kv], of one stage if they stay; None without.
+      d_query: float32 [groups, rows, D], to stage dQ; None without.
+    """
+
+    stream: Ring
+    bias: Ring | None
+    d_query: Ref | None
+
+
+def supports(spec: AttentionSpec, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> bool:
+    """Whether the kernel computes a group of `LoadGroups.repeated`: each element is read once by each that is summed.
+
+    Not a table of distances, which is constant along diagonals, nor sums of few.
+    """
+    axes, loads = group
+    summed = (spec.B if axes.batch else 1) * (spec.Hq if axes.heads else 1)
+    if summed < MIN_SUMMED:
+        return False
+    of_tile = lambda n: bias_gradients.bias_load(spec, n) is not None and stores(spec, loads, n, axes)
+    return not axes.diagonal and all(map(of_tile, loads))
+
+
+def declare(spec: AttentionSpec, work: Work, dtype: DTypeLike, *, with_query: bool) -> Scratch | None:
+    """The scratch of a CTA; None if it does not fit."""
+    tiles, groups = work.tiles, work.tiles.num_warps // 4
+    rows = tiles.block_q // groups
+    bias = bias_tiles.bias_loads(spec)
+
+    def made(stages: int, loaded: tuple[Ref, ...]) -> Scratch:
+        stream = (
+            smem.tiled((stages, tiles.block_q, spec.D), dtype),
+            smem.tiled((stages, tiles.block_q, spec.Dv), dtype),
+            smem.tiled((stages, tiles.block_kv, spec.D), dtype),
+            smem.tiled((stages, tiles.block_kv, spec.Dv), dtype),
+            smem.declared(plg.SMEM((stages, 2, tiles.block_q), jnp.float32)),
+        )
+        return Scratch(
+            Ring.of(stream, groups),
+            Ring.of(loaded, groups) if loaded else None,
+            smem.tiled((groups, rows, spec.D), jnp.float32) if with_query else None,
+        )
+
+    for with_bias in (True, False) if bias else (False,):
+        for stages in range(tiles.num_stages, 1, -1):
+            loaded = bias_tiles.declare(spec, tiles, 1 if work.is_resident(bias) else stages) if with_bias else ()
+            scratch = made(stages, loaded)
+            if smem.bytes_of(jax.tree.leaves(scratch)) <= smem.LIMIT:
+                return scratch
+    return None
+
+
+def tiles_for(spec: AttentionSpec) -> Tiles | None:
+    """Tiles that divide the blocks of the mask; None if none does.
+
+    A thread holds half a tile's columns of scores, of dP, and of each sum.
+    """
+    blocks = spec.block_size or (128, 128)
+    if any(size % 64 for size in blocks):
+        return None
+    groups = 2 if blocks[0] % 128 == 0 else 1
+    light = not is_heavy(spec.programs.score) and spec.dropout is None
+    narrow = max(spec.D, spec.Dv) <= 64 and light and blocks[1] % 128 == 0
+    return Tiles(64 * groups, 128 if narrow else 64, 4 * groups, MAX_STAGES)
