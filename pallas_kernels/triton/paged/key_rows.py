@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks, value_chunks
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
+from pallas_kernels.triton.tile import computed_once
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
 
@@ -90,13 +92,13 @@ class KeyRows(NamedTuple):
 
         The scales multiply the rows, which are keys and values: a power of two rounds none of them in bfloat16.
         """
-        assert arrays.key_scale is not None and arrays.rope_key is not None  # what has tiles has them
-        found = []
-        for tile, (first, width, _) in enumerate(value_chunks(self.spec)):
-            scale = self._scales_at(arrays.key_scale, jnp.full((), tile, jnp.int32))
-            found.append(self._scaled(self._load_chunk(arrays.key, first, width), scale))
-        for first, width in chunks(self.spec.D - self.spec.Dv):
-            found.append(self._load_chunk(arrays.rope_key, first, width).astype(self.spec.dtype))
+        spec, scales, found = self.spec, arrays.key_scale, []
+        assert scales is not None and arrays.rope_key is not None  # what has tiles has them
+        for tile, (first, width, _) in enumerate(value_chunks(spec)):
+            held, scale = self._load_chunk(arrays.key, first, width), self._scales_at(scales, jnp.full((), tile, jnp.int32))
+            found.append(computed_once(spec, functools.partial(self._scaled, held, scale)))
+        for first, width in chunks(spec.D - spec.Dv):
+            found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
         return tuple(found)
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
