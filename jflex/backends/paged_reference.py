@@ -34,7 +34,8 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
         if p.has_latent_tiles:
-            assert inputs.rope_key is not None and inputs.key_scale is not None  # what has tiles has them
+            assert inputs.rope_key is not None  # what has tiles has them apart
+            assert inputs.key_scale is not None
             tiles, rope = (x[pages_of].reshape(p.B, p.S, -1) for x in (inputs.key_scale, inputs.rope_key))
             rows = dequantised_latents(rows, tiles, rope[:, :, None], exact)
         elif scale is not None:

@@ -91,8 +91,8 @@ def _check_absorbed(q: AnyArray, cache: LatentCache) -> None:
     if cache.scale is not None:
         if str(q.dtype) not in QUERIES:
             raise TypeError(
-                f"`q` must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with scales, and products "
-                f"with them may be out of the range of float16. {got} Cast `q`."
+                f"`q` must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with scales, and "
+                f"products with them may be out of the range of float16. {got} Cast `q`."
             )
     elif q.dtype != cache.rows.dtype:
         raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")

@@ -204,8 +204,8 @@ def write_latent(
 
     Args:
       cache: The cache.
-      latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache; for eight bits,
-        in bfloat16, float16 or float32.
+      latent: The latent vectors of N tokens, normalised as the model does it, in the dtype of the cache; for eight
+        bits, in bfloat16, float16 or float32.
       rope_key: Their rotated keys, likewise.
       slots: The slot of each token, as in `jflex.paged.write`; one outside of the cache drops its token.
       layer: Which layer of a stacked cache, a Python int or traced.
@@ -230,8 +230,8 @@ def write_latent(
         if has_tiles(cache.rows.dtype):
             if str(x.dtype) not in WRITTEN:
                 raise TypeError(
-                    f"`{name}` must be one of {', '.join(WRITTEN)}: the cache holds {cache.rows.dtype} with scales, and "
-                    f"`write_latent` rounds to it. Got {describe_array(x)}. Pass what is not yet quantised."
+                    f"`{name}` must be one of {', '.join(WRITTEN)}: the cache holds {cache.rows.dtype} with scales, "
+                    f"and `write_latent` rounds to it. Got {describe_array(x)}. Pass what is not yet quantised."
                 )
         elif x.dtype != cache.rows.dtype:
             raise TypeError(

@@ -59,7 +59,9 @@ def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"
     return jnp.where(jnp.isfinite(largest), scale, largest)
 
 
-def quantised_tiles(latent: Float[AnyArray, "N latent"], scale: Float32[AnyArray, "N tiles"]) -> Float[Array, "N latent"]:
+def quantised_tiles(
+    latent: Float[AnyArray, "N latent"], scale: Float32[AnyArray, "N tiles"]
+) -> Float[Array, "N latent"]:
     """Latent vectors divided by the scales of their tiles, rounded to the nearest, ties to even.
 
     >>> quantised_tiles(jnp.full((1, 128), 3.0), jnp.array([[2.0]]))[0, 0].item()
@@ -107,8 +109,9 @@ def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
                 f"`{name}` must be None: rows of {rows.dtype} hold the rotated columns, and have no scales. Only "
                 f"latent vectors of {TILES_DTYPE} have."
             )
-        if held and not (hasattr(x, "shape") and hasattr(x, "dtype") and str(x.dtype) == dtype):
-            got = describe_array(x) if hasattr(x, "dtype") else type(x).__name__
+        is_array = x is not None and hasattr(x, "shape") and hasattr(x, "dtype")
+        if held and not (is_array and str(x.dtype) == dtype):
+            got = describe_array(x) if is_array else type(x).__name__
             raise TypeError(
                 f"`{name}` must be {dtype}: the cache holds latent vectors of {rows.dtype}, with scales, and rotated "
                 f"columns apart. Got {got}. Make the cache with `LatentCache.create`."
@@ -121,6 +124,6 @@ def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
     for name, x, shape in shapes:
         if x.shape != shape:
             raise ValueError(
-                f"`{name}` must have the shape {list(shape)}, by `cache.rows` and `rope_size`. Got {describe_array(x)}. "
-                "Make the cache with `LatentCache.create`."
+                f"`{name}` must have the shape {list(shape)}, by `cache.rows` and `rope_size`. Got {describe_array(x)}."
+                " Make the cache with `LatentCache.create`."
             )

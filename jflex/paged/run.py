@@ -117,14 +117,13 @@ class PagedCall(NamedTuple):
     def inputs(self) -> PagedInputs:
         """The arrays."""
         pages = self.pages
-        key, value, rope_key = (
-            None if x is None else x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value, pages.rope_key)
-        )
+        by_page = lambda x: x.reshape(-1, *x.shape[-3:])
+        key, value = by_page(pages.key), by_page(pages.value)
+        rope_key = None if pages.rope_key is None else by_page(pages.rope_key)
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
-        scales = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
-        return PagedInputs(
-            self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], *scales, rope_key
-        )
+        key_scale, value_scale = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
+        held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], **held)
 
 
 def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:

@@ -215,7 +215,9 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     from pallas_kernels.triton.paged.work import PagedOperands
 
     captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
-    return PagedOperands(*inputs[:7], *captured, *inputs[12:])
+    key_scale, value_scale, rope_key = inputs[12:]
+    held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
+    return PagedOperands(*inputs[:7], *captured, **held)
 
 
 # --- what the Hopper kernel for pages leaves to these

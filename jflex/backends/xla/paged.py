@@ -172,8 +172,9 @@ def _rows(
     at = (*layer, page, j % p.page_size)
     rows = read(lambda: pages[at], exists[0], p.platform)
     if p.has_latent_tiles:
-        assert scale is not None and inputs.rope_key is not None  # what has tiles has them
         rope = inputs.rope_key
+        assert rope is not None  # what has tiles has them apart
+        assert scale is not None
         rope = read(lambda: rope[at], exists[0], p.platform)
         rows = dequantised_latents(rows, scale[at], rope, p.exact)
     elif scale is not None:

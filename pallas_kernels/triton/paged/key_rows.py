@@ -93,10 +93,12 @@ class KeyRows(NamedTuple):
         The scales multiply the rows, which are keys and values: a power of two rounds none of them in bfloat16.
         """
         spec, scales, found = self.spec, arrays.key_scale, []
-        assert scales is not None and arrays.rope_key is not None  # what has tiles has them
+        assert scales is not None  # what has tiles has them
+        assert arrays.rope_key is not None
         for tile, (first, width, _) in enumerate(value_chunks(spec)):
-            held, scale = self._load_chunk(arrays.key, first, width), self._scales_at(scales, jnp.full((), tile, jnp.int32))
-            found.append(computed_once(spec, functools.partial(self._scaled, held, scale)))
+            scale = self._scales_at(scales, jnp.full((), tile, jnp.int32))
+            rows = self._load_chunk(arrays.key, first, width)
+            found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
             found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
         return tuple(found)
