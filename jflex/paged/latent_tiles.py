@@ -109,9 +109,8 @@ def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
                 f"`{name}` must be None: rows of {rows.dtype} hold the rotated columns, and have no scales. Only "
                 f"latent vectors of {TILES_DTYPE} have."
             )
-        is_array = x is not None and hasattr(x, "shape") and hasattr(x, "dtype")
-        if held and not (is_array and str(x.dtype) == dtype):
-            got = describe_array(x) if is_array else type(x).__name__
+        if held and str(getattr(x, "dtype", None)) != dtype:
+            got = type(x).__name__ if x is None or not hasattr(x, "dtype") else describe_array(x)
             raise TypeError(
                 f"`{name}` must be {dtype}: the cache holds latent vectors of {rows.dtype}, with scales, and rotated "
                 f"columns apart. Got {got}. Make the cache with `LatentCache.create`."

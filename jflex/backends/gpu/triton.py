@@ -215,9 +215,13 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     from pallas_kernels.triton.paged.work import PagedOperands
 
     captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
-    key_scale, value_scale, rope_key = inputs[12:]
-    held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
-    return PagedOperands(*inputs[:7], *captured, **held)
+    return PagedOperands(
+        *inputs[:7],
+        *captured,
+        key_scale=inputs.key_scale,
+        value_scale=inputs.value_scale,
+        rope_key=inputs.rope_key,
+    )
 
 
 # --- what the Hopper kernel for pages leaves to these

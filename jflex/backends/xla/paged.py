@@ -172,11 +172,11 @@ def _rows(
     at = (*layer, page, j % p.page_size)
     rows = read(lambda: pages[at], exists[0], p.platform)
     if p.has_latent_tiles:
-        rope = inputs.rope_key
-        assert rope is not None  # what has tiles has them apart
+        rope_key = inputs.rope_key
+        assert rope_key is not None  # what has tiles has them apart
         assert scale is not None
-        rope = read(lambda: rope[at], exists[0], p.platform)
-        rows = dequantised_latents(rows, scale[at], rope, p.exact)
+        rotated = read(lambda: rope_key[at], exists[0], p.platform)
+        rows = dequantised_latents(rows, scale[at], rotated, p.exact)
     elif scale is not None:
         rows = dequantised(rows, scale if scale.ndim == 1 else scale[at], p.exact)
     if mod is not None:
