@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jflex
+from flax_layers.nnx import MultiHeadLatentAttention
 from jflex.paged import LatentCache, PagedBatch, copy_pages, copy_slots, write_latent
 from pallas_kernels.mosaic_gpu.limits import limit_of_machine
 from pallas_kernels.spec import AttentionSpec, Paging
@@ -205,6 +207,20 @@ def test_accuracy():
     assert all(abs(x - SQNR[name]) < 0.2 for name, x in measured.items()), measured
 
 
+def layer():
+    sizes = {"latent_dim": 128, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
+    return MultiHeadLatentAttention(64, 4, **sizes, mask_mod=jflex.masks.causal(), rngs=nnx.Rngs(0))
+
+
+def test_a_layer_reads_eight_bits():
+    inputs = jax.random.normal(jax.random.key(0), (40, 64))
+    batch = PagedBatch(INT([0, 40]), INT([40]), INT([[1, 2, 3]]))
+    right, found = (
+        layer().decode_paged(inputs, layer().init_paged_cache(5, 16, dtype=name), batch)[0] for name in (None, E4M3)
+    )
+    assert 20 < ratio(right, found) < 40
+
+
 # --- messages
 
 CACHE = LatentCache.create(PAGES, 16, 128, 16, dtype=E4M3)
@@ -245,6 +261,8 @@ WRONG = [
     ("quantised latents", written(E4M3), TypeError,
      r"`latent` must be one of bfloat16, float16, float32: the cache holds float8_e4m3fn.*Pass what is not yet"),
     ("quantised keys", written(rope_key=E4M3), TypeError, r"`rope_key` must be one of bfloat16, float16, float32"),
+    ("dense cache", lambda: layer().init_cache(1, 64, dtype=E4M3), TypeError,
+     r"`dtype` must be floating-point, of 16 bits or more. Got float8_e4m3fn. A paged cache, which `init_paged"),
     ("hopper", attend(implementation="mosaic_gpu"), jflex.UnsupportedError,
      r"mosaic_gpu: its kernel for latent pages takes no eight bits"),
 ]  # fmt: skip
