@@ -49,15 +49,20 @@ class DenseLatentCache:
             max_length: Capacity of each, in tokens.
             latent_size: Columns of the latent vector.
             rope_size: Columns of the rotated key.
-            dtype: Floating-point.
+            dtype: Floating-point, of 16 bits or more.
 
         Returns:
             The cache.
 
         Raises:
-            TypeError: A size is not an integer, or the dtype is not floating-point.
+            TypeError: A size is not an integer, or the dtype is not floating-point, or has eight bits.
             ValueError: `batch_size` is negative, or another size is not positive.
         """
+        if jnp.dtype(dtype).itemsize == 1:
+            raise TypeError(
+                f"`dtype` must be floating-point, of 16 bits or more. Got {jnp.dtype(dtype)}. A paged cache, which "
+                "`init_paged_cache` makes, may hold float8_e4m3fn."
+            )
         batch_size = checked_size("batch_size", batch_size, 0)
         max_length = checked_size("max_length", max_length, 1)
         page_size = min(PAGE_SIZE, max_length)

@@ -249,7 +249,8 @@ def decode_paged(
     positions = jflex.paged.token_positions(batch, tokens)
     length = batch.page_table.shape[1] * cache.page_size
     query, new = queries_of(layer, inputs, positions, length), latents_of(layer, inputs, positions, length)
-    slots, dtype = jflex.paged.token_slots(batch, tokens, cache.page_size), cache.keys.dtype
+    slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
+    dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # of what is not yet quantised
     latent, rope_key = (x.astype(dtype) for x in new)
     cache = jflex.paged.write_latent(cache, latent, rope_key, slots, layer=number)
     how = how_of(layer) | {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}

@@ -42,7 +42,8 @@ class LatentMethods(latent_core.LatentLayer):
             page_size: Tokens in a page, 1 to 256.
             layers: Number of layers like this one that share the cache and its page tables. Default: the cache is this
                 layer's own, without an axis of layers.
-            dtype: As for `init_cache`.
+            dtype: As for `init_cache`; or ``float8_e4m3fn``, with scales, for layers that compute in bfloat16 or
+                float32.
 
         Returns:
             The cache.

@@ -16,6 +16,7 @@ from pallas_kernels.types import A
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+LATENT_TILE = 128  # columns of a latent vector of eight bits that share a scale
 
 
 Role = Literal["score", "mask", "key", "value"]
@@ -208,6 +209,11 @@ class AttentionSpec:
     def heads_to_divide(self) -> int:
         """Heads that devices may divide among them: key heads, each with its group; of MLA, query heads."""
         return self.Hq if self.values_in_keys else self.Hkv
+
+    @property
+    def has_latent_tiles(self) -> bool:
+        """Whether keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
+        return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
 
     @property
     def exact(self) -> str:

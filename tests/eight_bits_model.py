@@ -13,6 +13,19 @@ def scales_of_rows(rows, name):
     return np.maximum(largest * np.float32(1 / LARGEST[name]), np.finfo(np.float32).tiny)
 
 
+def in_tiles(columns):
+    """Latent columns [N, latent] in tiles of 128, [N, tiles, 128]."""
+    return columns.reshape(*columns.shape[:-1], columns.shape[-1] // 128, 128)
+
+
+def scales_of_tiles(tiles):
+    """One power of two for each tile [N, tiles, 128]: the least one with which 448 holds all of it."""
+    mantissa, exponent = np.frexp(np.abs(tiles.astype(np.float64)).max(axis=-1) / 448)
+    exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = np.where(mantissa == 0, -126, np.maximum(exponent, -126))
+    return np.ldexp(1.0, exponent).astype(np.float32)
+
+
 def quantised(rows, scale, name):
     """Rows [..., D] of scales [...] in eight bits."""
     inverse = (np.float32(1) / scale)[..., None]

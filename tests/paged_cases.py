@@ -36,6 +36,7 @@ class PagedCase:
       scale: Of the scores; None for the default.
       factor: Of the queries: how large scores are.
       rope: Columns of the rotated key of a latent cache, whose values are its other columns; None for a cache of both.
+        With eight bits, these columns have bfloat16.
       normalize: As in the call; without a softmax, the lse is 0 here.
       dropout: The rate; the key is that of `dropout_bits.KEY`.
       dtype: Of all arrays, but for keys and values of eight bits.

@@ -34,6 +34,10 @@ class Held(NamedTuple):
     def of(cls, case: PagedCase, rows: list[np.ndarray]) -> Held:
         """Rounds what was drawn; scales of heads cut some numbers off."""
         assert case.held is not None  # the case has a dtype of eight bits
+        if case.rope is not None:
+            columns = [eight_bits_model.in_tiles(x[:, 0, : case.Dv]) for x in rows]
+            made = [eight_bits_model.scales_of_tiles(x) for x in columns]
+            return cls([eight_bits_model.quantised(x, s, case.held) for x, s in zip(columns, made, strict=True)], made)
         of_heads = np.float32(2.5 + np.arange(case.Hkv)) / eight_bits_model.LARGEST[case.held]
         by_token = lambda x: eight_bits_model.scales_of_rows(x, case.held)
         made = [by_token(x) if case.scales == "token" else np.tile(of_heads, (len(x), 1)) for x in rows]
@@ -48,7 +52,8 @@ class Held(NamedTuple):
 class Drawn(NamedTuple):
     """Arrays in numpy: packed queries, and for each request its keys [length, Hkv, D] and values, before their mods.
 
-    Those of eight bits are dequantised.
+    Those of eight bits are dequantised. Of latent vectors, `held` has those of keys, in tiles, twice, and `rotated` the
+    other columns.
     """
 
     query: np.ndarray
@@ -59,6 +64,7 @@ class Drawn(NamedTuple):
     key: dict[str, np.ndarray]
     value: dict[str, np.ndarray]
     held: tuple[Held, Held] | None = None
+    rotated: list[np.ndarray] | None = None
 
     @property
     def captured(self) -> tuple[dict[str, np.ndarray], ...]:
@@ -86,7 +92,13 @@ def draw(case: PagedCase) -> Drawn:
     keys = of_requests(case.D)
     values = of_requests(case.Dv or case.D) if case.rope is None else [x[..., : case.Dv] for x in keys]
     held = None
-    if case.held is not None:
+    rotated = None
+    if case.held is not None and case.rope is not None:
+        rotated, of_latents = [x[..., case.Dv :].astype(jnp.bfloat16) for x in keys], Held.of(case, keys)
+        values = [x.reshape(len(x), 1, case.Dv) for x in of_latents.dequantised]
+        keys = [np.concatenate([x, y], axis=2, dtype=np.float32) for x, y in zip(values, rotated, strict=True)]
+        held = of_latents, of_latents
+    elif case.held is not None:
         held = Held.of(case, keys), Held.of(case, values)
         keys, values = (x.dequantised for x in held)
     captured = [
@@ -96,7 +108,7 @@ def draw(case: PagedCase) -> Drawn:
     for pair, size in ((case.key, case.D), (case.value, case.Dv or case.D)):
         drawn = {} if pair is None else pair.captures(rng, case.R, case.Hkv, case.S, size)
         captured.append({name: x.astype(np.float32) for name, x in drawn.items()})
-    return Drawn(query, keys, values, *captured, held)
+    return Drawn(query, keys, values, *captured, held, rotated)
 
 
 def modified(pair: VectorPair | None, rows: np.ndarray, r: int, captured: dict[str, np.ndarray]) -> np.ndarray:
@@ -118,6 +130,8 @@ def placed(case: PagedCase, seed: int = 0) -> tuple[Any, np.ndarray]:
     table = np.full((case.R, max(needed, default=0) + SPARE_ENTRIES), 10**6, np.int32)
     table[:, -1] = -7
     rows = [x.keys, x.values] if x.held is None else [of for held in x.held for of in held]
+    if x.held is not None and x.rotated is not None:
+        rows = [[a.reshape(len(a), 1, case.Dv) for a in x.held[0].rows], x.rotated, x.held[0].scales]
     unused = lambda dtype: 127 if dtype == np.int8 else np.nan
     pages = [np.full((num_pages, case.page_size, *a[0].shape[1:]), unused(a[0].dtype), a[0].dtype) for a in rows]
     for r, length in enumerate(case.lengths):
@@ -130,7 +144,8 @@ def placed(case: PagedCase, seed: int = 0) -> tuple[Any, np.ndarray]:
         stack = lambda a: np.stack([a if i == LAYER else np.full_like(a, unused(a.dtype)) for i in range(case.layers)])
         pages = [stack(a) for a in pages]
     if case.rope is not None:
-        return jflex.paged.LatentCache(jnp.asarray(pages[0]), case.rope), table
+        apart = pages[1:] if x.rotated is not None else []
+        return jflex.paged.LatentCache(jnp.asarray(pages[0]), case.rope, *map(jnp.asarray, apart)), table
     if x.held is not None:  # rows and scales of keys, then of values
         pages = [*pages[::2], *pages[1::2]]
         if case.scales == "head":

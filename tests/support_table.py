@@ -148,6 +148,11 @@ def features() -> list[Feature]:
             gradients=False,
         ),
         Feature("`mla_attention`", {**pages, **latent}, gradients=False),
+        Feature(
+            "`mla_attention` over `float8_e4m3fn` (Ada and later)",
+            {**pages, **latent, "paging": Paging(page_size=64, num_pages=1024, dtype="float8_e4m3fn"), **HOPPER},
+            gradients=False,
+        ),
         Feature("gradient of `slopes[h]`", _captured(lambda x: _score(_slopes(x)), slopes)),
         Feature("gradient of `bias[b, h, q_idx, kv_idx]`", _captured(lambda x: _score(_bias(x)), bias)),
         Feature("gradient of `bias[h, q_idx, kv_idx]`", _captured(lambda x: _score(_shared_bias(x)), shared)),

@@ -13,6 +13,7 @@ from tests import gpu_compile
 KERNELS = ["jflex_paged", "jflex_paged_merge"]
 # Bytes of registers that each thread stores away: more is a step back, less is welcome. Elsewhere 16 pass.
 KNOWN_SPILLS = {"trees": 32, "trees_in_windows": 32, "trees_beside_prompts": 36, "trees_with_alibi": 384,
+                "latent_e4m3_128_heads": 2048, "latent_e4m3_64_heads": 1424,
                 "latent_128_heads": 124, "latent_16_heads": 24, "latent_mixed": 132,
                 "alibi_batch_invariant": 20}  # fmt: skip
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
@@ -57,8 +58,11 @@ def program(
         scale = shape(*(cache.k.shape[:3] if of == "token" else (8,)), dtype=jnp.float32)
         cache = jflex.paged.PagedCache(pages, pages, scale, scale)
     if rope is not None:
-        D = 512 + rope
-        cache = jflex.paged.LatentCache(shape(1 + R * max_pages, page_size, 1, D), rope)
+        D, pages = 512 + rope, functools.partial(shape, 1 + R * max_pages, page_size)
+        cache = jflex.paged.LatentCache(pages(1, D), rope)
+        if held is not None:
+            rows, scale = pages(1, 512, dtype=jnp.dtype(held)), pages(4, dtype=jnp.float32)
+            cache = jflex.paged.LatentCache(rows, rope, pages(1, rope, dtype=jnp.bfloat16), scale)
         options["qk_head_dim"] = 192
     words = None if nodes is None else integers(R, nodes)
     batch = jflex.paged.PagedBatch(integers(R + 1), integers(R), integers(R, max_pages), words)
@@ -104,6 +108,10 @@ CASES = {
     "mixed_e4m3": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL, "held": "float8_e4m3fn"},
     "latent_128_heads": {"Hq": 128, "rope": 64, "mask_mod": CAUSAL},
     "latent_16_heads": {"Hq": 16, "rope": 64},
+    # Spills are descriptors of wgmma, stored before the mainloop, and read again by each.
+    "latent_e4m3_128_heads": {"Hq": 128, "rope": 64, "held": "float8_e4m3fn", "mask_mod": CAUSAL},
+    "latent_e4m3_64_heads": {"Hq": 64, "rope": 64, "held": "float8_e4m3fn"},
+    "latent_e4m3_16_heads": {"Hq": 16, "rope": 64, "held": "float8_e4m3fn"},
     "latent_mixed": {"N": 2048 + 63, "R": 64, "Hq": 16, "rope": 64, "mask_mod": CAUSAL},
     "mixed": {"N": 2048 + 63, "R": 64, "mask_mod": CAUSAL},
     "decode_stats": STATS,
@@ -120,6 +128,7 @@ LONG = {
     "trees", "trees_in_windows", "decode_pages_of_16", "decode_one_key", "decode_sinks", "decode_rope_pages_of_16",
     "decode_rope_head_size_64", "decode_norm_and_rope", "decode_e4m3_float16", "decode_int8", "decode_dropout",
     "mixed_stats", "mixed_head_size_64", "decode_e4m3_of_heads_pages_of_16", "decode_rope_of_neighbours",
+    "latent_e4m3_128_heads",
 }  # fmt: skip
 
 

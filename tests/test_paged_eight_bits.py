@@ -239,7 +239,7 @@ WRONG = [
      r"`k` must be one of bfloat16.*the cache holds int8 with scales.*Got int8\[3,2,16\]. Pass what is not yet"),
     ("wide rows", lambda: write(CACHE, ROWS, ROWS.astype(np.float64), INT([4, 5, 6])), TypeError, r"`v` must be one"),
     ("latents", lambda: jflex.paged.LatentCache.create(PAGES, PAGE, 8, 4, dtype="int8"), TypeError,
-     r"`dtype` must be floating-point.*Got int8. Eight bits with scales are for `PagedCache` alone"),
+     r"`dtype` must be floating-point.*or float8_e4m3fn, with scales. Got int8"),
     ("held latents", lambda: jflex.paged.LatentCache(jnp.zeros((4, 2, 1, 12), jnp.int8), 4).check(), TypeError,
      r"`cache` must hold rows of a floating-point dtype"),
 ]  # fmt: skip

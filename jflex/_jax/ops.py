@@ -138,11 +138,12 @@ class PagedOp:
 
     def axes(self, inputs: PagedInputs, outputs: Saved) -> tuple[list[Axes], list[Axes]]:
         """Axes of the flat inputs and outputs: heads alone, because requests share pages; those of MLA, heads too."""
+        leaves, rows = len(jax.tree.leaves(inputs)), [_ROWS] * len(jax.tree.leaves(outputs))
+        if self.spec.values_in_keys:  # which all query heads share
+            return [_ROWS, *[Axes()] * (leaves - 1)], rows
         scales = [x for x in (inputs.key_scale, inputs.value_scale) if x is not None]
         of_heads = [Axes(None, x.ndim - 1, per_key=True) for x in scales]
-        others = len(jax.tree.leaves(inputs)) - 3 - len(scales)
-        pages = Axes() if self.spec.values_in_keys else _PAGES
-        return [_ROWS, pages, pages, *[Axes()] * others, *of_heads], [_ROWS] * len(jax.tree.leaves(outputs))
+        return [_ROWS, _PAGES, _PAGES, *[Axes()] * (leaves - 3 - len(scales)), *of_heads], rows
 
     def partitioned(self, inputs: PagedInputs, outputs: Saved, whole: Flat) -> Flat:
         """See `jflex._jax.primitive.Op`."""

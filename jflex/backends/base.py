@@ -59,6 +59,8 @@ class PagedInputs(NamedTuple):
       dropout_operands: The arrays that the mod of dropout captures.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
       value_scale: Likewise.
+      rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
+        D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     """
 
     query: jax.Array
@@ -75,6 +77,7 @@ class PagedInputs(NamedTuple):
     dropout_operands: tuple[jax.Array, ...] = ()
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    rope_key: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

@@ -11,6 +11,7 @@ from jflex._call.vector_mods import modified_keys
 from jflex.backends.base import PagedInputs, Saved
 from jflex.backends.dense_scores import stats_of
 from jflex.paged.eight_bits import dequantised
+from jflex.paged.latent_tiles import dequantised_latents
 from pallas_kernels.spec import AttentionSpec, Mod
 
 
@@ -32,7 +33,12 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
         pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
         rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
-        if scale is not None:
+        if p.has_latent_tiles:
+            assert inputs.rope_key is not None  # what has tiles has them apart
+            assert inputs.key_scale is not None
+            tiles, rope = (x[pages_of].reshape(p.B, p.S, -1) for x in (inputs.key_scale, inputs.rope_key))
+            rows = dequantised_latents(rows, tiles, rope[:, :, None], exact)
+        elif scale is not None:
             scale = scale if scale.ndim == 1 else scale[pages_of].reshape(p.B, p.S, p.Hkv)
             rows = dequantised(rows, scale, exact)
         if mod is not None:  # of ones past the end: zero times the derivative of NaN would be NaN

@@ -71,7 +71,8 @@ def mla_attention(
     training.
 
     Args:
-      q: Absorbed, packed queries, in the dtype of the cache: latent columns, then the rotated ones.
+      q: Absorbed, packed queries, in the dtype of the cache: latent columns, then the rotated ones. For a cache of
+        eight bits, bfloat16 or float32.
       cache: The latent vectors, those of these queries included: `jflex.paged.write_latent` them first.
       batch: The queries and keys of each request.
       qk_head_dim: Head size of queries before they are absorbed, ``nope + rope`` (192 in DeepSeek-V2 and V3): scores

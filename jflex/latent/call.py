@@ -13,6 +13,7 @@ from jflex.mods.array_sizes import check_mod_sizes
 from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
 from jflex.paged.latent import LatentCache, check_latent_cache
+from jflex.paged.latent_tiles import QUERIES
 from jflex.paged.run import PagedCall, attend
 from jflex.paged.sizes import checked_positive
 from jflex.types import AnyArray
@@ -84,12 +85,18 @@ def _check_absorbed(q: AnyArray, cache: LatentCache) -> None:
     got = f"Got q: {describe_array(q)}, cache.rows: {describe_array(cache.rows)}."
     if len(q.shape) != 3 or q.shape[1] == 0:
         raise ValueError(
-            f"`q` must have three axes, [N, Hq, {cache.rows.shape[-1]}]: the queries of all requests, packed. {got} "
+            f"`q` must have three axes, [N, Hq, {cache.row_size}]: the queries of all requests, packed. {got} "
             "Reshape [B, T, Hq, W] to [B * T, Hq, W], with `qo_indptr` in steps of T."
         )
-    if q.dtype != cache.rows.dtype:
+    if cache.scale is not None:
+        if str(q.dtype) not in QUERIES:
+            raise TypeError(
+                f"`q` must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with scales, and "
+                f"products with them may be out of the range of float16. {got} Cast `q`."
+            )
+    elif q.dtype != cache.rows.dtype:
         raise TypeError(f"`q` and `cache` must have one dtype. {got} Cast `q`.")
-    if q.shape[2] != cache.rows.shape[-1]:
+    if q.shape[2] != cache.row_size:
         raise ValueError(
             f"`q` must have the columns of a row of the cache, {cache.latent_size} latent ones and {cache.rope_size} "
             f"rotated ones. {got} Multiply the up-projection of the keys into the query first."

@@ -174,10 +174,14 @@ class _Chosen:
         """The cache in pages of one token, without a copy."""
         tokens = cache.num_pages * cache.page_size
         rows = _reshaped(cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
+        scale = None if cache.scale is None else _reshaped(cache.scale, (-1, 1, cache.scale.shape[-1]))
+        rope = None if cache.rope is None else _reshaped(cache.rope, (-1, 1, 1, cache.rope_size))
         first = jnp.zeros((1,), jnp.int32) if layer is None else (layer * tokens).reshape(1)
         indptr = jnp.arange(self.queries + 1, dtype=jnp.int32)
         lengths = jnp.full((self.queries,), self.indices.shape[1], jnp.int32)
-        return Pages(rows, rows, tokens, first, indptr, lengths, self.slots, cache.latent_size)
+        return Pages(
+            rows, rows, tokens, first, indptr, lengths, self.slots, cache.latent_size, key_scale=scale, rope_key=rope
+        )
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from jflex._call.account import NOTHING, Choice, Described, work_of
 from jflex._call.dispatch import Implementation, Selection, select
 from jflex._call.kv_lengths import known_lengths
+from jflex.paged.latent_tiles import ROPE_DTYPE
 from jflex.paged.run import PagedCall, no_derivative
 from pallas_kernels.spec import AttentionSpec
 
@@ -200,8 +201,10 @@ def _work(spec: AttentionSpec, indptr: np.ndarray | None, lengths: np.ndarray | 
     eight_bits = spec.paging is not None and spec.paging.dtype is not None
     width, out_width = (jnp.dtype(dtype).itemsize for dtype in (spec.dtype, spec.out_dtype))
     of_queries = spec.T * spec.Hq * (width * spec.D + out_width * spec.Dv)
-    row = spec.D if spec.values_in_keys else spec.D + spec.Dv
-    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * (1 if eight_bits else width) * row
+    row = (1 if eight_bits else width) * (spec.D if spec.values_in_keys else spec.D + spec.Dv)
+    if spec.has_latent_tiles:
+        row = spec.Dv + jnp.dtype(ROPE_DTYPE).itemsize * (spec.D - spec.Dv)
+    of_keys = int(keys[np.diff(indptr) > 0].sum()) * spec.Hkv * row
     return _Work(2 * pairs * (spec.D + spec.Dv), of_queries + of_keys)
 
 

@@ -259,7 +259,7 @@ def pages_of(cache: PageStore, batch: PagedBatch, layer: jax.Array | None) -> Pa
     k_scale, v_scale = cache.scales
     return Pages(
         cache.keys, cache.values, cache.num_pages, first, batch.qo_indptr, batch.kv_lengths, batch.page_table,
-        key_scale=k_scale, value_scale=v_scale,
+        key_scale=k_scale, value_scale=v_scale, rope_key=cache.rope_keys,
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class Pages(NamedTuple):
       latent_size: Columns of the keys that are the values, and `value` is not read; None where values have pages.
       key_scale: Of keys of eight bits, as in a `PagedCache`, or its shape; None for others.
       value_scale: Likewise.
+      rope_key: Of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns
+        alone, and `key_scale` is that of the cache. None for others.
     """
 
     key: Any
@@ -54,6 +56,7 @@ class Pages(NamedTuple):
     latent_size: int | None = None
     key_scale: Any = None
     value_scale: Any = None
+    rope_key: Any = None
 
 
 class How(NamedTuple):
@@ -114,17 +117,23 @@ class PagedCall(NamedTuple):
     def inputs(self) -> PagedInputs:
         """The arrays."""
         pages = self.pages
-        key, value = (x.reshape(-1, *x.shape[-3:]) for x in (pages.key, pages.value))
+        by_page = lambda x: x.reshape(-1, *x.shape[-3:])
+        key, value = by_page(pages.key), by_page(pages.value)
+        rope_key = None if pages.rope_key is None else by_page(pages.rope_key)
         indptr, lengths, table = (jnp.asarray(x) for x in (pages.indptr, pages.lengths, pages.table))
-        scales = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
-        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], *scales)
+        key_scale, value_scale = (_scale_of(pages, x) for x in (pages.key_scale, pages.value_scale))
+        held = {"key_scale": key_scale, "value_scale": value_scale, "rope_key": rope_key}
+        return PagedInputs(self.query, key, value, indptr, lengths, table, pages.first_page, *self[4:], **held)
 
 
 def _scale_of(pages: Pages, scale: jax.Array | None) -> jax.Array | None:
-    """A scale of each head of the layer, [Hkv], or of each token and head, [pages of all layers, page_size, Hkv]."""
+    """A scale of each head of the layer, [Hkv], or of each token and head, [pages of all layers, page_size, Hkv].
+
+    Of latent vectors, there is one for each token and tile of columns.
+    """
     if scale is None:
         return None
-    if scale.shape == pages.key.shape[:-1]:
+    if pages.rope_key is not None or scale.shape == pages.key.shape[:-1]:
         return jnp.asarray(scale).reshape(-1, *scale.shape[-2:])
     stacked = jnp.asarray(scale).reshape(-1, scale.shape[-1])
     return stacked[0] if len(stacked) == 1 else stacked[pages.first_page[0] // pages.num_pages]
@@ -153,6 +162,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
     mask, mask_operands = (None, ()) if how.mask_mod is None else trace_mask_mod(how.mask_mod)
     R, max_pages = pages.table.shape
     page_size, Hkv, D = pages.key.shape[-3:]
+    D += 0 if pages.rope_key is None else pages.rope_key.shape[-1]
     key_mod, key_operands = _traced_vector_mod(how.key_mod, "key", D, query.dtype)
     value_mod, value_operands = _traced_vector_mod(how.value_mod, "value", Dv, query.dtype)
     dropout, dropout_operands = None, ()

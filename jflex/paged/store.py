@@ -24,6 +24,11 @@ class PageStore:
         """Those of keys and values of eight bits; None where there are none."""
         return None, None
 
+    @property
+    def rope_keys(self) -> Any:
+        """Rotated columns of the keys that are held apart; None where there are none."""
+        return None
+
     def map_tokens(self, function: Callable[[Any], Any]) -> Self:
         """The cache that a function makes of each array [*L, P, page_size, ...]."""
         raise NotImplementedError

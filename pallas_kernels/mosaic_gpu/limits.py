@@ -19,6 +19,8 @@ def limit_of_machine(spec: AttentionSpec) -> str | None:
     """What of the device or the versions every kernel here refuses."""
     if spec.paging is not None and not spec.values_in_keys:
         return "it has no kernel for pages of keys and values"
+    if spec.has_latent_tiles:
+        return "its kernel for latent pages takes no eight bits"
     if spec.paging is not None and spec.config.batch_invariant:
         return "its kernel for latent pages divides keys by the number of SMs, and so is not batch invariant"
     if spec.config.interpret:

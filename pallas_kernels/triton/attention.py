@@ -16,7 +16,7 @@ from pallas_kernels.marks import mark
 from pallas_kernels.score_tile import ScoreTile
 from pallas_kernels.spec import LN_2
 from pallas_kernels.triton.containment import Attended, cleared
-from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_rows
+from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_values
 from pallas_kernels.triton.scores import Scores, linear_weights
 from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, S
@@ -118,7 +118,7 @@ class Attention(NamedTuple):
     @property
     def _start(self) -> softmax.SoftmaxState:
         spec = self.prepared.spec
-        zeros = zero_rows(self.rows, spec.Dv, spec.vector_programs.value)
+        zeros = zero_values(spec, self.rows)
         return softmax.start(self.rows, zeros, entropy="entropy" in spec.stats)
 
     def _finish(self, state: softmax.SoftmaxState) -> tuple[Columns, jax.Array]:

@@ -29,7 +29,7 @@ from pallas_kernels.spec import LN_2, AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.attention import Attention, RowVectors, Walk
 from pallas_kernels.triton.containment import Attended
-from pallas_kernels.triton.head_chunks import Columns, chunks, zero_rows
+from pallas_kernels.triton.head_chunks import Columns, chunks, zero_values
 from pallas_kernels.triton.split_kv import NUM_SMS
 from pallas_kernels.triton.split_merge import Partials
 from pallas_kernels.triton.tile import weights
@@ -116,7 +116,7 @@ def _nothing(attention: Attention) -> Sums:
     spec, rows = attention.prepared.spec, attention.rows
     full = lambda x: jnp.full((rows,), x, jnp.float32)
     exponent = full(0.0 if spec.normalize == "none" else -jnp.inf)
-    zeros = zero_rows(rows, spec.Dv, spec.vector_programs.value)
+    zeros = zero_values(spec, rows)
     return Sums(exponent, full(0.0), zeros, tuple(full(-jnp.inf) for _ in spec.stats))
 
 

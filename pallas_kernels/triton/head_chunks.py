@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.program.vectors import Chunk, VectorProgram
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import LATENT_TILE, AttentionSpec
 from pallas_kernels.triton import language
 from pallas_kernels.triton.tile import opaque
 from pallas_kernels.types import Index, Ref
@@ -38,8 +38,15 @@ def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
     if not spec.values_in_keys:
         return mod_chunks(spec.D, spec.vector_programs.key)
-    rest = ((spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
-    return tuple(Chunk(*chunk) for chunk in (*chunks(spec.Dv), *rest))
+    rest = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
+    return (*value_chunks(spec), *rest)
+
+
+def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
+    """The chunks that hold values and outputs: as a mod makes them, or tiles of columns that share a scale."""
+    if spec.has_latent_tiles:
+        return tuple(Chunk(first, LATENT_TILE) for first in range(0, spec.Dv, LATENT_TILE))
+    return mod_chunks(spec.Dv, spec.vector_programs.value)
 
 
 def mod_chunks(size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
@@ -150,9 +157,14 @@ def store_vector(
         language.store(spec.route, ref.at[(*at, index)], x, mask=index < length)
 
 
-def zero_rows(rows: int, size: int, mod: VectorProgram | None = None) -> Columns:
-    """A float32 accumulator of rows [rows, size], in the chunks of values that a mod makes."""
-    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width, _ in mod_chunks(size, mod))
+def zero_rows(rows: int, size: int) -> Columns:
+    """A float32 accumulator of rows [rows, size]."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width in chunks(size))
+
+
+def zero_values(spec: AttentionSpec, rows: int) -> Columns:
+    """A float32 accumulator of outputs [rows, Dv], in the chunks of values."""
+    return tuple(jnp.zeros((rows, width), jnp.float32) for _, width, _ in value_chunks(spec))
 
 
 def qk_dot(spec: AttentionSpec, a: Columns, b: Columns) -> jax.Array:

@@ -26,7 +26,10 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
     if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and _lacks_e4m3(spec.device_kind):
-        return f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {spec.device_kind} (take int8)"
+        other = "bfloat16" if spec.values_in_keys else "int8"
+        return (
+            f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {spec.device_kind} (take {other})"
+        )
     if spec.values_in_keys:
         return _limit_of_latent(spec.Dv, spec.D - spec.Dv)
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:

@@ -127,7 +127,8 @@ def _limit_of_pages(spec: AttentionSpec) -> str | None:
     paging = spec.paging
     if paging is None or paging.dtype is None:
         return None
-    elements = paging.layers * paging.num_pages * paging.page_size * spec.Hkv * max(spec.D, spec.Dv)
+    size = spec.Dv if spec.has_latent_tiles else max(spec.D, spec.Dv)
+    elements = paging.layers * paging.num_pages * paging.page_size * spec.Hkv * size
     if not unreached_by_pallas(elements):
         return None
     return (
@@ -213,9 +214,14 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     """The arrays of a paged call; booleans that mods capture as int8."""
     from pallas_kernels.triton.paged.work import PagedOperands
 
-    *captured, key_scale, value_scale = inputs[7:]
-    captured = (tuple(map(as_int8, group)) for group in captured)
-    return PagedOperands(*inputs[:7], *captured, key_scale=key_scale, value_scale=value_scale)
+    captured = (tuple(map(as_int8, group)) for group in inputs[7:12])
+    return PagedOperands(
+        *inputs[:7],
+        *captured,
+        key_scale=inputs.key_scale,
+        value_scale=inputs.value_scale,
+        rope_key=inputs.rope_key,
+    )
 
 
 # --- what the Hopper kernel for pages leaves to these

@@ -22,6 +22,7 @@ from jflex.backends.xla.dropout import dropped, scaled_up
 from jflex.backends.xla.narrow import read
 from jflex.backends.xla.paged_bounds import walk_of
 from jflex.paged.eight_bits import dequantised
+from jflex.paged.latent_tiles import dequantised_latents
 from pallas_kernels.spec import AttentionSpec, Mod
 
 Pages = TypeVar("Pages", jax.Array, jax.Array | None)
@@ -62,6 +63,7 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     padded = jnp.pad(inputs.query, ((0, spare), (0, 0), (0, 0)))
     inputs = inputs._replace(key=_by_layer(p, inputs.key), value=_by_layer(p, inputs.value))
     inputs = inputs._replace(key_scale=_by_layer(p, inputs.key_scale), value_scale=_by_layer(p, inputs.value_scale))
+    inputs = inputs._replace(rope_key=_by_layer(p, inputs.rope_key))
     out = jnp.zeros((p.T + spare, p.Hq, p.Dv), p.out_dtype)
     fill = lambda x: jnp.full((p.T + spare, p.Hq), x, jnp.float32)
     stats = {name: fill(-jnp.inf if name == "max" else 0.0) for name in p.stats}
@@ -169,7 +171,13 @@ def _rows(
     layer = (inputs.first_page[0] // p.num_pages,) if pages.ndim == 5 else ()
     at = (*layer, page, j % p.page_size)
     rows = read(lambda: pages[at], exists[0], p.platform)
-    if scale is not None:
+    if p.has_latent_tiles:
+        rope_key = inputs.rope_key
+        assert rope_key is not None  # what has tiles has them apart
+        assert scale is not None
+        rotated = read(lambda: rope_key[at], exists[0], p.platform)
+        rows = dequantised_latents(rows, scale[at], rotated, p.exact)
+    elif scale is not None:
         rows = dequantised(rows, scale if scale.ndim == 1 else scale[at], p.exact)
     if mod is not None:
         rows = modified_keys(functools.partial(mod, operands), rows, jnp.broadcast_to(request, j.shape), j)

@@ -24,7 +24,7 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks
+from pallas_kernels.triton.head_chunks import Columns, key_chunks, value_chunks
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
@@ -143,10 +143,13 @@ class _Program(NamedTuple):
 
         def tile_at(key: jax.Array, is_partial: bool) -> Tile:
             rows = KeyRows.of(spec, arrays, work_item, key_head, key, tiles.block_kv, may_end=is_partial)
-            keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
+            if spec.has_latent_tiles:
+                keys, key_scale = rows.load_latents(arrays), None
+            else:
+                keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
             result = scores.compute(prepared, q, keys, key, is_partial, key_scale)
             if spec.values_in_keys:
-                return Tile(result, keys[: len(chunks(spec.Dv))])
+                return Tile(result, keys[: len(value_chunks(spec))])
             return Tile(result, *rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True))
 
         key_head = jnp.zeros_like(kv_h) if spec.values_in_keys else kv_h  # all heads share one
@@ -257,7 +260,7 @@ def _repair_kernel(spec: AttentionSpec, work: Work, arrays: PagedOperands[Ref], 
 
 def _store(spec: AttentionSpec, ref: Ref, at: tuple[Index, ...], columns: Columns, mask: jax.Array) -> None:
     size = ref.shape[-1]
-    for (first, _, step), x in zip(mod_chunks(size, spec.vector_programs.value), columns, strict=True):
+    for (first, _, step), x in zip(value_chunks(spec), columns, strict=True):
         column = first + step * lax.broadcasted_iota(jnp.int32, x.shape, 1)
         index = tuple(jnp.broadcast_to(i, x.shape) if jnp.ndim(i) else i for i in at)
         language.store(spec.route, ref.at[(*index, column)], x.astype(ref.dtype), mask=mask[:, None] & (column < size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import language
-from pallas_kernels.triton.head_chunks import Columns, key_chunks, mod_chunks
+from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks, value_chunks
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
+from pallas_kernels.triton.tile import computed_once
 from pallas_kernels.triton.vectors import PreparedVectors
 from pallas_kernels.types import Index, Ref
 
@@ -85,14 +87,32 @@ class KeyRows(NamedTuple):
         on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
         return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
 
+    def load_latents(self, arrays: PagedOperands[Ref]) -> Columns:
+        """Latent vectors of eight bits, each tile of columns times its scale, then the rotated columns.
+
+        The scales multiply the rows, which are keys and values: a power of two rounds none of them in bfloat16.
+        """
+        spec, scales, found = self.spec, arrays.key_scale, []
+        assert scales is not None  # what has tiles has them
+        assert arrays.rope_key is not None
+        for tile, (first, width, _) in enumerate(value_chunks(spec)):
+            scale = self._scales_at(scales, jnp.full((), tile, jnp.int32))
+            rows = self._load_chunk(arrays.key, first, width)
+            found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
+        for first, width in chunks(spec.D - spec.Dv):
+            found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
+        return tuple(found)
+
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
         if ref is None:
             return None
-        if len(ref.shape) == 1:
-            return ref[self.h]
+        return ref[self.h] if len(ref.shape) == 1 else self._scales_at(ref, self.h)
+
+    def _scales_at(self, ref: Ref, column: Index) -> jax.Array:
+        """A column of the scales of each key, [count]: zeros past the request's length."""
         row = lax.broadcasted_iota(jnp.int32, self.exists.shape, 0) + self.row if self._is_one_page else self.row
-        at = ref.at[(self.page, row, self.h)]
+        at = ref.at[(self.page, row, column)]
         return (
             language.load(self.spec.route, at, mask=self.exists, other=0.0)
             if self.may_end

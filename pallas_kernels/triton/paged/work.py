@@ -44,6 +44,8 @@ class PagedOperands(NamedTuple, Generic[A]):
       dropout_operands: Captured arrays of the mod of dropout.
       key_scale: Of keys of eight bits, float32: [Hkv], or [pages of all layers, page_size, Hkv]; None for others.
       value_scale: Likewise.
+      rope_key: Of latent vectors of eight bits, the rotated columns of the keys, [pages of all layers, page_size, 1,
+        D - Dv]; `key` then has Dv columns, and `key_scale` is [pages of all layers, page_size, tiles]. None for others.
     """
 
     query: A
@@ -60,6 +62,7 @@ class PagedOperands(NamedTuple, Generic[A]):
     dropout_operands: tuple[A, ...] = ()
     key_scale: A | None = None
     value_scale: A | None = None
+    rope_key: A | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""Latent vectors of eight bits: tiles of columns with a scale each, which is a power of two; rotated columns apart.
+
+This is the row of FlashMLA for DeepSeek-V3.2 in three arrays. Of 512 latent and 64 rotated columns it has 656 bytes:
+512 of float8_e4m3fn, four scales of float32, 64 rotated columns of bfloat16, which rounding would harm most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from jflex._call.checks import describe_array
+from jflex.paged.eight_bits import dequantised, quantised
+from jflex.types import AnyArray
+from pallas_kernels.spec import LATENT_TILE
+
+TILES_DTYPE = "float8_e4m3fn"
+ROPE_DTYPE = "bfloat16"
+QUERIES = ("bfloat16", "float32")  # dtypes that hold each number times its scale
+_MANTISSA, _OF_448 = 0x7FFFFF, 0x600000  # of float32: all bits, and those of 448 = 1.75 * 2 ** 8
+
+
+def has_tiles(dtype: DTypeLike) -> bool:
+    """Whether latent vectors of this dtype have scales.
+
+    >>> has_tiles("float8_e4m3fn"), has_tiles("bfloat16")
+    (True, False)
+    """
+    return str(jnp.dtype(dtype)) == TILES_DTYPE
+
+
+def in_tiles(x: jax.Array) -> jax.Array:
+    """Columns [..., latent] as tiles [..., tiles, 128].
+
+    >>> in_tiles(jnp.zeros((3, 512))).shape
+    (3, 4, 128)
+    """
+    return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_TILE, LATENT_TILE)
+
+
+def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"]:
+    """The least power of two of each tile by which its largest magnitude, divided, is at most 448.
+
+    It is computed on bits, so that no logarithm rounds it. A tile of zeros gets the smallest normal float32; one with
+    NaN or an infinity gets that, so that all of it becomes NaN.
+
+    >>> tile_scales(jnp.repeat(jnp.array([448.0, 449.0]), 128)[None]).tolist()
+    [[1.0, 2.0]]
+    """
+    largest = jnp.max(jnp.abs(in_tiles(jnp.asarray(latent).astype(jnp.float32))), axis=-1)
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = (bits >> 23) - 8 + ((bits & _MANTISSA) > _OF_448).astype(jnp.int32)
+    scale = lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+    return jnp.where(jnp.isfinite(largest), scale, largest)
+
+
+def quantised_tiles(
+    latent: Float[AnyArray, "N latent"], scale: Float32[AnyArray, "N tiles"]
+) -> Float[Array, "N latent"]:
+    """Latent vectors divided by the scales of their tiles, rounded to the nearest, ties to even.
+
+    >>> quantised_tiles(jnp.full((1, 128), 3.0), jnp.array([[2.0]]))[0, 0].item()
+    1.5
+    """
+    return quantised(in_tiles(jnp.asarray(latent)), scale, TILES_DTYPE).reshape(latent.shape)
+
+
+def dequantised_latents(rows: jax.Array, scale: jax.Array, rope: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Whole rows [*tokens, 1, W] of latent columns, the scales of their tiles [*tokens, tiles], and rotated columns.
+
+    >>> rows, rope = jnp.ones((5, 1, 256), jnp.float8_e4m3fn), jnp.ones((5, 1, 64), jnp.bfloat16)
+    >>> dequantised_latents(rows, jnp.ones((5, 2)), rope, jnp.bfloat16).shape
+    (5, 1, 320)
+    """
+    latent = dequantised(in_tiles(rows[..., 0, :]), scale, dtype).reshape(rows.shape)
+    return jnp.concatenate([latent, rope.astype(dtype)], axis=-1)
+
+
+def check_latent_size(size: int) -> None:
+    """Raises ValueError unless latent vectors of eight bits are whole tiles.
+
+    >>> check_latent_size(512)
+    """
+    if size % LATENT_TILE:
+        raise ValueError(
+            f"`latent_size` must be a multiple of {LATENT_TILE} with {TILES_DTYPE}: so many columns share a scale. Got "
+            f"{size}. Take another dtype, or pad the latent vectors with zeros."
+        )
+
+
+def check_tiles(rows: Any, rope_size: int, rope: Any, scale: Any) -> None:
+    """Raises unless rotated columns and scales fit rows of latent vectors.
+
+    Raises:
+      TypeError: One is missing, superfluous, or has another dtype.
+      ValueError: One has another shape, or the rows are not whole tiles.
+
+    >>> check_tiles(jnp.zeros((4, 2, 1, 12)), 4, None, None)
+    """
+    held = has_tiles(rows.dtype)
+    for name, x, dtype in (("cache.rope", rope, ROPE_DTYPE), ("cache.scale", scale, "float32")):
+        if not held and x is not None:
+            raise TypeError(
+                f"`{name}` must be None: rows of {rows.dtype} hold the rotated columns, and have no scales. Only "
+                f"latent vectors of {TILES_DTYPE} have."
+            )
+        if held and str(getattr(x, "dtype", None)) != dtype:
+            got = type(x).__name__ if x is None or not hasattr(x, "dtype") else describe_array(x)
+            raise TypeError(
+                f"`{name}` must be {dtype}: the cache holds latent vectors of {rows.dtype}, with scales, and rotated "
+                f"columns apart. Got {got}. Make the cache with `LatentCache.create`."
+            )
+    if not held:
+        return
+    check_latent_size(rows.shape[-1])
+    tiles = rows.shape[-1] // LATENT_TILE
+    shapes = ("cache.rope", rope, (*rows.shape[:-1], rope_size)), ("cache.scale", scale, (*rows.shape[:-2], tiles))
+    for name, x, shape in shapes:
+        if x.shape != shape:
+            raise ValueError(
+                f"`{name}` must have the shape {list(shape)}, by `cache.rows` and `rope_size`. Got {describe_array(x)}."
+                " Make the cache with `LatentCache.create`."
+            )
