@@ -21,6 +21,7 @@ from flax_layers.attention_core import LayerMods, Mods, check_dense, check_packe
 from flax_layers.dense_cache import known
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.rotary_scaling import YarnScaling
+from jflex.paged.latent import check_latent_cache
 
 
 class LatentLayer(LayerMods):
@@ -244,6 +245,7 @@ def decode_paged(
 ) -> tuple[Float[Array, "N features"], jflex.paged.LatentCache]:
     """Computes `decode_paged` of a layer; `number` is the index of the layer in the cache."""
     check_packed(inputs)
+    check_latent_cache(cache)
     tokens, mods = inputs.shape[0], mods.for_decoding()
     jflex.paged.check_batch(batch, cache, tokens)
     positions = jflex.paged.token_positions(batch, tokens)
