@@ -65,6 +65,7 @@ TARGETS = (
     *(Target("heads", x, {"D": D}, "TFLOP/s", {"D": 128}, 0.8) for x in _BOTH for D in (80, 96)),
     Target("captured", "backward", _GRADIENT, "time", {"differentiated": False}, at_most=1.1),
     *(Target("pair_bias", x, {"variant": "pair_bias"}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
+    Target("pair_bias", "backward", {"variant": "pair_bias"}, "speed", "torch-flex", 1.0),
     *(Target("short", x, {}, "speed", FASTEST, 0.9) for x in _BOTH),
     *(Target("selected", x, {"selected": 13}, "speed", {"selected": 0}, 5.0) for x in _BOTH),
     Target("decode", "forward", _PLAIN, "speed", "jax-cudnn", 0.95),

@@ -67,7 +67,7 @@ def dequantised(rows: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Arra
     >>> dequantised(jnp.array([[3, -2]], jnp.int8), jnp.array([0.5]), jnp.float32).tolist()
     [[1.5, -1.0]]
     """
-    exact = jnp.promote_types(dtype, jnp.float32)
+    exact = np.promote_types(jnp.dtype(dtype), np.float32)  # which JAX refuses under strict promotion
     scale = jnp.broadcast_to(scale, rows.shape[:-1])[..., None]
     return (rows.astype(exact) * scale.astype(exact)).astype(dtype)
 
