@@ -22,6 +22,7 @@ from flax_layers.dense_cache import known
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.rotary_scaling import YarnScaling
 from jflex.paged.latent import check_latent_cache
+from jflex.paged.latent_tiles import QUERIES
 
 
 class LatentLayer(LayerMods):
@@ -253,6 +254,11 @@ def decode_paged(
     query, new = queries_of(layer, inputs, positions, length), latents_of(layer, inputs, positions, length)
     slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
     dtype = cache.keys.dtype if cache.scale is None else query.nope.dtype  # of what is not yet quantised
+    if cache.scale is not None and str(dtype) not in QUERIES:
+        raise TypeError(
+            f"`dtype` of the layer must be one of {', '.join(QUERIES)}: the cache holds {cache.rows.dtype} with "
+            f"scales. Got {dtype}."
+        )
     latent, rope_key = (x.astype(dtype) for x in new)
     cache = jflex.paged.write_latent(cache, latent, rope_key, slots, layer=number)
     how = how_of(layer) | {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}

@@ -57,6 +57,11 @@ bias_bqk = added(
 bias_hqk = added(
     lambda c: lambda s, b, h, q, k: s + c["bias"][h, q, k], lambda b, h, q, k, n: (h, q, k), normal("Hq", "T", "S")
 )
+bias_of_more_heads = added(
+    lambda c: lambda s, b, h, q, k: s + c["bias"][h + 1, q, k],
+    lambda b, h, q, k, n: (h + 1, q, k),
+    lambda rng, n: {"bias": rng.normal(size=(n.Hq + 2, n.T, n.S)).astype(np.float32)},
+)
 bias_bhqk = added(
     lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, q, k],
     lambda b, h, q, k, n: (b, h, q, k),

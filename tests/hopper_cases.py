@@ -74,6 +74,7 @@ WIDE = [
     Case("stored_odd", captured.bias_bhqk, masks.causal, Sizes(T=200, S=300, Hq=4, Hkv=2, D=64), block=128, **BF16),
     Case("stored_no_mask", captured.bias_bf16, sizes=Sizes(T=136, S=200, Hq=4, Hkv=2, D=96), dtype="float16"),
     Case("shared_heads", captured.bias_hqk, sizes=Sizes(B=4, T=200, S=300, Hq=4, Hkv=2, D=32), **BF16),
+    Case("shared_more_heads", captured.bias_of_more_heads, sizes=Sizes(B=4, T=64, S=64, Hq=2, D=64), **BF16),
     Case(
         "shared_causal", captured.bias_of_heads_bf16, masks.causal, Sizes(B=5, T=256, D=64), block=128, dtype="float16"
     ),
@@ -170,6 +171,6 @@ _OF_TABLE = [
 ]
 _TWO_KERNELS = {"softcap_of_much", "even_bias", "plane_gradient", "planes_two", "two_groups_scalar", "many_empty_rows",
                 "two_groups_dropout", "stored_odd", "stored_no_mask", "shared_heads", "shared_causal", "shared_by_all",
-                "shared_batch", "shared_dropout"}  # fmt: skip
+                "shared_batch", "shared_dropout", "shared_more_heads"}  # fmt: skip
 ONE_PASS = [case for case in HOPPER if case.name in _OF_TABLE]
 ONE_PASS += [case for case in (*WIDE, *MANY) if case.name not in _TWO_KERNELS and case.sizes.D <= 128]

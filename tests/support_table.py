@@ -34,7 +34,7 @@ CPU = {"platform": "cpu", "device_kind": "cpu"}
 NAMES = ("mosaic_gpu", "triton", "xla", "reference")
 YES, NO, SELECTED = "yes", "no", "selected"
 
-B, HEADS, LENGTH = 2, 16, 4096
+B, HEADS, LENGTH = 4, 16, 4096
 
 
 def _causal(b, h, q_idx, kv_idx):

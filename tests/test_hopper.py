@@ -321,6 +321,9 @@ BIASES = [  # batch, index, shape, configuration, and the kernels besides that f
     ("in order", 8, lambda b, h, q, k: (h, q, k), (2, 512, 512), KEPT, {"captured", "dq"}),
     ("of few", 2, lambda b, h, q, k: (h, q, k), (2, 512, 512), None, {"dq", ""}),
     ("longer", 8, lambda b, h, q, k: (h, q, k), (2, 520, 512), None, {"dq", ""}),
+    ("of one layer", 8, lambda b, h, q, k: (1, q, k), (3, 512, 512), None, {"dq", ""}),
+    ("of more heads", 8, lambda b, h, q, k: (h, q, k), (4, 512, 512), None, {"dq", ""}),
+    ("of other heads", 8, lambda b, h, q, k: (h + 2, q, k), (4, 512, 512), None, {"dq", ""}),
 ]
 
 

@@ -207,9 +207,9 @@ def test_accuracy():
     assert all(abs(x - SQNR[name]) < 0.2 for name, x in measured.items()), measured
 
 
-def layer():
+def layer(dtype=jnp.float32):
     sizes = {"latent_dim": 128, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
-    return MultiHeadLatentAttention(64, 4, **sizes, mask_mod=jflex.masks.causal(), rngs=nnx.Rngs(0))
+    return MultiHeadLatentAttention(64, 4, **sizes, dtype=dtype, mask_mod=jflex.masks.causal(), rngs=nnx.Rngs(0))
 
 
 def test_a_layer_reads_eight_bits():
@@ -219,6 +219,15 @@ def test_a_layer_reads_eight_bits():
         layer().decode_paged(inputs, layer().init_paged_cache(5, 16, dtype=name), batch)[0] for name in (None, E4M3)
     )
     assert 20 < ratio(right, found) < 40
+
+
+@pytest.mark.parametrize("new_prompts", [True, False])
+def test_a_layer_in_float16_is_refused_before_it_writes(new_prompts):
+    half = layer(dtype=jnp.float16)
+    batch = PagedBatch(INT([0, 2]), INT([2]), INT([[1]]))
+    cache = half.init_paged_cache(5, 16, dtype=E4M3)
+    with pytest.raises(TypeError, match=r"`dtype` of the layer must be one of bfloat16, float32: .* Got float16"):
+        half.decode_paged(jnp.ones((2, 64), jnp.float16), cache, batch, new_prompts=new_prompts)
 
 
 # --- messages

@@ -1,6 +1,6 @@
 """Gradients of captured arrays that are indexed by query and key (a pair bias), stored by TMA tile by tile.
 
-Where each element is read by one score, its gradient is the cotangent of that score, times the derivative of the mod.
+Where no element is read by two scores, its gradient is the cotangent of that score, times the derivative of the mod.
 The kernel for dQ has it in registers, in the order of the array, and stores it in the same pass.
 """
 

@@ -117,9 +117,9 @@ _NO_ENTROPY = "they have no derivative of the entropy (where its gradient is not
 def _plan_backward(forward: Plan, requested: GradientRequest) -> Plan | Refusal:
     """Divides the requested gradients: these kernels compute what they can, and leave the rest.
 
-    They leave gradients of arrays that are read by query and key but along some axes alike (a table of distances),
-    which a kernel of its own sums, and everything where they have no tiles or where the
-    entropy of rows is differentiated.
+    They leave gradients of arrays that are read by query and key, but not as a pair bias that `captured_work.supports`
+    and that fits, such as a table of distances. They leave everything where they have no tiles, and where the entropy
+    of rows is differentiated.
     """
     spec = forward.spec
     if "entropy" in spec.stats:

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.cost import is_heavy
 from pallas_kernels.mosaic_gpu.pipeline import Ring
 from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
 from pallas_kernels.program.broadcast_axes import BroadcastAxes
-from pallas_kernels.program.cotangents import stores
+from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Node, reachable
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.types import Ref
@@ -90,14 +90,19 @@ class Scratch(NamedTuple):
 def supports(spec: AttentionSpec, group: tuple[BroadcastAxes, tuple[Node, ...]]) -> bool:
     """Whether the kernel computes a group of `LoadGroups.repeated`: each element is read once by each that is summed.
 
-    Not a table of distances, which is constant along diagonals, nor sums of few.
+    Not a table of distances, which is constant along diagonals, nor sums of few, nor an array that is read in part: no
+    CTA would store zeros in the rest.
     """
     axes, loads = group
     summed = (spec.B if axes.batch else 1) * (spec.Hq if axes.heads else 1)
     if summed < MIN_SUMMED:
         return False
-    of_tile = lambda n: bias_gradients.bias_load(spec, n) is not None and stores(spec, loads, n, axes)
-    return not axes.diagonal and all(map(of_tile, loads))
+
+    def is_whole(load: Node) -> bool:
+        of_tile = bias_gradients.bias_load(spec, load) is not None and stores(spec, loads, load, axes)
+        return of_tile and covers(spec, load, spec.score_shapes[load.value])
+
+    return not axes.diagonal and all(map(is_whole, loads))
 
 
 def declare(spec: AttentionSpec, work: Work, dtype: DTypeLike, *, with_query: bool) -> Scratch | None:
