@@ -142,7 +142,7 @@ def test_there_is_one_program_and_nothing_is_compiled_after_warm_up():
     assert len(engine.options.shapes(engine.config)) == 1
     engine.warm_up(lambda done, total: reports.append((done, total)))
     assert reports == [(1, 1)]
-    for number in range(8):  # those that overwrite free pages, and those that write penalties, are no steps
+    for number in range(8):  # programs that overwrite free pages or write penalties are no steps
         Client(engine, PROMPTS[0], penalties=ARRIVALS[number][1].get("penalties", Penalties(presence_penalty=1.0)))
         engine.step()
     with counted_compilations() as compiled:

@@ -113,7 +113,7 @@ def test_longest_splits_first_end_within_4_thirds_of_the_optimum(tiles, resident
 
 @given(ROWS, st.sampled_from([1, 2, 8, 16]), st.booleans())
 def test_the_last_program_ends_soon_after_a_share_of_all_tiles(tiles, heads, longest_first):
-    """In both orders, of which pages take the second: list scheduling (Graham 1966), and no split far above a share."""
+    """List scheduling (Graham 1966), longest first and in the order of requests; no split is far above its share."""
     resident, target = split_kv.MAX_RESIDENT_PROGRAMS, split_kv.num_splits(heads)
     padded, splits = divided(tiles, target)
     order = find_longest_first(padded, splits, ITEMS) if longest_first else find_work_item(splits, ITEMS)

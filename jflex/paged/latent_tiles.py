@@ -44,7 +44,7 @@ def in_tiles(x: jax.Array) -> jax.Array:
 
 
 def tile_scales(latent: Float[AnyArray, "N latent"]) -> Float32[Array, "N tiles"]:
-    """The least power of two of each tile by which its largest magnitude, divided, is at most 448.
+    """Scales of tiles: the least power of two that brings the largest magnitude of a tile to at most 448.
 
     It is computed on bits, so that no logarithm rounds it. A tile of zeros gets the smallest normal float32; one with
     NaN or an infinity gets that, so that all of it becomes NaN.

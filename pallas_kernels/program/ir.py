@@ -227,7 +227,7 @@ class Graph:
         """The node that a primitive over integers or booleans folds to, where bounds determine it."""
         if op == "select_n":
             return self._fold_select(inputs)
-        if op == "not" and inputs[0].op == "literal":  # of which Pallas' Triton has no lowering
+        if op == "not" and inputs[0].op == "literal":  # Pallas' Triton cannot lower it
             return self.literal(np.invert(inputs[0].value), dtype)
         if len(inputs) != 2:
             return None

@@ -33,7 +33,7 @@ def opaque(spec: AttentionSpec, x: jax.Array) -> jax.Array:
 
 
 def computed_once(spec: AttentionSpec, compute: Callable[[], jax.Array]) -> jax.Array:
-    """What a function computes from a tile, for two dots of which one transposes it: in a loop of one step.
+    """Computes a tile for two dots once, in a loop of one step, although one of them transposes it.
 
     XLA's compiler of Triton moves the transpose before casts and products, and so computes the tile in either order, to
     two buffers. It moves none into a loop, and unrolls this one later. Compiled for sm_90a, jax 0.10.2, 64 rows by 32

@@ -33,7 +33,7 @@ class Work(NamedTuple):
     """What a launch computes.
 
     Attributes:
-      axes: Those that are summed over: the batch, the heads, or both.
+      axes: What is summed over: the batch, the heads, or both.
       loads: The loads, which are constant along these axes.
       tiles: Of the kernel.
       splits: CTAs that share a tile of scores.
