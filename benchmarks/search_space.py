@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import jflex
 from benchmarks.peers import jax_peers
@@ -136,9 +137,13 @@ def _of_hopper(kernel: str, head_size: int) -> Iterator[Tiles]:
     from pallas_kernels.mosaic_gpu.backward import one_pass as backward_one_pass
     from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 
-    by_key = functools.partial(walk.declare, loads=LoadGroups((), (), (), (), ()))
-    one_pass = functools.partial(by_key, one_pass=True)
-    declarations = {"forward_sm90": forward_kernel.declare, "dq_sm90": dq.declare, "one_pass_sm90": one_pass}
+    loads = LoadGroups((), (), (), (), ())
+    by_key = functools.partial(walk.declare, loads=loads)
+    declarations: dict[str, Callable[[AttentionSpec, Tiles, DTypeLike], object]] = {
+        "forward_sm90": forward_kernel.declare,
+        "dq_sm90": functools.partial(dq.declare, loads=loads),
+        "one_pass_sm90": functools.partial(by_key, one_pass=True),
+    }
     declare = declarations.get(kernel, by_key)
     by_keys, sums_apart = kernel in ("one_pass_sm90", "dkv_sm90"), head_size > dkv.MAX_HEAD_SIZE_BOTH_SUMS
     sizes: dict[str, Any] = {"B": 1, "T": 1024, "S": 1024, "Hq": 1, "Hkv": 1, "D": head_size, "Dv": head_size, "Bkv": 1}
