@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.program import cotangents
+from pallas_kernels.program import cotangents, elementwise
 from pallas_kernels.program.broadcast_axes import BroadcastAxes, broadcast_axes
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Product, Space
@@ -203,3 +203,22 @@ def test_groups_of_loads():
     assert (operand(groups.rows), operand(groups.columns)) == ([0], [1])
     assert [(axes, operand(loads)) for axes, loads in groups.repeated] == [(BroadcastAxes(True, True, False), [2])]
     assert (operand(groups.stores), operand(groups.atomics)) == ([3], [4])
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_a_remainder_is_exact_though_its_quotient_is_not(off):
+    """On a GPU the quotient of floats is off by up to 2 ULP: a whole one may come out one too small or too large."""
+    rng = np.random.default_rng(off + 1)
+    divisors = rng.integers(1, 99, 500) * rng.choice([-1.0, 0.25, 1.0], 500)
+    numbers = np.float32(np.concatenate([divisors * rng.integers(-999, 999, 500), rng.normal(size=500) * 99]))
+    divisors = np.float32(np.tile(divisors, 2))
+    quotients = np.trunc(np.float64(numbers) / divisors)
+    rest = np.float32(numbers - (quotients + off * (quotients != 0)) * divisors)
+    found = elementwise.repair_remainder(*map(jnp.asarray, (numbers, divisors, rest)))
+    np.testing.assert_array_equal(found, np.fmod(numbers, divisors))
+
+
+def test_a_remainder_by_infinity_is_the_number():
+    x = jnp.asarray([-0.0, 3.0, -3.0, jnp.inf, jnp.nan, 1.0], jnp.float32)
+    y = jnp.asarray([2.0, jnp.inf, -jnp.inf, 2.0, 2.0, 0.0], jnp.float32)
+    np.testing.assert_array_equal(elementwise.remainder(x, y), np.float32([0, 3, -3, np.nan, np.nan, np.nan]))

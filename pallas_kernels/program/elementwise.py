@@ -127,6 +127,26 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.abs(x) < jnp.inf
 
 
+def remainder(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x - trunc(x / y) * y`` as C's `fmod`, exact up to quotients of 2 ** 44, where the hardware's is not.
+
+    PTX has no remainder of floats. LLVM writes ``div.full``, ``cvt.rzi`` and one FMA for it (PTX of jax 0.11.2 and of
+    Triton 3.6). That quotient is off by up to 2 ULP, so that a whole one may come out one too small: ``6 % 3`` as 3.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.rem(x, y)
+    return repair_remainder(x, y, lax.rem(lax.rem(x, y), y))
+
+
+def repair_remainder(x: jax.Array, y: jax.Array, rest: jax.Array) -> jax.Array:
+    """The remainder of `x` by `y` from `rest`, which may be one divisor too large or too small."""
+    size, zero = jnp.abs(y), jnp.zeros_like(x)
+    toward_zero = lambda sign: jnp.where(sign < zero, size, -size)
+    rest = jnp.where(jnp.abs(rest) >= size, rest + toward_zero(rest), rest)
+    other_sign = ((rest < zero) & (x > zero)) | ((rest > zero) & (x < zero))
+    return jnp.where(other_sign, rest - toward_zero(x), rest)
+
+
 def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Callable[..., jax.Array] | None:
     """A formula for a primitive of float32, made of common ones, or None if it needs none.
 

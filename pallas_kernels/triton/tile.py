@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.program import elementwise
 from pallas_kernels.program.build import Program
 from pallas_kernels.program.evaluate import Evaluation, OfMultiple, Space
 from pallas_kernels.program.ir import Axes, Node
@@ -84,9 +85,10 @@ class TileSpace(Space):
         return language.multiply_add(self.route, a, b, c)
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
-        """The SFU's tanh (relative error 2 ** -11), where the inputs are no more exact than that."""
+        """An exact remainder; the SFU's tanh (relative error 2 ** -11), where the inputs are no more exact."""
+        exact: dict[str, Callable[..., jax.Array]] = {"rem": elementwise.remainder}
         has_tanh = self._has_sfu(kind) and self.route != "interpreted"
-        return {"tanh": functools.partial(_approximate_tanh, self.route)} if has_tanh else {}
+        return {**exact, "tanh": functools.partial(_approximate_tanh, self.route)} if has_tanh else exact
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
         """The logistic by two SFU functions, under the same rule."""
