@@ -75,12 +75,6 @@ def _latents(problem: Problem) -> str | None:
     return _dense(problem) if problem.keys == "latent" else "is measured with latent vectors"
 
 
-def _addressable(problem: Problem) -> str | None:
-    """Triton's kernels address an array by 31 bits."""
-    elements = problem.B * problem.S * problem.Hkv * problem.D
-    return f"would have {elements / 2**30:.1f} * 2**30 elements in an array" if elements >= 2**31 else None
-
-
 def _dense(problem: Problem) -> str | None:
     scores = 4 * problem.B * problem.Hq * problem.T * problem.S
     return f"would hold {scores / 2**30:.0f} GiB of scores" if scores > _MAX_SCORES else None
@@ -127,7 +121,7 @@ _ALL = (
     Peer("jflex-invariant", "jflex, batch invariant", "jax", _serving),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
-    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _all(_shared, _addressable)),
+    Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),
     Peer("flashinfer", "FlashInfer", "torch", _paged),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -43,7 +43,7 @@ class LeadingExecutor(Executor):
         host: Address of this process for the others.
 
     Raises:
-        ValueError: The mesh does not divide the KV heads.
+        ValueError: The mesh does not divide the KV heads, or model or options are batch invariant.
     """
 
     def __init__(self, model: Decoder, options: EngineOptions, host: str):
