@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from flax_layers import functional
 from flax_layers.block_selection import BlockSelection
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
+from flax_layers.eight_bit_cache import EightBitCache
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
 
@@ -330,6 +332,18 @@ def decode(
         **vectors.of_queries(before)._asdict(),
     )
     return join(layer, attended.reshape(query.shape).astype(query.dtype)), cache
+
+
+def decode_eight_bits(
+    layer: Layer, inputs: Float[Array, "*batch T features"], cache: EightBitCache, mods: Mods, vectors: VectorMods
+) -> tuple[Float[Array, "*batch T features"], EightBitCache]:
+    """Computes `decode` of a layer over eight bits: its sequences are requests, which keep their pages."""
+    check_dense(inputs, cache, EightBitCache)
+    batch = cache.next_tokens(inputs.shape[-2])
+    packed = inputs.reshape(-1, inputs.shape[-1])
+    outputs, pages = decode_paged(layer, packed, cache.pages, batch, mods, None, None, None, vectors)
+    cache = dataclasses.replace(cache, pages=pages, lengths=batch.kv_lengths)
+    return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1]), cache
 
 
 def decode_paged(

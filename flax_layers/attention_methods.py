@@ -11,31 +11,37 @@ from jaxtyping import Array, Float, Int32
 import jflex
 from flax_layers import attention_core
 from flax_layers.dense_cache import DenseCache
+from flax_layers.eight_bit_cache import EightBitCache, has_eight_bits
 from flax_layers.streaming_llm import Streaming
 from flax_layers.vector_mods import VectorMods
+
+Cache = DenseCache | EightBitCache
+"""Keys and values with a row for each sequence, whatever their dtype."""
 
 
 class AttentionMethods(attention_core.Layer):
     """The calls of a `FlexAttention` on sequences in a dense or a paged cache. They are inference and never drop."""
 
-    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> DenseCache:
+    def init_cache(self, batch_size: int, max_length: int, *, dtype: Dtype | None = None) -> Cache:
         """A dense cache of empty sequences for `decode`. It needs no parameters.
 
         Args:
             batch_size: B, the number of sequences: the product of the leading axes of the inputs to `decode`.
             max_length: Capacity of each sequence in tokens, prompt included.
             dtype: Of keys and values, and of the attention over them. Default: the dtype of the layer's computation,
-                or of its parameters where the layer has none of its own.
+                or of its parameters where the layer has none of its own. ``float8_e4m3fn``, ``float8_e5m2`` and
+                ``int8`` have a scale for each token and head, and attention over them is in the dtype of the layer's
+                computation.
 
         Returns:
-            The cache.
+            The cache; an `EightBitCache` for a dtype of eight bits.
 
         Raises:
-            TypeError: A size is not an integer, or the dtype is not floating-point.
+            TypeError: A size is not an integer, or the dtype is none of these.
             ValueError: A size is negative, or `max_length` is 0.
         """
-        sizes = (batch_size, max_length, self.num_kv_heads, self.head_dim)
-        return DenseCache.create(*sizes, dtype=dtype or self._compute_dtype())
+        sizes, held = (batch_size, max_length, self.num_kv_heads, self.head_dim), dtype or self._compute_dtype()
+        return (EightBitCache if has_eight_bits(held) else DenseCache).create(*sizes, dtype=held)
 
     def init_paged_cache(
         self, num_pages: int, page_size: int, *, layers: int | None = None, dtype: Dtype | None = None
@@ -63,7 +69,7 @@ class AttentionMethods(attention_core.Layer):
     def decode(
         self,
         inputs: Float[Array, "*batch T features"],
-        cache: DenseCache,
+        cache: Cache,
         *,
         score_mod: jflex.ScoreMod | None = None,
         mask_mod: jflex.MaskMod | None = None,
@@ -72,7 +78,7 @@ class AttentionMethods(attention_core.Layer):
         key_mod: jflex.VectorMod | None = None,
         value_mod: jflex.VectorMod | None = None,
         output_mod: jflex.OutputMod | None = None,
-    ) -> tuple[Float[Array, "*batch T features"], DenseCache]:
+    ) -> tuple[Float[Array, "*batch T features"], Cache]:
         """Appends T tokens to each sequence of a cache: a prompt, one token, or a few speculated ones.
 
         Queries, keys and values are those of `__call__` on whole sequences: positions, in mods and in the rotary
@@ -91,7 +97,8 @@ class AttentionMethods(attention_core.Layer):
             mask_mod: Replaces the constructor's mask, of either form.
             block_mask: Replaces both: the mask of this call's T queries, which count from 0, and all positions of
                 the cache. Blocks that it does not list are not read, as in a layer with a window. Make it with
-                `cache.block_mask(mask_mod, T)`, once for all layers that share it.
+                `cache.block_mask(mask_mod, T)`, once for all layers that share it. Not over eight bits, where tiles
+                that a comparison of positions masks are not read in any case.
             query_mod: As in `__call__`, at positions in the whole sequence, and so are the next three.
             key_mod: Applied to the new keys before they are written into the cache.
             value_mod: Likewise to the new values.
@@ -102,13 +109,21 @@ class AttentionMethods(attention_core.Layer):
             sequence. If traced lengths leave no room for a token, it is dropped, and its output is meaningless.
 
         Raises:
-            TypeError: `cache` is not a DenseCache.
+            TypeError: `cache` is neither a DenseCache nor an EightBitCache.
             ValueError: The batch is not that of the cache; the tokens do not fit into it, as far as lengths are known;
-                the constructor's BlockMask masks more than its mask_mod.
+                the constructor's BlockMask masks more than its mask_mod; or there is a `block_mask` over eight bits.
         """
         attention_core.check_one_mask(mask_mod, block_mask)
         vectors = self._vectors(VectorMods(query_mod, key_mod, value_mod, output_mod))
-        return attention_core.decode(self, inputs, cache, self._mods(score_mod, mask_mod), block_mask, vectors)
+        mods = self._mods(score_mod, mask_mod)
+        if not isinstance(cache, EightBitCache):
+            return attention_core.decode(self, inputs, cache, mods, block_mask, vectors)
+        if block_mask is not None:
+            raise ValueError(
+                "`block_mask` must be None with an EightBitCache. Got a BlockMask. Pass its `mask_mod`, of positions "
+                "in whole sequences: tiles of keys that it masks by comparing positions are not read."
+            )
+        return attention_core.decode_eight_bits(self, inputs, cache, mods, vectors)
 
     def decode_paged(
         self,

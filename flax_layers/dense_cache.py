@@ -49,19 +49,22 @@ class DenseCache:
             max_length: Capacity of each, in tokens.
             num_kv_heads: Hkv.
             head_dim: D.
-            dtype: Dtype of keys and values, floating-point.
+            dtype: Dtype of keys and values, floating-point, of 16 bits or more.
 
         Returns:
             The cache.
 
         Raises:
-            TypeError: A size is not an integer, or the dtype is not floating-point.
+            TypeError: A size is not an integer, or the dtype is not floating-point or has eight bits.
             ValueError: `batch_size` is negative, or another size is not positive.
         """
         sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         shape = (checked_size("batch_size", batch_size, 0), *(checked_size(*size, 1) for size in sizes.items()))
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"`dtype` must be floating-point. Got {jnp.dtype(dtype)}.")
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+            raise TypeError(
+                f"`dtype` must be floating-point, of 16 bits or more. Got {jnp.dtype(dtype)}. An `EightBitCache` holds "
+                "eight bits, with scales."
+            )
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[:1], jnp.int32))
 
     @property

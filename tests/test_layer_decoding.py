@@ -222,6 +222,35 @@ def test_a_paged_cache_of_eight_bits(flavour, dtype):
     np.testing.assert_allclose(output, expected_of(flavour, "plain")[0], rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_dense_cache_of_eight_bits(flavour, dtype):
+    """In parts of one prompt, one token and several; what is held is what pages of the same tokens hold."""
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
+    cache, outputs = layer.init_cache(3, 100, dtype=dtype), []
+    for part in np.split(inputs, [PART, PART + 1], axis=1):
+        output, cache = decode(layer, part, cache)
+        outputs.append(np.asarray(output))
+    assert (output.dtype, cache.pages.k.dtype, cache.pages.k_scale.shape) == (jnp.float32, dtype, (7, 64, 2))
+    assert cache.lengths.tolist() == [LENGTH] * 3
+    found, expected = np.concatenate(outputs, axis=1), expected_of(flavour, "rotary")
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < (0.12 if dtype == jnp.float8_e5m2 else 0.06)
+    pages = jnp.array([[1, 2], [3, 4], [5, 6]], jnp.int32)
+    starts, lengths = LENGTH * jnp.arange(4, dtype=jnp.int32), jnp.full(3, LENGTH, jnp.int32)
+    paged = layer.init_paged_cache(7, 64, dtype=dtype)
+    _, paged = decode_paged(layer, inputs.reshape(-1, FEATURES), paged, PagedBatch(starts, lengths, pages))
+    np.testing.assert_array_equal(cache.pages.k[jnp.array([1, 3, 5]), :LENGTH], paged.k[jnp.array([1, 3, 5]), :LENGTH])
+
+
+def test_what_was_speculated_over_eight_bits_can_be_taken_back(flavour):
+    layer, inputs = layer_like(flavour, "rotary"), inputs_of(3)
+    _, cache = decode(layer, inputs[:, :PART], layer.init_cache(3, ROOM, dtype=jnp.int8))
+    speculated = inputs[:, PART : 2 * PART]
+    right, _ = decode(layer, speculated, cache)
+    _, spoiled = decode(layer, 9 * speculated, cache)
+    found, _ = decode(layer, speculated, spoiled.with_lengths([PART] * 3))
+    np.testing.assert_array_equal(found, right)
+
+
 def test_no_sequences(flavour):
     layer = layer_of(flavour)
     output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM).with_lengths([]))
@@ -229,3 +258,5 @@ def test_no_sequences(flavour):
     empty = PagedBatch(jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((0, 3), jnp.int32))
     output, _ = layer.decode_paged(jnp.zeros((0, FEATURES)), layer.init_paged_cache(4, 4), empty)
     assert output.shape == (0, FEATURES)
+    output, cache = layer.decode(inputs_of(0), layer.init_cache(0, ROOM, dtype=jnp.int8))
+    assert (output.shape, cache.lengths.shape) == ((0, LENGTH, FEATURES), (0,))

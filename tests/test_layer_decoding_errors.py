@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jflex
+from flax_layers.nnx import DenseCache, EightBitCache
 from jflex.paged import PagedCache
 from tests.layer_flavours import FLAVOURS, LinenLayer
 from tests.test_layer_decoding import ROOM, batch_of, causal, inputs_of, layer_of, table_of
@@ -64,9 +65,49 @@ DENSE_ERRORS = {
     "size of nothing": (lambda layer: layer.init_cache(2, 0), ValueError, "`max_length` must be at least 1. Got 0"),
     "negative batch": (lambda layer: layer.init_cache(-1, 4), ValueError, "`batch_size` must be at least 0. Got -1"),
     "dtype": (
-        lambda layer: layer.init_cache(2, 4, dtype=jnp.int8),
+        lambda layer: layer.init_cache(2, 4, dtype=jnp.int32),
         TypeError,
-        "`dtype` must be floating-point. Got int8",
+        "`dtype` must be floating-point, of 16 bits or more. Got int32. An `EightBitCache` holds",
+    ),
+    "eight bits without scales": (
+        lambda layer: DenseCache.create(2, 4, 2, 8, dtype=jnp.float8_e5m2),
+        TypeError,
+        "`dtype` must be floating-point, of 16 bits or more. Got float8_e5m2",
+    ),
+    "other eight bits": (
+        lambda layer: layer.init_cache(2, 4, dtype=jnp.uint8),
+        TypeError,
+        r"`dtype` must be floating-point .*or of eight bits with scales .*float8_e4m3fn.*Got uint8",
+    ),
+    "sixteen bits with scales": (
+        lambda layer: EightBitCache.create(2, 4, 2, 8, dtype=jnp.bfloat16),
+        TypeError,
+        "`dtype` must be `float8_e4m3fn`, `float8_e5m2` or `int8`. Got bfloat16. Make a `DenseCache`",
+    ),
+    "scale of eight bits": (
+        lambda layer: EightBitCache.create(2, 4, 2, 8, dtype=jnp.int8, k_scale=0.0),
+        ValueError,
+        "`k_scale` must be positive, finite",
+    ),
+    "batch over eight bits": (
+        lambda layer: layer.decode(inputs_of(3), layer.init_cache(2, ROOM, dtype=jnp.int8)),
+        ValueError,
+        r"`inputs` must have as many sequences as the cache, 2. Got 3",
+    ),
+    "more tokens than are left over eight bits": (
+        lambda layer: layer.decode(inputs_of(2), layer.init_cache(2, ROOM, dtype=jnp.int8).with_lengths([3, 12])),
+        ValueError,
+        "room for 32 tokens per sequence. Its longest has 12, and 21 more do not fit",
+    ),
+    "BlockMask over eight bits": (
+        lambda layer: layer.decode(inputs_of(2), layer.init_cache(2, ROOM, dtype=jnp.int8), block_mask=listed_mask()),
+        ValueError,
+        "`block_mask` must be None with an EightBitCache. Got a BlockMask. Pass its `mask_mod`",
+    ),
+    "keys of another batch": (
+        lambda layer: layer.init_cache(2, 4, dtype=jnp.int8).append(*[jnp.ones((3, 1, 2, 8))] * 2),
+        ValueError,
+        r"`k` and `v` must be \[2, T, Hkv, D\], with the batch of the cache. Got \[3, 1, 2, 8\] and .*init_cache",
     ),
     "lengths of another batch": (
         lambda layer: layer.init_cache(2, 4).with_lengths([1, 2, 3]),

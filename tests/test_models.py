@@ -88,6 +88,19 @@ def test_decoding_is_the_whole_sequence(name):
     assert relative_error(jnp.concatenate(found, axis=1), known["logits"]) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_decoding_from_eight_bits(name):
+    """Layers with a window and without, and scores with a soft cap."""
+    known, model = expected(name), load(name)
+    caches, found = model.init_caches(2, 40, dtype=jnp.int8), []
+    for part in np.split(known["tokens"], [13, 14], axis=1):
+        logits, caches = decode(model, part, caches)
+        found.append(logits)
+    assert caches[0].pages.k.dtype == jnp.int8
+    error = jnp.concatenate(found, axis=1) - known["logits"]
+    assert 0 < jnp.linalg.norm(error) / np.linalg.norm(known["logits"]) < 0.03
+
+
 @families
 def test_gradients_are_those_of_dense_attention(name):
     """With documents, and with remat: of all parameters."""

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from flax_layers.models import Decoder
+from flax_layers.models.decoder import Caches
 from flax_layers.nnx import DenseCache
 from jflex.paged import PagedBatch, PagedCache, PagePool, token_requests
 
@@ -63,7 +64,7 @@ class DenseSequences:
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
         """See `Sequences.empty`."""
         caches = model.init_caches(batch_size, max_length)
-        return cls(tuple((cache.k, cache.v) for cache in caches), caches[0].lengths)
+        return cls(_keys_and_values(caches), caches[0].lengths)
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
@@ -73,7 +74,13 @@ class DenseSequences:
         caches = tuple(DenseCache(k, v, self.lengths) for k, v in self.keys_and_values)
         hidden, caches = model.decode_hidden(tokens, caches)
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model.logits(last), DenseSequences(tuple((cache.k, cache.v) for cache in caches), lengths)
+        return model.logits(last), DenseSequences(_keys_and_values(caches), lengths)
+
+
+def _keys_and_values(caches: Caches) -> tuple[tuple[Array, Array], ...]:
+    dense = [cache for cache in caches if isinstance(cache, DenseCache)]
+    assert len(dense) == len(caches)  # no other is made for the dtype of a computation
+    return tuple((cache.k, cache.v) for cache in dense)
 
 
 @jax.tree_util.register_dataclass

@@ -3,6 +3,7 @@
 from flax_layers.attention_core import SharedPrefix
 from flax_layers.block_selection import BlockSelection
 from flax_layers.dense_cache import DenseCache
+from flax_layers.eight_bit_cache import EightBitCache
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.linen.attention import FlexAttention
 from flax_layers.linen.latent_attention import MultiHeadLatentAttention
@@ -13,6 +14,7 @@ __all__ = [
     "BlockSelection",
     "DenseCache",
     "DenseLatentCache",
+    "EightBitCache",
     "FlexAttention",
     "MultiHeadLatentAttention",
     "RMSNorm",

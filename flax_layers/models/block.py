@@ -9,10 +9,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers.attention_methods import Cache
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
-from flax_layers.nnx import DenseCache, FlexAttention, RMSNorm, SharedPrefix
+from flax_layers.nnx import FlexAttention, RMSNorm, SharedPrefix
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch, PagedCache
 
@@ -125,8 +126,8 @@ class Block(nnx.Module):
         return self._add_both(stream, attended)
 
     def decode(
-        self, stream: Float[Array, "B T width"], cache: DenseCache, block_mask: jflex.BlockMask | None = None
-    ) -> tuple[Float[Array, "B T width"], DenseCache]:
+        self, stream: Float[Array, "B T width"], cache: Cache, block_mask: jflex.BlockMask | None = None
+    ) -> tuple[Float[Array, "B T width"], Cache]:
         """Appends tokens to each sequence. Returns their residual stream after this block, and the cache."""
         attended, cache = self.attention.decode(
             self.attention_norm(stream),

@@ -11,15 +11,16 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 import jflex
+from flax_layers.attention_methods import Cache
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.block import ACTIVATIONS, Block, MakeScoreMod
 from flax_layers.models.config import ModelConfig
-from flax_layers.nnx import DenseCache, RMSNorm, SharedPrefix
+from flax_layers.nnx import RMSNorm, SharedPrefix
 from flax_layers.streaming_llm import Streaming
 from jflex.paged import PagedBatch, PagedCache
 
-Caches = tuple[DenseCache, ...]
+Caches = tuple[Cache, ...]
 """The caches of all layers."""
 
 
@@ -152,7 +153,7 @@ class Decoder(nnx.Module):
         Args:
             batch: Number of sequences.
             max_length: Capacity of each, in tokens. It selects the factors of LongRoPE.
-            dtype: Dtype of keys and values. Default: that of the computation.
+            dtype: Dtype of keys and values, of eight bits too. Default: that of the computation.
 
         Returns:
             The caches.

@@ -3,6 +3,7 @@
 from flax_layers.attention_core import SharedPrefix
 from flax_layers.block_selection import BlockSelection
 from flax_layers.dense_cache import DenseCache
+from flax_layers.eight_bit_cache import EightBitCache
 from flax_layers.latent_cache import DenseLatentCache
 from flax_layers.nnx.attention import FlexAttention
 from flax_layers.nnx.biases import AlibiBias, RelativeBias
@@ -14,6 +15,7 @@ __all__ = [
     "BlockSelection",
     "DenseCache",
     "DenseLatentCache",
+    "EightBitCache",
     "FlexAttention",
     "MultiHeadLatentAttention",
     "RMSNorm",
