@@ -202,6 +202,14 @@ def test_tokens_without_room_are_dropped_where_lengths_are_traced(flavour):
     assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
 
 
+def test_tokens_without_room_in_eight_bits_are_dropped_too(flavour):
+    layer, inputs = layer_of(flavour), inputs_of(2, length=3)
+    cache = layer.init_cache(2, 8, dtype=jnp.int8).with_lengths([7, 2])
+    _, after = jax.jit(layer.decode)(inputs, cache)
+    written = np.any(np.asarray(after.pages.k), axis=(2, 3))[1:]
+    assert written.tolist() == [[False] * 7 + [True], [False, False, True, True, True, False, False, False]]
+
+
 def test_a_cache_of_its_own_dtype(flavour):
     layer, inputs = layer_of(flavour), inputs_of(3)
     cache = layer.init_cache(3, ROOM, dtype=jnp.bfloat16)
