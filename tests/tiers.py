@@ -52,7 +52,8 @@ SHORT = {
     "test_determinism": r"adds_like.*\[7|by_name.*distances|never_refused|run\[rows-xla",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_drafts": r"naive|longer|bits|follows.*8",
-    "test_dropout": r"rate_of_0.*xla|generator.*triton|lse|new_key|binomial.*0\.1|0\.1-|old_keys|refuses|explain",
+    "test_dropout": r"rate_of_0.*xla|generator.*triton|lse.*(xla|triton)|new_key|binomial.*0\.1|0\.1-|old_keys|refuses"
+    r"|explain",
     "test_engine": r"preemption",
     "test_engine_invariance": r"promise|refused",
     "test_engine_speculation": r"wrong|shapes",
@@ -69,14 +70,14 @@ SHORT = {
     "test_hopper": r"refuse|first|explain|two_groups_many",
     "test_intervals": r"counts?_for_nothing|believed",
     "test_kv_lengths": r"one_program.*xla|traced_lengths|explain|length_one_query|message",
-    "test_layer_decoding": r"dense_calls_of_any_length.*alibi-xla",
+    "test_layer_decoding": r"dense_calls_of_any_length.*alibi-xla-nnx|room_in_eight_bits.*nnx",
     "test_layer_decoding_errors": r"nnx",
     "test_layer_decoding_steps": r"update_the_cache.*nnx",
     "test_layer_dropout": r"^(?!.*decoding).*nnx|wrong|linen_makes",
     "test_layer_options": r"^(?!.*block_mask_for)",
     "test_layer_transforms": r"message",
     "test_latent_hopper": r"fill_tiles|refuses|preferred|declared|float64\[hopper_softcap",
-    "test_latent_layers": r"transformers\[latent_queries|scale|paged.*linen"
+    "test_latent_layers": r"transformers\[latent_queries|scale"
     r"|gradients.*nnx|form_follows|message",
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",
     "test_masks": r"^(?!.*(groups (of|by)|Morton, high|even window|first frame|of a video|traced text|short ones))",
@@ -85,12 +86,12 @@ SHORT = {
     r"|wrong_scale|sharded.*xla|explain|refuses|zeros|writing",
     "test_mod_sizes_fit": r"causal|alibi|document",
     "test_mod_traps": r"\[0|division",
-    "test_models": r"transformers\[(gemma3|greedy_from_pages-mistral)|gradients.*llama2|"
+    "test_models": r"transformers\[(gemma3|greedy_from_pages-mistral)|"
     r"share|wrong",
     "test_narrow": r"rows_are_set|paged_decoding",
     "test_official_triton": r"^(?!.*(without_the_triton|in_the_interpreter|same_calls))",
     "test_page_pool": r"^(?!.*(machine|runTest))",
-    "test_paged_attention": r"one_visible_key|one_program|against_float64\[.*(decode|mixed|ges_of_16|-e4m3)",
+    "test_paged_attention": r"one_visible_key.*xla|one_program.*xla|against_float64\[.*(decode|mixed|ges_of_16|-e4m3)",
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
     "test_paged_trees": r"float64.*xla-alibi|refus|dense_masks.*7",
@@ -101,14 +102,14 @@ SHORT = {
     "test_paged_dropout": r"test_pages_drop.*\[16-xla"
     r"|requests_share.*xla|rate_of_0.*xla|wrong|need|shape",
     "test_paged_eight_bits": r"bit_for_bit.*float32|finite|e4m3-xla|widened|accuracy|wrong",
-    "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\]|divided_with_empty)"
+    "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\])"
     r"|levels.*append.*xla|splits_of.*lengths-BTNH-4|wrong|no_levels",
-    "test_paged_without_softmax": r"ends1-xla|lse|wrong",
-    "test_random_keys": r"primitive|draws\[normal|threefry",
+    "test_paged_without_softmax": r"ends1-xla|wrong",
+    "test_random_keys": r"primitive|threefry",
     "test_random_mods": r"seed|faults",
     "test_ready_masks": r"evaluate|orders|groups_pass|are_documents|rows\[Morton|(Morton, wide|shared prefix)\]",
     "test_ready_scores": r"evaluate|undo",
-    "test_return_stats": r"float64.*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
+    "test_return_stats": r"float64\[(xla|triton).*-slopes\]|uniform|without_keys|check|explain|few|nothing_is",
     "test_sampling": r"^(?!.*(whatever_is_around|frequencies))",
     "test_selected_blocks": r"dense_mask\[(reference|xla|triton).*grouped|wide|definition.*True-1-0-.32, 32|message",
     "test_block_rows": r"message",
