@@ -1,4 +1,4 @@
-"""The dense cache of eight bits: a batch of sequences, each of which owns its pages for good."""
+"""The dense cache of eight bits: keys and values of a batch of sequences, quantised, with scales."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
-from flax_layers.dense_cache import check_room, checked_lengths, checked_size
-
-_PAGE = 64  # the kernels read pages of 64 as fast as one array, within 2 %
+from flax_layers.dense_cache import check_room, checked_size
+from flax_layers.owned_pages import OwnedPages, sizes_of_pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class EightBitCache:
+class EightBitCache(OwnedPages):
     """Keys and values of eight bits of B sequences, with capacity for `max_length` tokens each. A pytree.
 
     They are quantised as they are written, and kernels read them as they are: there is no second copy. Row `b` of the
@@ -77,10 +76,8 @@ class EightBitCache:
                 "`DenseCache`."
             )
         rows, length = checked_size("batch_size", batch_size, 0), checked_size("max_length", max_length, 1)
-        page_size = min(_PAGE, length)
         pages = jflex.paged.PagedCache.create(
-            1 + rows * -(-length // page_size),
-            page_size,
+            *sizes_of_pages(rows, length),
             num_kv_heads,
             head_dim,
             dtype=dtype,
@@ -88,11 +85,6 @@ class EightBitCache:
             v_scale=v_scale,
         )
         return cls(pages, jnp.zeros(rows, jnp.int32), length)
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self.lengths.shape[0]
 
     def next_tokens(self, tokens: int) -> jflex.paged.PagedBatch:
         """The batch of a call that appends tokens to each sequence, packed sequence by sequence.
@@ -113,11 +105,8 @@ class EightBitCache:
             ([0, 2, 4], [5, 72], [[1, 2], [3, 4]])
         """
         check_room(self.lengths, self.max_length, tokens)
-        rows = self.batch_size
-        table = 1 + jnp.arange(self.pages.num_pages - 1, dtype=jnp.int32)
-        starts = tokens * jnp.arange(rows + 1, dtype=jnp.int32)
-        width = -(-self.max_length // self.pages.page_size)
-        return jflex.paged.PagedBatch(starts, self.lengths + tokens, table.reshape(rows, width))
+        starts = tokens * jnp.arange(self.batch_size + 1, dtype=jnp.int32)
+        return jflex.paged.PagedBatch(starts, self.lengths + tokens, self.table)
 
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> EightBitCache:
         """Appends T tokens to each sequence; in place under `jit` with the cache donated.
@@ -154,25 +143,6 @@ class EightBitCache:
         packed = lambda x: x.reshape(tokens, *x.shape[2:])
         pages = jflex.paged.write(self.pages, packed(k), packed(v), slots)
         return dataclasses.replace(self, pages=pages, lengths=batch.kv_lengths)
-
-    def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> EightBitCache:
-        """The cache with new lengths: drops tokens from the end of each sequence, as `DenseCache.with_lengths` does.
-
-        Args:
-            lengths: New lengths, one for each sequence. Traced lengths are not checked.
-
-        Returns:
-            A cache with the same keys and values.
-
-        Raises:
-            ValueError: There is not one length for each sequence, or one is out of range.
-
-        Example:
-            >>> cache = EightBitCache.create(2, 8, num_kv_heads=1, head_dim=1, dtype=jnp.float8_e5m2)
-            >>> cache.with_lengths([3, 5]).lengths.tolist()
-            [3, 5]
-        """
-        return dataclasses.replace(self, lengths=checked_lengths(lengths, self.batch_size, self.max_length))
 
 
 def has_eight_bits(dtype: DTypeLike) -> bool:

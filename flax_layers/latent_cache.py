@@ -10,14 +10,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
-from flax_layers.dense_cache import check_room, checked_lengths, checked_size
-
-PAGE_SIZE = 64  # of the kernels' preferred pages; a short cache has one page for each sequence
+from flax_layers.dense_cache import check_room, checked_size
+from flax_layers.owned_pages import OwnedPages, sizes_of_pages
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class DenseLatentCache:
+class DenseLatentCache(OwnedPages):
     """Latent vectors of B sequences, with capacity for `max_length` tokens each. A pytree.
 
     The pages of a sequence lie side by side, so one page table, which never changes, serves `jflex.mla_attention`.
@@ -65,21 +64,10 @@ class DenseLatentCache:
             )
         batch_size = checked_size("batch_size", batch_size, 0)
         max_length = checked_size("max_length", max_length, 1)
-        page_size = min(PAGE_SIZE, max_length)
-        num_pages = 1 + batch_size * -(-max_length // page_size)
-        pages = jflex.paged.LatentCache.create(num_pages, page_size, latent_size, rope_size, dtype=dtype)
+        pages = jflex.paged.LatentCache.create(
+            *sizes_of_pages(batch_size, max_length), latent_size, rope_size, dtype=dtype
+        )
         return cls(pages, jnp.zeros(batch_size, jnp.int32), max_length)
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self.lengths.shape[0]
-
-    @property
-    def table(self) -> Int32[Array, "B pages"]:
-        """The pages of each sequence."""
-        pages = -(-self.max_length // self.pages.page_size)
-        return 1 + jnp.arange(self.batch_size * pages, dtype=jnp.int32).reshape(self.batch_size, pages)
 
     def batch(self, queries: int) -> jflex.paged.PagedBatch:
         """The batch whose queries are the last ones of each sequence.
@@ -132,25 +120,6 @@ class DenseLatentCache:
         flat = lambda x: x.astype(self.pages.rows.dtype).reshape(slots.size, x.shape[-1])
         pages = jflex.paged.write_latent(self.pages, flat(latent), flat(rope_key), slots)
         return dataclasses.replace(self, pages=pages, lengths=self.lengths + tokens)
-
-    def with_lengths(self, lengths: Int32[Array, " B"] | list[int]) -> DenseLatentCache:
-        """The cache with new lengths: drops tokens from the end of each sequence.
-
-        Args:
-            lengths: New lengths, one for each sequence. Traced lengths are not checked.
-
-        Returns:
-            A cache with the same rows.
-
-        Raises:
-            ValueError: There is not one length for each sequence, or one is out of range.
-
-        Example:
-            >>> cache = DenseLatentCache.create(2, 8, latent_size=1, rope_size=1, dtype=jnp.float32)
-            >>> cache.with_lengths([3, 5]).lengths.tolist()
-            [3, 5]
-        """
-        return dataclasses.replace(self, lengths=checked_lengths(lengths, self.batch_size, self.max_length))
 
     def rows(self) -> Float[Array, "B S W"]:
         """The rows of each sequence, up to the capacity of its pages."""

@@ -76,8 +76,8 @@ def name_of(x):
     return "-".join(getattr(p, "name", p) for p in x)
 
 
-# By default those in 16 bits, of which the compilers lack most, and of these every eighth one: they take 30 s each. On
-# a GPU each row runs.
+# By default every eighth chunk of bfloat16, in which the compilers lack most primitives. A chunk takes 30 s to compile.
+# On a GPU every chunk runs.
 CHUNKS = [
     pytest.param(primitives, pair, marks=() if pair == ("bfloat16", "bfloat16") and n % 8 == 0 else pytest.mark.long)
     for pair in PAIRS
