@@ -5,6 +5,8 @@ import pytest
 from benchmarks.questions import engine, generation
 from benchmarks.questions.engine import Roof, Sizes, Step
 from benchmarks.questions.generation import Shape, weight_bytes
+from benchmarks.results import schema
+from benchmarks.results.schema import Record
 
 TINY = Shape(2, 64, 128, 4, 2, 16, 300)
 SIZES = Sizes(
@@ -48,6 +50,20 @@ def test_the_roof():
     read = (weight_bytes(Shape()) + 1000 * 131_072) / 4e12
     computed = (2048 * weight_bytes(Shape()) + prompt.pairs * 4 * 32 * 32 * 128) / 7e14
     assert roof.seconds([decoding, prompt]) == pytest.approx(read + computed)
+
+
+def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
+    """Each part adds its records to the file, which names all runs that it holds."""
+    monkeypatch.setattr(engine, "gpu_facts", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(
+        engine, "engine", lambda shape, sizes, parts, seconds: ([Record.single(parts[0], 1.0, "s")], [f"of {parts[0]}"])
+    )
+    for parts in (["clients"], ["users", "transformers"], ["clients"]):
+        engine.main([*parts, "--out", str(tmp_path)])
+    result = schema.read(tmp_path / "engine.json")
+    assert {x.name for x in result.records} == {"clients", "users", "transformers"}
+    assert result.about["remarks"] == ["of clients", "of users", "of transformers"]
+    assert len(result.about["before"]) == 2
 
 
 def test_wrong_options(monkeypatch, capsys):

@@ -7,9 +7,11 @@ same load warms the GPU.
 
 The least time of a step is the longer of two: that of reading all weights but the embeddings, and the keys and values
 of its requests, at the rate of a copy in that process (bytes read and written); and that of its products at the rate of
-a GEMM. The share of the roof is the sum of these times over all steps, over the wall time. The device is idle when no
-kernel runs, by the profiler, in the middle of a closed loop. The peers are `generate` with a static cache, which gets
-all prompts of a batch at once, and `generate_batch`, the continuous batching of `transformers`.
+a GEMM. The share of the roof is the sum of these times over all steps, over the wall time. Keys that requests share
+count for each of them; a cascade, and in part the L2 cache, read them once, so that their share may pass 100 %. The
+device is idle when no kernel runs, by the profiler, in the middle of a closed loop. The peers are `generate` with a
+static cache, which gets all prompts of a batch at once, and `generate_batch`, the continuous batching of
+`transformers`.
 """
 
 from __future__ import annotations
@@ -333,11 +335,13 @@ def main(words: Sequence[str] | None = None) -> None:
     if not (machine := gpu_facts()):
         parser.error("`nvidia-smi` finds no GPU.")
     path = (options.out or schema.FOLDER / results_folder(machine["device"])) / "engine.json"
+    first = schema.read(path)
+    before = {} if first is None else {"before": schema.runs_of(first)}
     for part in options.parts or PARTS:
         records, remarks = engine(Shape(), Sizes(clients=tuple(options.clients)), [part], options.limit)
         old = schema.read(path)
         kept = [] if old is None else old.about["remarks"]
-        about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*dict.fromkeys([*kept, *remarks])]}
+        about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*dict.fromkeys([*kept, *remarks])], **before}
         schema.write(path, schema.merged(old, records), about)
         print("\n".join([f"{x.name}: {x.value.median:g} {x.unit}" for x in records] + remarks), flush=True)
 

@@ -186,7 +186,7 @@ def speed_table(results: Results) -> str:
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
         f"One {about['machine']['device']}, bfloat16; S 16384, D 128 and time on the device where a row says nothing "
-        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, {about['date'][:10]}. "
+        f"else; jax {about['versions']['jax']}, torch {about['versions']['torch']}, {_when([main])}. "
         f"[Every figure and how it was measured]({link}).\n\n{_markdown(rows)}"
     )
 
@@ -211,6 +211,12 @@ def _latent_row(result: ResultFile | None, columns: int) -> Table:
     record = result.find(problem, result.baseline, "forward") if result and problem else None
     words = "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s"
     return [] if record is None else [[words, f"{record.tflops:.0f}", *[""] * (columns - 1)]]
+
+
+def _when(files: Sequence[ResultFile]) -> str:
+    """The days of the runs whose figures files hold."""
+    dates = sorted({run["date"][:10] for x in files for run in (x.about, *x.about.get("before", []))})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
 def readme_with_table(readme: str, results: Results) -> str:
@@ -244,12 +250,10 @@ def _section(device: str, files: Sequence[ResultFile]) -> str:
     machine, versions = files[0].about["machine"], (suites or files)[0].about["versions"]
     name = machine.get("device") or f"{machine['processor']}, {machine['cores']} cores"
     software = ", ".join(f"{x} {versions[x]}" for x in ("python", "jax", "torch") if x in versions)
-    dates = sorted({x.about["date"][:10] for x in files})
-    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     lines = [
         f"## {name}",
-        f"{software}; {when}. Medians; the quartiles of the repetitions are in brackets. The command, commit and "
-        f"machine of each figure are in `{device}/*.json`.",
+        f"{software}; {_when(files)}. Medians; the quartiles of the repetitions are in brackets. The command, commit "
+        f"and machine of each figure are in `{device}/*.json`.",
         *([_METHOD] if suites else []),
     ]
     return "\n\n".join([*lines, *(_suite(device, x) for x in suites), *(_question(device, x) for x in questions)])

@@ -187,6 +187,11 @@ def merged(old: ResultFile | None, new: Sequence[Record]) -> list[Record]:
     return [*kept, *new]
 
 
+def runs_of(old: ResultFile) -> list[dict[str, Any]]:
+    """Date, command and commit of the runs whose records a file holds, for `before` of the next one."""
+    return [*old.about.get("before", []), {x: old.about[x] for x in ("date", "command", "commit")}]
+
+
 def without_measured(remarks: Iterable[str], records: Iterable[Record]) -> list[str]:
     """The remarks, but of problems that were "not measured" only those without a record.
 

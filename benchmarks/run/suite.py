@@ -298,8 +298,7 @@ def _measure(
     earlier = [] if old is None else old.about["remarks"]
     about = {"title": SUITES[plan.suite].title, "machine": machine, "rates": rates}
     if old is not None:
-        before = {x: old.about[x] for x in ("date", "command", "commit")}
-        about["before"] = [*old.about.get("before", []), before]
+        about["before"] = schema.runs_of(old)
     with tqdm(plan.problems, unit="problem", dynamic_ncols=True, mininterval=2.0, disable=None) as bar:
         for problem in bar:
             bar.set_postfix_str(problem.name)
