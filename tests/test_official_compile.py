@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,34 @@ def test_target(case, arch):
         if "bytes of shared memory, and a CTA may have" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def one_kernel(monkeypatch, tmp_path):
+    """Compiles a kernel, as a new process would, with `tmp_path / "cache"` as the cache on disk."""
+    kernel, names, tiles = kernels_of_case(SUPPORTED[0])[0]
+    source = emit.emit(kernel, names, TARGETS[MAIN].dialect)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+    def run():
+        compiled.cache_clear()
+        return compiled(source, TARGETS[MAIN], tiles.num_warps, tiles.num_stages)
+
+    return run
+
+
+def test_another_process_reads_the_cache_without_triton(one_kernel, monkeypatch, tmp_path):
+    first = one_kernel()
+    [path] = (tmp_path / "cache").rglob("*.*")
+    assert path.name.endswith(".jflex.json")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert one_kernel() == first
+
+
+def test_cache_that_cannot_be_written(one_kernel, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert one_kernel().shared_memory > 0
 
 
 @pytest.mark.parametrize("case", [case for case in paged_cases.CASES if case.name in PAGED], ids=str)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import linecache
+import os
+import pathlib
 import re
+import tempfile
 from typing import Any, NamedTuple
 
 from pallas_kernels.official_triton.emit import Source
@@ -75,18 +79,29 @@ def _check_parameters(made: Compiled, pointers: int) -> None:
 
 
 def _kept(source: Source, target: Target, sizes: dict[str, int]) -> Compiled:
-    """From the cache on disk, that of Triton (`TRITON_CACHE_DIR`), or compiled and put there."""
-    from triton.runtime.cache import get_cache_manager  # pyright: ignore[reportMissingImports]
+    """From the cache on disk, or compiled and put there.
 
+    Its folder is Triton's. It is read without Triton, whose import takes longer than all else of a call that was
+    compiled before.
+    """
     key = json.dumps([triton_version(), *source, *target, sizes])
-    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    name = f"{source.name}.jflex.json"
-    if (path := manager.get_file(name)) is not None:
-        with open(path) as file:
-            return Compiled(**json.load(file))
+    path = _cache_folder() / hashlib.sha256(key.encode()).hexdigest() / f"{source.name}.jflex.json"
+    with contextlib.suppress(OSError):
+        return Compiled(**json.loads(path.read_text()))
     made = _compile(source, target, sizes)
-    manager.put(json.dumps(made._asdict()), name, binary=False)
+    with contextlib.suppress(OSError):  # the disk is full, or nothing may be written there: compiled again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(made._asdict(), file)
+        os.replace(file.name, path)  # others see a whole file or none
     return made
+
+
+def _cache_folder() -> pathlib.Path:
+    """As Triton chooses it."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return pathlib.Path(folder)
+    return pathlib.Path(os.environ.get("TRITON_HOME") or pathlib.Path.home()) / ".triton" / "cache"
 
 
 def _compile(source: Source, target: Target, sizes: dict[str, int]) -> Compiled:
