@@ -111,8 +111,7 @@ class EightBitCache(OwnedPages):
     def append(self, k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"]) -> EightBitCache:
         """Appends T tokens to each sequence; in place under `jit` with the cache donated.
 
-        Traced lengths cannot be checked: tokens beyond the pages of a sequence are dropped, and other tokens do not
-        change.
+        Traced lengths cannot be checked: tokens beyond `max_length` are dropped, and other tokens do not change.
 
         Args:
             k: Keys, in bfloat16, float16 or float32.
@@ -138,11 +137,10 @@ class EightBitCache(OwnedPages):
                 f"`k` and `v` must be [{rows}, T, Hkv, D], with the batch of the cache. Got {list(k.shape)} and "
                 f"{list(v.shape)}. Make the cache with `layer.init_cache(batch_size, max_length)`."
             )
-        batch, tokens = self.next_tokens(k.shape[1]), rows * k.shape[1]
-        slots = jflex.paged.token_slots(batch, tokens, self.pages.page_size)
-        packed = lambda x: x.reshape(tokens, *x.shape[2:])
+        slots = self.next_slots(k.shape[1])
+        packed = lambda x: x.reshape(slots.size, *x.shape[2:])
         pages = jflex.paged.write(self.pages, packed(k), packed(v), slots)
-        return dataclasses.replace(self, pages=pages, lengths=batch.kv_lengths)
+        return dataclasses.replace(self, pages=pages, lengths=self.lengths + k.shape[1])
 
 
 def has_eight_bits(dtype: DTypeLike) -> bool:

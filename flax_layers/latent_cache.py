@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 import jflex
-from flax_layers.dense_cache import check_room, checked_size
+from flax_layers.dense_cache import checked_size
 from flax_layers.owned_pages import OwnedPages, sizes_of_pages
 
 
@@ -113,10 +113,7 @@ class DenseLatentCache(OwnedPages):
                     f"{list(x.shape)}. Make the cache with `layer.init_cache(batch_size, max_length)`."
                 )
         tokens = latent.shape[1]
-        check_room(self.lengths, self.max_length, tokens)
-        at = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        slots = jflex.paged.slots_of(self.table, at, self.pages.page_size)
-        slots = jnp.where(at < self.max_length, slots, -1).reshape(-1)
+        slots = self.next_slots(tokens)
         flat = lambda x: x.astype(self.pages.rows.dtype).reshape(slots.size, x.shape[-1])
         pages = jflex.paged.write_latent(self.pages, flat(latent), flat(rope_key), slots)
         return dataclasses.replace(self, pages=pages, lengths=self.lengths + tokens)

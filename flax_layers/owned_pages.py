@@ -8,8 +8,8 @@ from typing import Self
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from flax_layers.dense_cache import checked_lengths
-from jflex.paged import LatentCache, PagedCache
+from flax_layers.dense_cache import check_room, checked_lengths
+from jflex.paged import LatentCache, PagedCache, slots_of
 
 PAGE_SIZE = 64  # of which the kernels read the keys at once
 
@@ -58,6 +58,25 @@ class OwnedPages:
             [3, 5]
         """
         return dataclasses.replace(self, lengths=checked_lengths(lengths, self.batch_size, self.max_length))
+
+    def next_slots(self, tokens: int) -> Int32[Array, " N"]:
+        """The slots of that many more tokens of each sequence, packed; -1, which is dropped, beyond `max_length`.
+
+        Args:
+            tokens: Of each sequence.
+
+        Raises:
+            ValueError: They do not fit, as far as lengths are known.
+
+        Example:
+            >>> from flax_layers.nnx import EightBitCache
+            >>> cache = EightBitCache.create(2, 8, num_kv_heads=1, head_dim=1, dtype=jnp.int8).with_lengths([3, 5])
+            >>> cache.next_slots(2).tolist()
+            [11, 12, 21, 22]
+        """
+        check_room(self.lengths, self.max_length, tokens)
+        at = self.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        return jnp.where(at < self.max_length, slots_of(self.table, at, self.pages.page_size), -1).reshape(-1)
 
 
 def sizes_of_pages(batch_size: int, max_length: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
+from flax_layers.nnx import EightBitCache
 from jflex.paged import PagedBatch, PagedCache, clear_unused, copy_pages, copy_slots, write
 from pallas_kernels.spec import AttentionSpec, Paging
 from pallas_kernels.triton.limits import limit_of_device
@@ -130,6 +131,12 @@ def test_small_scales_in_the_dtype_of_the_query(dtype, backend):
     right = np.repeat(values.mean(axis=0), 2, axis=0)
     tolerance = {"float16": 2**-10, "bfloat16": 2**-7}[dtype] * np.abs(values).max()
     np.testing.assert_allclose(np.asarray(out[0], np.float32), right, rtol=0, atol=tolerance)
+
+
+def test_tokens_beyond_the_length_of_a_dense_cache_are_dropped_on_a_page_with_room():
+    cache = EightBitCache.create(1, 70, num_kv_heads=1, head_dim=2, dtype=jnp.int8).with_lengths([69])  # pages of 64
+    after = jax.jit(EightBitCache.append)(cache, *jnp.ones((2, 1, 3, 1, 2)))
+    assert np.flatnonzero(np.any(np.asarray(after.pages.k), axis=(2, 3))).tolist() == [64 + 69]
 
 
 def test_a_cascade_reads_eight_bits():
