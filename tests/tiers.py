@@ -6,6 +6,7 @@ decide: `pytest --durations=50` tells them.
 """
 
 import re
+import zlib
 
 COMPILE = {"test_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCHMARKS = {
@@ -227,6 +228,49 @@ LONG = {
     "test_vector_programs": r"vmap\[32-",
 }
 
+# Of these tables, full takes a case on one of its implementations, in turns by its name.
+TURNS = {
+    "test_backward": (r"", ("triton-interpret", "xla")),
+    "test_batch_invariance": (r"every_(batch_of_pages|cascade)", ("triton-interpret", "xla")),
+    "test_captured_gradients": (r"", ("triton-interpret", "xla")),
+    "test_containment": (r"stay_apart", ("triton-interpret", "xla", "reference")),
+    "test_dot_product_attention": (r"computes", ("triton-interpret", "xla")),
+    "test_explain": (r"packed_cases", ("triton-interpret", "xla", "reference")),
+    "test_forward": (r"", ("triton-interpret", "xla")),
+    "test_kv_lengths": (r"test_lengths", ("triton-interpret", "xla")),
+    "test_latent_eight_bits": (r"float64", ("triton-interpret", "xla", "reference")),
+    "test_mla": (r"against_float64", ("triton-interpret", "xla", "reference")),
+    "test_ragged": (r"alone", ("triton-interpret", "xla")),
+    "test_ready_masks": (r"test_attention", ("triton", "xla")),
+    "test_return_stats": (r"float64", ("triton-interpret", "xla", "reference")),
+    "test_vector_mods": (r"float64", ("triton-interpret", "xla", "reference")),
+}
+# Of these, one in so many, chosen by name. Kernels that are compiled here for a GPU run on one with `-m gpu`.
+THINNED = {
+    "test_attention_weights": (r"rows_against", 3),
+    "test_compile": (r"compiles", 4),
+    "test_context_parallel": (r"against_float64", 3),
+    "test_context_parallel_arguments": (r"one_device", 3),
+    "test_engine_speculation": (r"^(?!.*(second_cache|inside|biases)).*\[", 2),
+    "test_generate": (r"of_transformers", 2),
+    "test_hopper_emulated": (r"results_and", 3),
+    "test_oracle": (r"matches_oracle", 3),
+    "test_paged_attention": (r"interpreted_against", 3),
+    "test_paged_compile": (r"compiles", 4),
+    "test_paged_dropout": (r"^(?!.*one_mask).*\[", 2),
+    "test_paged_stats": (r"interpreted_against", 2),
+    "test_primitive_kernels": (r"compiles", 3),
+    "test_random_keys": (r"\[", 2),
+    "test_selected_blocks": (r"\[", 2),
+    "test_serving_processes": (r"answer_as_one", 2),
+    "test_shared_prefix": (r"\[", 2),
+    "test_state_stats": (r"gradients", 2),
+    "test_streaming_llm": (r"^(?!.*of_its_own).*\[", 2),
+    "test_train": (r"every_mesh", 2),
+    "test_train_context": (r"of_one_device", 2),
+    "test_transforms": (r"^(?!.*(fresh|policies|repeated)).*\[", 2),
+}
+
 
 def purpose(module: str, name: str, case: str | None) -> str | None:
     """The marker of a test, None for the short run.
@@ -246,4 +290,12 @@ def repeats(module: str, name: str, case: str | None) -> bool:
     """Whether a test repeats others in more cases."""
     if module in OF_FORMULAS and (case in FORMULAS or (module in OF_LISTS and case in LISTS)):
         return re.search(OF_FORMULAS[module], name) is not None
-    return module in LONG and re.search(LONG[module], name) is not None
+    if module in LONG and re.search(LONG[module], name) is not None:
+        return True
+    number = lambda text: zlib.crc32(text.encode())  # the same in each run, which `hash` is not
+    pattern, implementations = TURNS.get(module, (r"$^", ()))
+    used = next((x for x in implementations if x in name), None)
+    if used is not None and re.search(pattern, name) is not None:
+        return implementations[number(name.replace(used, "")) % len(implementations)] != used
+    pattern, of = THINNED.get(module, (r"$^", 1))
+    return re.search(pattern, name) is not None and number(name) % of != 0
