@@ -65,12 +65,16 @@ def test_long_masks():
 def test_first_call(monkeypatch):
     # The persistent cache is a setting of the whole process, and this one goes on.
     monkeypatch.setattr(probes, "_use_cache", lambda folder: {"hits": 0, "misses": 0})
-    records, remarks = gpu.first_call(128, 1, 16, "xla", run_here)
+    records, remarks = gpu.first_call(128, 1, 16, "xla", run_here, "reference")
     found = by_name(records)
-    for peer in ("jflex", "jflex, filling JAX's persistent cache", "jflex, reading JAX's persistent cache"):
+    caches = ("filling", "reading")
+    cached = [f"{peer}, {x} JAX's persistent cache" for peer in ("jflex", "jflex reference") for x in caches]
+    for peer in ("jflex", *cached):
         total = value(found, f"{peer}: in all")
         parts = [x.value.median for x in records if x.name.startswith(f"{peer}: ")]
         assert sum(parts) - value(found, f"{peer}: second call") == pytest.approx(2 * total, abs=0.01)
+    ratios = [f"trace, lower, compile and run, reference over xla, {x} JAX's persistent cache" for x in caches]
+    assert all(value(found, name) > 0 for name in ratios)
     assert "jflex, reading JAX's persistent cache: 0 hits, 0 misses" in remarks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.questions import command
@@ -14,6 +14,7 @@ from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
 
 _PROBES = "benchmarks.questions.probes"
 _JFLEX, _TORCH = "jflex triton", "torch FlexAttention"
+_FILLING, _READING = ", filling JAX's persistent cache", ", reading JAX's persistent cache"
 QUESTIONS = Questions()
 
 
@@ -93,33 +94,54 @@ def block_mask(length: int = 131072, runs: int = 11, run: RunJob = run_job) -> M
     "from a fresh process to the first result of causal forward and backward; B 1, H 16, S 4096, D 64, bfloat16"
 )
 def first_call(
-    length: int = 4096, heads: int = 16, head_size: int = 64, implementation: str = "triton", run: RunJob = run_job
+    length: int = 4096,
+    heads: int = 16,
+    head_size: int = 64,
+    implementation: str = "triton",
+    run: RunJob = run_job,
+    other: str = "official_triton",
 ) -> Measured:
-    """How long is it from a fresh process to the first result of forward and backward?"""
+    """How long is it from a fresh process to the first result of forward and backward?
+
+    The `other` implementation has a cache of its own, that of Triton, beside JAX's: two processes fill and read both.
+    """
     # Once before, so that no process is the one that reads JAX or torch from the disk.
     run_jobs([Job("JAX", _PROBES, "jax_imported", {}), Job("torch", _PROBES, "torch_imported", {})], run)
     shape = {"length": length, "heads": heads, "head_size": head_size}
-    ours = {**shape, "implementation": implementation}
+    ours, others = {**shape, "implementation": implementation}, {**shape, "implementation": other}
     with tempfile.TemporaryDirectory() as folder:
         cached = {**ours, "cache": f"{folder}/jax"}
         inductor = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         inductor = {**SHARED_GPU, **inductor}
+        both, triton = {**others, "cache": f"{folder}/other"}, {"TRITON_CACHE_DIR": f"{folder}/kernels"}
         jobs = [
             Job("jflex", _PROBES, "jax_first_call", {**ours, "cache": None}),
-            Job("jflex, filling JAX's persistent cache", _PROBES, "jax_first_call", cached),
-            Job("jflex, reading JAX's persistent cache", _PROBES, "jax_first_call", cached),
+            Job(f"jflex{_FILLING}", _PROBES, "jax_first_call", cached),
+            Job(f"jflex{_READING}", _PROBES, "jax_first_call", cached),
+            Job(f"jflex {other}{_FILLING}", _PROBES, "jax_first_call", both, triton),
+            Job(f"jflex {other}{_READING}", _PROBES, "jax_first_call", both, triton),
             Job(f"{_TORCH}, empty caches", _PROBES, "torch_first_call", shape, inductor),
             Job(f"{_TORCH}, reading its caches", _PROBES, "torch_first_call", shape, inductor),
         ]
         started_now = lambda job: job._replace(arguments={**job.arguments, "started": time.time()})
         found, remarks = run_jobs(jobs, lambda job: run(started_now(job)), at_once=1)
+    ratios = [
+        Record.single(f"trace, lower, compile and run, {other} over {implementation}{kind}", round(a / b, 3), "x")
+        for kind in (_FILLING, _READING)
+        if (a := _to_a_result(found, f"jflex {other}{kind}")) and (b := _to_a_result(found, f"jflex{kind}"))
+    ]
     remarks += [f"{label}: {answer.pop('cache')}" for label, answer in found.items() if "cache" in answer]
     records = [
         Record.single(f"{label}: {name}", round(x, 3), "s")
         for label, answer in found.items()
         for name, x in answer.items()
     ]
-    return records, remarks
+    return [*records, *ratios], remarks
+
+
+def _to_a_result(found: Mapping[str, Mapping[str, Any]], label: str) -> float:
+    """Seconds from the arrays of a process to its first result; 0 if the process failed."""
+    return sum(found[label][step] for step in ("trace and lower", "compile", "run")) if label in found else 0.0
 
 
 def main(words: Sequence[str] | None = None) -> None:
