@@ -41,7 +41,8 @@ def test_both_kinds_of_load():
             records, remarks = records_of(timings, load)
             assert not remarks
             assert len(records) == 7
-            assert all(record.value.median > 0 for record in records if "failed" not in record.name)
+            # Tokens that arrive in one event have no time between them.
+            assert all(record.value.median > 0 for record in records if not re.search("failed|between", record.name))
         idle(engine)
 
 
