@@ -152,6 +152,23 @@ def test_raw_keys_are_rotated_as_they_are_loaded():
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
 
 
+def test_a_call_that_rotates_is_as_one_on_rotated_arrays():
+    """Outputs and gradients, which are those of arrays that are not rotated yet."""
+    raw, plain = (square(1, 64, 4, 16, "causal", keys=x, dtype="float32") for x in ("raw", ""))
+    mods, captured = jax_peers.mods_of(raw)
+    inputs = jax_peers.inputs_of(raw, captured, None)
+    pulled = {}
+    for name, problem in (("jflex-xla", raw), ("jflex-rotating", raw), ("", plain)):
+        attend = jax_peers.attention(name or "jflex-xla", problem, mods)
+        out, pull = jax_peers.with_residuals(attend, problem)(*inputs)
+        pulled[name] = (out, *pull(out))
+    for own, other in zip(pulled["jflex-xla"], pulled["jflex-rotating"], strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(pulled["jflex-xla"][0], pulled[""][0], atol=0.01)
+    assert by_library(raw, tuple(PEERS.values())).keys() == {"jax", "mosaic"}
+    assert "jflex-rotating" not in by_library(plain, peers_of("rotary"))["jax"]
+
+
 @pytest.mark.parametrize("keys", EIGHT_BITS)
 def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
     problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]

@@ -5,6 +5,7 @@ All arrays are arguments of what is jitted, so that none is a constant of the pr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -137,7 +138,7 @@ def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, 
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
     block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
     everywhere = mask if problem.form == "everywhere" else None
-    how = _weights_of(problem) | {"return_stats": tuple(problem.stats.split())}
+    how = _weights_of(problem) | _rotation_of(problem) | {"return_stats": tuple(problem.stats.split())}
     account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **how)
     return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
 
@@ -151,6 +152,22 @@ def _weights_of(problem: Problem) -> dict[str, Any]:
     return {"normalize": "none"} if problem.weights == "sigmoid" else {}
 
 
+def _rotation_of(problem: Problem) -> dict[str, Any]:
+    """Arguments of `flex_attention`, by `Problem.keys`."""
+    return dict.fromkeys(("query_mod", "key_mod"), jflex.rope()) if problem.keys == "raw" else {}
+
+
+def _rotating(problem: Problem, mods: BoundMods) -> Attend:
+    """Queries and keys rotated by XLA, and the plain call."""
+    plain = _jflex(dataclasses.replace(problem, keys=""), mods)
+
+    def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
+        query, key = (jflex.rotary.rotate(x, jnp.arange(x.shape[1])) for x in (query, key))
+        return plain(query, key, value, captured, block_mask)
+
+    return attend
+
+
 def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None) -> Attend:
     def attend(query: Any, key: Any, value: Any, captured: Any, block_mask: Any) -> Any:
         mask, score = mods(captured)
@@ -159,7 +176,8 @@ def _jflex(problem: Problem, mods: BoundMods, implementation: str | None = None)
             score = jflex.scores.sigmoid(-math.log(problem.S))
         everywhere = mask if problem.form == "everywhere" else None
         block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
-        attend = functools.partial(jflex.flex_attention, implementation=implementation, **_weights_of(problem))
+        how = _weights_of(problem) | _rotation_of(problem)
+        attend = functools.partial(jflex.flex_attention, implementation=implementation, **how)
         result = attend(
             query, key, value, score, block_mask, mask_mod=everywhere, return_stats=tuple(problem.stats.split())
         )
@@ -200,6 +218,7 @@ _ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
     "jax-cudnn": functools.partial(_jax_nn, implementation="cudnn"),
     "jax-xla": functools.partial(_jax_nn, implementation="xla"),
     "tokamax": _tokamax,
+    "jflex-rotating": _rotating,
 }
 
 
@@ -208,11 +227,15 @@ _ATTEND: dict[str, Callable[[Problem, BoundMods], Attend]] = {
 
 def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captured) -> Program:
     """A peer's function and its arguments for a problem that is `served`."""
+    if problem.keys == "rolling":
+        from benchmarks.peers import jax_streaming  # needs Flax
+
+        return jax_streaming.program(peer, problem)
     function, inputs = _SERVED[peer](problem, mods)
     return function, (captured, *inputs)
 
 
-def _implementation(on_gpu: str | None) -> str | None:
+def on_gpu_or_xla(on_gpu: str | None) -> str | None:
     """What a call names on a GPU; None leaves the choice to jflex."""
     return on_gpu if jax.default_backend() == "gpu" else "xla"
 
@@ -222,7 +245,7 @@ def _served_mods(problem: Problem, mods: Mods) -> Mods:
     return mods if problem.T > 1 or problem.variant == "causal" else mods._replace(mask=None)
 
 
-def _normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
+def normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, problem.dtype)
 
 
@@ -234,8 +257,8 @@ def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
         rows = lambda x: x[batch.page_table].reshape(problem.B, -1, *x.shape[-2:])[:, : problem.S]
         key, value = rows(cache.keys), rows(cache.values)[..., : problem.value_size]
         return query, key, value, None
-    query = _normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
-    key, value = (_normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
+    query = normal(0, (problem.B, problem.T, problem.Hq, problem.D), problem)
+    key, value = (normal(number, (problem.B, problem.S, problem.Hkv, problem.D), problem) for number in (1, 2))
     return query, key, value, jnp.asarray(requests_of(problem).keys) if problem.lengths else None
 
 
@@ -248,7 +271,7 @@ def _contiguous(
         mask, score = (None if mod is None else jflex.with_offset(mod, begins) for mod in bound)
         known = {} if lengths is None else {"kv_lengths": lengths}
         return jflex.flex_attention(
-            query, key, value, score, mask_mod=mask, implementation=_implementation(on_gpu), config=config, **known
+            query, key, value, score, mask_mod=mask, implementation=on_gpu_or_xla(on_gpu), config=config, **known
         )
 
     return attend, _contiguous_inputs(problem)
@@ -289,13 +312,13 @@ def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
         row[shared : shared + len(own)] = own
     shape = (count, problem.page, problem.Hkv, problem.D)
     if problem.keys == "latent":
-        cache = jflex.paged.LatentCache(_normal(1, shape, problem), problem.D - problem.value_size)
+        cache = jflex.paged.LatentCache(normal(1, shape, problem), problem.D - problem.value_size)
     else:
-        cache = jflex.paged.PagedCache(_normal(1, shape, problem), _normal(2, shape, problem))
+        cache = jflex.paged.PagedCache(normal(1, shape, problem), normal(2, shape, problem))
     if problem.keys in EIGHT_BITS:
         cache = jax.jit(functools.partial(_in_eight_bits, problem.keys))(cache)
     batch = jflex.paged.PagedBatch(*map(jnp.asarray, (requests.indptr, requests.keys, table)))
-    return _normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
+    return normal(0, (int(requests.queries.sum()), problem.Hq, problem.D), problem), cache, batch
 
 
 def _in_eight_bits(dtype: str, cache: Any) -> Any:
@@ -320,7 +343,7 @@ def _paged(
         mask, score = _served_mods(problem, mods(captured))
         if problem.keys == "latent":
             how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192, "config": config}
-            return jflex.mla_attention(query, cache, batch, **how, implementation=_implementation(on_gpu))
+            return jflex.mla_attention(query, cache, batch, **how, implementation=on_gpu_or_xla(on_gpu))
         is_raw = problem.keys.startswith("raw")
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if is_raw else None
         return jflex.paged_attention(
@@ -330,7 +353,7 @@ def _paged(
             score_mod=score,
             mask_mod=mask,
             key_mod=rotation,
-            implementation=_implementation(on_gpu),
+            implementation=on_gpu_or_xla(on_gpu),
             config=config,
         )
 
@@ -351,7 +374,7 @@ def _cascade(
     def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
         level = jflex.CascadeLevel.paged
         levels = [level(cache, shared), level(cache, own, start=problem.prefix)]
-        return jflex.cascade_attention(query, levels, implementation=_implementation(on_gpu), config=config)
+        return jflex.cascade_attention(query, levels, implementation=on_gpu_or_xla(on_gpu), config=config)
 
     return attend, (query, cache, shared, own)
 

@@ -68,6 +68,8 @@ TARGETS = (
     Target("pair_bias", "backward", {"variant": "pair_bias"}, "speed", "torch-flex", 1.0),
     *(Target("short", x, {}, "speed", FASTEST, 0.9) for x in _BOTH),
     *(Target("selected", x, {"selected": 13}, "speed", {"selected": 0}, 5.0) for x in _BOTH),
+    *(Target("rotary", x, {"keys": "raw"}, "time", {"keys": ""}, at_most=1.08) for x in _BOTH),
+    *(Target("rotary", x, {"keys": "raw"}, "time", "jflex-rotating", at_most=1.0) for x in _BOTH),
     Target("decode", "forward", _PLAIN, "speed", "jax-cudnn", 0.95),
     *(Target("decode", "forward", {"variant": x}, "speed", {"variant": "noop"}, 0.9) for x in ("alibi", "softcap")),
     *(Target("decode", "forward", {"lengths": x}, "TB/s", {"lengths": "even"}, 0.85) for x in ("uniform", "skewed")),
@@ -75,6 +77,7 @@ TARGETS = (
     *(Target("paged", "forward", {"page": page}, "time", "jflex-contiguous", at_most=1.03) for page in (256, 128, 64)),
     Target("paged", "forward", {"page": 16}, "time", "jflex-contiguous", at_most=1.08),
     Target("raw_keys", "forward", {"keys": "raw"}, "time", {"keys": ""}, at_most=1.05),
+    Target("streaming_llm", "forward", {}, "time", "jflex-rerotating", at_most=0.72),
     Target("paged_fp8", "forward", {"keys": "float8_e4m3fn"}, "time", {"keys": ""}, at_most=0.6),
     Target("mla", "forward", {"Hq": 16}, "TB/s", None, 3.4),  # 80 % of what a copy reaches
     *(Target("mla", "forward", {"Hq": 128}, "TFLOP/s", None, x) for x in (480.0, 600.0)),
