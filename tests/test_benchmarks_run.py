@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import parts_of_mixed, requests_of, square, suite
+from benchmarks.problems import parts_of_mixed, square, suite
+from benchmarks.requests import requests_of
 from benchmarks.results import schema
 from benchmarks.run import jobs
 from benchmarks.run import suite as suite_command

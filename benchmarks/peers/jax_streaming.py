@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from benchmarks.peers.jax_peers import Program, normal, on_gpu_or_xla
+from benchmarks.peers.jax_serving import Program, normal, on_gpu_or_xla
 from benchmarks.problems import Problem
 from flax_layers.streaming_llm import Streaming
 from jflex.rotary import rotate
