@@ -137,7 +137,7 @@ def backends_of(problem: Problem, mods: BoundMods, inputs: Inputs) -> dict[str, 
     (mask, score), (query, key, value, _, block_mask) = mods(inputs.captured), inputs
     block_mask = selected_blocks(problem, query, key) if problem.selected else block_mask
     everywhere = mask if problem.form == "everywhere" else None
-    how = _weights_of(problem) | _rotation_of(problem) | {"return_stats": tuple(problem.stats.split())}
+    how: dict[str, Any] = {**_weights_of(problem), **_rotation_of(problem), "return_stats": (*problem.stats.split(),)}
     account = jflex.explain(query, key, value, score, block_mask, mask_mod=everywhere, **how)
     return {name: named or str(account.backend) for name, named in IMPLEMENTATIONS.items()}
 

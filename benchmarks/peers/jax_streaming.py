@@ -33,8 +33,11 @@ def program(peer: str, problem: Problem) -> Program:
     query, cache, batch, streaming = _inputs(problem)
     if peer == "jflex":
         cache = jax.jit(_stored_rotated)(cache, batch, streaming)
-    attend, implementation = _PEERS[peer], on_gpu_or_xla(None)
-    return lambda captured, *inputs: attend(*inputs, implementation), ({}, query, cache, batch, streaming)
+
+    def attend(captured: Any, query: Any, cache: Any, batch: Any, streaming: Any) -> Any:
+        return _PEERS[peer](query, cache, batch, streaming, on_gpu_or_xla(None))
+
+    return attend, ({}, query, cache, batch, streaming)
 
 
 def _inputs(problem: Problem) -> tuple[Any, ...]:
