@@ -77,7 +77,7 @@ def test_every_target_is_reached_by_a_fast_jflex_and_none_by_a_slow_one():
 
 
 def test_figures_of_targets():
-    blocks, decode, mixed = made("blocks"), made("decode"), made("mixed")
+    blocks, decode, mixed, rolling = made("blocks"), made("decode"), made("mixed"), made("streaming_llm")
     value = lambda result, *target, **more: targets.evaluate(Target(result.name, *target, **more), result).value
     assert value(blocks, "forward", {"form": "split"}, "speed", {"form": "partial"}, mean=True) == 2.0
     assert value(blocks, "backward", {"form": "split"}, "time", "torch-flex", at_most=1.0) == 0.5
@@ -86,6 +86,13 @@ def test_figures_of_targets():
     assert value(decode, "forward", {"S": 65536}, "speed", FASTEST) == 2.0
     assert value(decode, "forward", {"S": 65536}, "µs", None) == 1e6
     assert value(mixed, "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1) == 0.5
+    assert value(rolling, "forward", {}, "time", "jflex-rerotating", at_most=1.0) == 0.5
+    named = Target("streaming_llm", "forward", {}, "time", "jflex-rerotating", at_most=1.0, peer="jflex-raw-keys")
+    outcome = targets.evaluate(named, rolling)
+    assert (outcome.value, outcome.name) == (
+        1.0,
+        "forward, jflex, raw keys rotated as loaded: time over jflex, all keys rotated by XLA before, worst of 8",
+    )
     assert (
         targets.evaluate(Target("main", "forward", {}, "speed", FASTEST), None).missing == "h200/main.json is missing"
     )
