@@ -100,9 +100,15 @@ def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex
     )
 
 
-def causal_documents(ids: jax.Array) -> jflex.BlockMask:
-    """The causal BlockMask of packed documents, from the number of each position's document."""
-    mask_mod = jflex.and_masks(jflex.masks.causal(), jflex.masks.document(ids))
+def causal_documents(ids: jax.Array, window: int = 0) -> jflex.BlockMask:
+    """The causal BlockMask of packed documents, from the number of each position's document.
+
+    Args:
+      ids: The numbers.
+      window: Keys that a query attends to, itself among them; 0 for all before it.
+    """
+    before = jflex.masks.sliding_window(window - 1, 0) if window else jflex.masks.causal()
+    mask_mod = jflex.and_masks(before, jflex.masks.document(ids))
     return jflex.create_block_mask(mask_mod, None, None, *ids.shape, *ids.shape)
 
 
