@@ -11,7 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks import roofline
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import SUITES, Problem, suite
-from benchmarks.questions import cpu, gpu, masks, numerics
+from benchmarks.questions import cpu, eight_bits, gpu, masks, numerics
 from benchmarks.results import report, schema, targets
 from benchmarks.results.schema import Record, ResultFile, Summary
 from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
@@ -19,7 +19,9 @@ from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
 COMMANDS = {"training", "generation", "engine", "serving", "streaming"}
-QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *COMMANDS}
+QUESTIONS = {
+    *cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *eight_bits.QUESTIONS, *COMMANDS,
+}  # fmt: skip
 ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
          "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
 
@@ -148,6 +150,11 @@ def test_pages_show_suites_in_tables():
     assert "µs | 1000000 | 2000000 | 2000000 |" in short
     row = report.tables_of(results[DEVICE]["decode"])[0][1]
     assert row[1] == "1000000 µs, 0.00 TB/s"
+
+
+def test_records_named_by_row_and_column_become_a_table():
+    records = [Record.single(x, n, "dB") for n, x in enumerate(("a: one", "a: two", "b: two"))]
+    assert report._crossed(records) == [["", "one", "two"], ["a", "0 dB", "1 dB"], ["b", "", "2 dB"]]
 
 
 def test_the_roof_is_the_best_rate_of_the_run():
