@@ -1,4 +1,4 @@
-"""Queries and keys of eight bits, for inference: which dtypes go together, and no gradients, which would be rounded so."""
+"""Queries and keys of eight bits, for inference: which dtypes go together, and why there are no gradients."""
 
 from __future__ import annotations
 

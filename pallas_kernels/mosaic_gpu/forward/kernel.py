@@ -127,10 +127,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
-        [
-            jax.ShapeDtypeStruct((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype),
-            *(of_rows for _ in ("lse", *spec.stats)),
-        ],
+        [of_out, *(of_rows for _ in ("lse", *spec.stats))],
         scratch,
         name="jflex_forward_sm90",
         num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
