@@ -24,6 +24,7 @@ from jflex._call.checks import (
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
+from jflex._call.eight_bits import has_eight_bits
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
@@ -266,7 +267,7 @@ def prepare(
     Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
     """
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
-    check_arrays(query, key, value, layout, has_value=has_value)
+    check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
     value = value if has_value else key
     sizes = _Sizes.of(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
@@ -288,7 +289,8 @@ def prepare(
     platform, device_kind = current_device(query, key, value)
     spec = AttentionSpec(
         **sizes._asdict(),
-        dtype=str(query.dtype),
+        dtype=str(value.dtype),
+        qk_dtype=str(query.dtype) if has_eight_bits(query) else None,
         layout=layout,
         scale=scale,
         score_mod=score,
@@ -296,7 +298,7 @@ def prepare(
         blocks=mask.blocks,
         platform=platform,
         device_kind=device_kind,
-        precision=current_precision(query.dtype),
+        precision=current_precision(value.dtype),
         config=config,
         kv_lengths=kv_lengths is not None,
         sinks=sinks is not None,
@@ -385,7 +387,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
 def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
     refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
     inputs = match_manual_axes(inputs)
-    if backends.get(name).differentiable:
+    if backends.get(name).differentiable and spec.qk_dtype is None:
         return backends.get(name).forward(spec, inputs)
     named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
     return custom_vjp.attend(custom_vjp.Static(name, named, spec), inputs)

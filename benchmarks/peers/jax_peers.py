@@ -69,6 +69,8 @@ def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jfle
         jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
         for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
     )
+    if problem.keys:
+        query, key = query.astype(problem.keys), key.astype(problem.keys)
     return Inputs(query, key, value, captured, block_mask)
 
 

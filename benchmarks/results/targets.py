@@ -92,6 +92,7 @@ TARGETS = (
     Target("mixed", "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1),
     *(Target("million", x, {"S": 1048576}, "TFLOP/s", {"S": 16384, "T": 16384}, 0.9) for x in _BOTH),
     Target("batch_invariant", "forward", {"T": 1, "prefix": 0}, "time", "jflex", at_most=1.15),
+    Target("fp8", "forward", {"keys": "float8_e4m3fn", "D": 128}, "speed", {"keys": ""}, 1.2),
     *(Target("hopper", x, {"Hkv": 8}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
     *(Target("hopper", x, {"D": D, **_PER_D}, "TFLOP/s", {"D": 128}, 0.85) for x in _BOTH for D in (96, 192)),
     *(Target("hopper_short", x, {}, "speed", "jflex-triton", 1.0) for x in _BOTH),
