@@ -17,7 +17,7 @@ import numpy as np
 
 import jflex
 from benchmarks import roofline
-from benchmarks.problems import Problem
+from benchmarks.problems import EIGHT_BITS, Problem
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
 _ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
@@ -69,7 +69,7 @@ def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jfle
         jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
         for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
     )
-    if problem.keys:
+    if problem.keys in EIGHT_BITS:
         query, key = query.astype(problem.keys), key.astype(problem.keys)
     return Inputs(query, key, value, captured, block_mask)
 
