@@ -125,9 +125,10 @@ def flex_attention(
     recompile nothing.
 
     Args:
-      query: In `layout`.
-      key: In `layout`; `key` and `value` may have batch size 1, shared by all of the batch.
-      value: In `layout`.
+      query: In `layout`. Query and key may be ``float8_e4m3fn`` or ``float8_e5m2``, for inference: there are no
+        gradients then. `scale` or a `score_mod` holds what descales them.
+      key: In `layout` and the dtype of `query`; `key` and `value` may have batch size 1, shared by all of the batch.
+      value: In `layout` and the dtype of `query`; bfloat16 or float16 beside a query of eight bits.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
         head. In your own mods, an index beyond the end of an array reads its last element, as always in JAX.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
@@ -171,13 +172,14 @@ def flex_attention(
         gradient of the query may differ in its last bits between runs of ``"mosaic_gpu"``.
 
     Returns:
-      The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
+      The output in `layout` and the dtype of `value`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
       or a pair of it and the `AttentionStats`.
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
       ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of range.
-      UnsupportedError: No requested backend supports this call; the message gives the reason of each.
+      UnsupportedError: No requested backend supports this call; the message gives the reason of each. Or a gradient
+        is requested beside a query of eight bits.
 
     References:
       Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
