@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import roofline
+from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import SUITES, Problem, suite
 from benchmarks.questions import cpu, eight_bits, gpu, masks, numerics
@@ -150,6 +151,16 @@ def test_pages_show_suites_in_tables():
     assert "µs | 1000000 | 2000000 | 2000000 |" in short
     row = report.tables_of(results[DEVICE]["decode"])[0][1]
     assert row[1] == "1000000 µs, 0.00 TB/s"
+
+
+def test_the_guide_says_what_eight_bits_cost():
+    found = {record.name: record.value.median for record in schema.read(schema.FOLDER / "cpu/eight_bits.json").records}
+    guide, token = (ROOT / "jflex/README.md").read_text(), eight_bits.SCALES["token"]
+    columns = ("weight on the needle", "error of that weight, the worst needle", "error of the output with a needle")
+    for name in ("bfloat16", *eight_bits.HELD):
+        cache, title = (name, name) if name == "bfloat16" else (f"{name}, {token}", f"`{name}`")
+        weight, worst, out = (found[f"keys, {cache}, paged: {what}"] for what in columns)
+        assert f"| {title} | {weight:.1f} | {worst:.2f} | {out:.2f} |" in guide
 
 
 def test_records_named_by_row_and_column_become_a_table():
