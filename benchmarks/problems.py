@@ -33,7 +33,8 @@ class Problem:
         neighbours; without pages, queries and keys that the call rotates, halves; ``"rolling"``: pages hold the cache
         of StreamingLLM, sinks and a window, S together; ``"latent"``: pages hold latent vectors, whose first `Dv`
         columns are the values (MLA, absorbed); ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this
-        dtype, with a scale for each token and head; "" for keys as they are, rotated before they were written.
+        dtype, with a scale for each token and head; without pages, queries and keys have it, and values `dtype`; "" for
+        keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       selected: Key blocks that each query block selects in each call, by scores, its own among them; 0: no selection.
       source: Where the problem comes from.
@@ -76,7 +77,7 @@ class Problem:
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
         extra = (
             self.weights,
-            self.keys and f"{self.keys} keys",
+            self.keys and f"{self.keys} {'keys' if self.page else 'queries and keys'}",
             self.stats and f"returning {self.stats}",
             self.selected and f"the best {self.selected} blocks",
         )
@@ -112,6 +113,7 @@ class Suite(NamedTuple):
     problems: Callable[[], list[Problem]]
     peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; targets and ratios are about the first
     served: bool = False  # whether the problems are `Problem.served`, so that there is no backward
+    inference: bool = False  # whether there is no backward in any case
     queue: bool = False  # whether the wall time of a call in a queue of calls is measured too
 
 
@@ -164,6 +166,16 @@ def _hopper() -> list[Problem]:
     grouped = square(2, 8192, (32, 8), 128, "causal")
     sizes = [square(2, 16384, 16, D, variant) for D in (96, 192, 256) for variant in ("causal", "noop")]
     return [*table, gathered, grouped, *sizes, square(2, 16384, 16, 192, "causal", Dv=128)]
+
+
+@_suite(
+    "queries and keys in eight bits beside bfloat16, values in bfloat16", "jflex-mosaic jflex-triton", inference=True
+)
+def _fp8() -> list[Problem]:
+    """Target: at head size 128, 1.2 times as fast. At 64 exponentials bound the time."""
+    shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
+    kinds = ("", EIGHT_BITS[0])
+    return [square(*shape, variant, keys=x) for shape in shapes for variant in ("noop", "causal") for x in kinds]
 
 
 @_suite("short sequences, Mosaic GPU beside Triton", "jflex jflex-mosaic jflex-triton")

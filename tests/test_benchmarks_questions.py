@@ -46,6 +46,12 @@ def test_memory():
     assert remarks == [f"torch FlexAttention at S {x} is left out: No module named 'torch'" for x in (256, 512)]
 
 
+def test_memory_of_a_million_tokens():
+    found = by_name(gpu.million_memory((512, 1024), 2, 16, 4, 64, "xla", run_here)[0])
+    assert value(found, "planned by XLA, S 1024") > value(found, "planned by XLA, S 512")
+    assert value(found, "bytes per token relative to S 512, planned by XLA, S 1024") < 1.1
+
+
 def test_block_mask():
     records, remarks = gpu.block_mask(512, 3, run_here)
     found = by_name(records)

@@ -17,7 +17,7 @@ import numpy as np
 
 import jflex
 from benchmarks import roofline
-from benchmarks.problems import Problem
+from benchmarks.problems import EIGHT_BITS, Problem
 from benchmarks.variants import LARGE, VARIANTS, WINDOW, Mods, Operations
 
 _ORDERS = {"tiles": jflex.masks.tile_order, "morton": lambda canvas, tile: jflex.masks.morton_order(canvas)}
@@ -69,6 +69,8 @@ def inputs_of(problem: Problem, captured: dict[str, jax.Array], block_mask: jfle
         jax.random.normal(random, (problem.B, length, H, size), problem.dtype)
         for random, length, H, size in zip(keys, lengths, heads, sizes, strict=True)
     )
+    if problem.keys in EIGHT_BITS:
+        query, key = query.astype(problem.keys), key.astype(problem.keys)
     return Inputs(query, key, value, captured, block_mask)
 
 
@@ -100,9 +102,15 @@ def selected_blocks(problem: Problem, query: jax.Array, key: jax.Array) -> jflex
     )
 
 
-def causal_documents(ids: jax.Array) -> jflex.BlockMask:
-    """The causal BlockMask of packed documents, from the number of each position's document."""
-    mask_mod = jflex.and_masks(jflex.masks.causal(), jflex.masks.document(ids))
+def causal_documents(ids: jax.Array, window: int = 0) -> jflex.BlockMask:
+    """The causal BlockMask of packed documents, from the number of each position's document.
+
+    Args:
+      ids: The numbers.
+      window: Keys that a query attends to, itself among them; 0 for all before it.
+    """
+    before = jflex.masks.sliding_window(window - 1, 0) if window else jflex.masks.causal()
+    mask_mod = jflex.and_masks(before, jflex.masks.document(ids))
     return jflex.create_block_mask(mask_mod, None, None, *ids.shape, *ids.shape)
 
 

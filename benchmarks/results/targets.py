@@ -17,6 +17,7 @@ from benchmarks.problems import Problem, parts_of_mixed, suite
 from benchmarks.results.schema import Record, ResultFile
 
 DEVICE = "h200"
+ANY_GPU = "*"  # every device with such a file but the CPU, or `DEVICE` if there is none
 FASTEST, PARTS = "fastest peer", "sum of its parts"
 Results = Mapping[str, Mapping[str, ResultFile]]  # by device and name
 _METRICS: dict[str, Callable[[Record], float]] = {
@@ -46,7 +47,7 @@ class Target(NamedTuple):
 class QuestionTarget(NamedTuple):
     """A limit for the records of a question whose names match a pattern."""
 
-    device: str
+    device: str  # of the folder, or `ANY_GPU`
     question: str
     pattern: str
     at_least: float | None = None
@@ -91,6 +92,7 @@ TARGETS = (
     Target("mixed", "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1),
     *(Target("million", x, {"S": 1048576}, "TFLOP/s", {"S": 16384, "T": 16384}, 0.9) for x in _BOTH),
     Target("batch_invariant", "forward", {"T": 1, "prefix": 0}, "time", "jflex", at_most=1.15),
+    Target("fp8", "forward", {"keys": "float8_e4m3fn", "D": 128}, "speed", {"keys": ""}, 1.2),
     *(Target("hopper", x, {"Hkv": 8}, "speed", "jax-cudnn", 1.0) for x in _BOTH),
     *(Target("hopper", x, {"D": D, **_PER_D}, "TFLOP/s", {"D": 128}, 0.85) for x in _BOTH for D in (96, 192)),
     *(Target("hopper_short", x, {}, "speed", "jflex-triton", 1.0) for x in _BOTH),
@@ -112,6 +114,8 @@ QUESTION_TARGETS = (
     QuestionTarget(DEVICE, "long_masks", "*later calls, *, S 1048576", at_most=50.0),
     QuestionTarget(DEVICE, "long_masks", "*later calls, *, S 131072", at_most=10.0),
     QuestionTarget(DEVICE, "long_masks", "peak of the allocator *", at_most=500.0),
+    QuestionTarget(DEVICE, "million_memory", "bytes per token relative to *", at_most=1.1),
+    *(QuestionTarget(ANY_GPU, "context", f"*, {x}, balanced: speed-up", at_least=1.85) for x in ("ring", "all_gather")),
     QuestionTarget(DEVICE, "training", "llama3-*, jflex: model FLOP utilisation", at_least=50.0),
     QuestionTarget(DEVICE, "first_call", "trace, lower, compile and run, * filling *", at_most=1.5),
     QuestionTarget(DEVICE, "first_call", "trace, lower, compile and run, * reading *", at_most=1.1),
@@ -185,8 +189,16 @@ def outcomes(results: Results) -> list[Outcome]:
         if result is None or not (isinstance(target.over, str) and result.lacks(target.over)):
             found.append(evaluate(target, result))
     for target in QUESTION_TARGETS:
-        found += _of_question(target, results.get(target.device, {}).get(target.question))
+        found += [outcome for x in _concrete(target, results) for outcome in _of_question(x, results)]
     return found
+
+
+def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:
+    """The target of each device that it is about."""
+    if target.device != ANY_GPU:
+        return [target]
+    devices = [device for device, files in results.items() if target.question in files and device != "cpu"]
+    return [target._replace(device=device) for device in devices or [DEVICE]]
 
 
 def evaluate(target: Target, result: ResultFile | None) -> Outcome:
@@ -271,7 +283,8 @@ def _fields(fields: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _of_question(target: QuestionTarget, result: ResultFile | None) -> list[Outcome]:
+def _of_question(target: QuestionTarget, results: Results) -> list[Outcome]:
+    result = results.get(target.device, {}).get(target.question)
     file = f"{target.device}/{target.question}"
     records = [] if result is None else [x for x in result.records if fnmatch.fnmatchcase(x.name, target.pattern)]
     if not records:
