@@ -19,7 +19,7 @@ from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
 from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
-COMMANDS = {"training", "generation", "engine", "serving", "streaming"}
+COMMANDS = {"training", "generation", "engine", "serving", "streaming", "context"}
 QUESTIONS = {
     *cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *eight_bits.QUESTIONS, *COMMANDS,
 }  # fmt: skip
