@@ -17,6 +17,7 @@ COMMANDS = {
     "engine": ("benchmarks.questions.engine", "the serving engine under load, with a whole model"),
     "streaming": ("benchmarks.questions.streaming", "loss along texts longer than those of training"),
     "serving": ("benchmarks.questions.serving", "load on a server of OpenAI's completions API"),
+    "context": ("benchmarks.questions.context", "context parallel attention on several GPUs beside one"),
     "devices": ("benchmarks.questions.devices", "a model, no measurement: context parallelism on 2 to 1,024 GPUs"),
     "tune": ("benchmarks.tune", "search tiles and write a table for the GPU at hand"),
     "report": ("benchmarks.results.report", "render the result files"),

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.problems import EIGHT_BITS, Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem
+from benchmarks.requests import requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 

@@ -1,6 +1,7 @@
 """A cost model of causal attention on 2 to 1,024 GPUs: ``python -m benchmarks devices``. It measures nothing.
 
-It was not checked against a measurement of several GPUs, and every picture says so. What goes in:
+Where ``python -m benchmarks context`` has measured several GPUs of one host, its figures stand beside the model's, in
+the table and in the picture; where it has not, both say that the model was not checked. What goes in:
 
 * bytes that a device sends, from `jflex.explain` of the call;
 * rates of the kernels of one H200, from ``results/h200/main.json``: causal, 32 query and 8 key heads of 128. They are
@@ -17,12 +18,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.problems import Problem
+from benchmarks.questions.context import DIRECTIONS, Case
 from benchmarks.results import schema
+from benchmarks.results.schema import ResultFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +37,9 @@ LENGTHS = (2**18, 2**20, 2**22)
 DEVICES = tuple(2**i for i in range(1, 11))
 SHOWN = (8, 64, 1024)  # in the printed table
 STRATEGIES = ("all_gather", "ring", "ulysses")
+_LENGTH = re.compile(r", S (\d+),")  # in a title
 _MEASURED = Problem(2, 8192, 8192, 32, 8, 128, "causal")
-LABEL = "a model, not checked against a measurement of several GPUs"
+UNCHECKED = "a model, not checked against a measurement of several GPUs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +125,62 @@ def modelled(strategy: str, devices: int, length: int, rates: Rates, network: Ne
     return Modelled(sum(kernels), sum(kernels) + sum(transfers))
 
 
+class Check(NamedTuple):
+    """A measured forward and backward pass, in the balanced order, and what the model says of it."""
+
+    strategy: str
+    devices: int
+    length: int
+    measured: float  # seconds
+    alone: float  # on one device
+    modelled: float
+
+    @property
+    def efficiency(self) -> float:
+        """The measured speed-up as a share of the devices."""
+        return self.alone / self.measured / self.devices
+
+
+def checks(result: ResultFile | None, rates: Rates, network: Network) -> list[Check]:
+    """Every measured run of causal attention beside the model.
+
+    Args:
+      result: Of ``python -m benchmarks context``; None if there is none.
+      rates: Of the model.
+      network: Likewise.
+    """
+    if result is None:
+        return []
+    length = int(_LENGTH.findall(result.about["title"])[0])
+    seconds = {record.name: record.value.median for record in result.records}
+    alone = seconds.get(f"{Case('causal', DIRECTIONS[1]).name(0)}: time")
+    found = []
+    for strategy, count in itertools.product(STRATEGIES, DEVICES):
+        time = seconds.get(f"{Case('causal', DIRECTIONS[1], strategy, 'balanced').name(count)}: time")
+        model = None if time is None else modelled(strategy, count, length, rates, network)
+        if time is not None and alone is not None and model is not None:
+            found.append(Check(strategy, count, length, time, alone, model.total))
+    return found
+
+
+def label(found: Sequence[Check]) -> str:
+    """What the model is, for its picture and its table.
+
+    >>> label([])
+    'a model, not checked against a measurement of several GPUs'
+    >>> label([Check("ring", 2, 2**18, 1.0, 1.9, 0.98)])
+    'a model, checked against measurements of 2 GPUs of one host alone'
+    """
+    counts = sorted({x.devices for x in found})
+    measured = " and ".join(map(str, counts))
+    return f"a model, checked against measurements of {measured} GPUs of one host alone" if counts else UNCHECKED
+
+
+def measured_file(folder: pathlib.Path = schema.FOLDER) -> ResultFile | None:
+    """The measurement of H200s, whose rates are in the model."""
+    return schema.read(folder / "h200" / "context.json")
+
+
 def _transfer(strategy: str, devices: int, moved: int, network: Network) -> float:
     """Seconds in which each device sends so many bytes."""
     if devices <= network.node:
@@ -130,7 +192,7 @@ def _transfer(strategy: str, devices: int, moved: int, network: Network) -> floa
     return max(between, moved / network.inside) + network.latency * (devices - 1)
 
 
-def draw(rates: Rates, network: Network) -> Figure:
+def draw(rates: Rates, network: Network, found: Sequence[Check] = ()) -> Figure:
     """The share of the time that kernels run, by GPUs, for each length and strategy."""
     from matplotlib.figure import Figure
 
@@ -139,23 +201,35 @@ def draw(rates: Rates, network: Network) -> Figure:
         for strategy in STRATEGIES:
             points = [(n, modelled(strategy, n, length, rates, network)) for n in DEVICES]
             shown = [(n, 100 * point.efficiency) for n, point in points if point is not None]
-            axis.plot(*zip(*shown, strict=True), marker="o", label=strategy)
+            [line] = axis.plot(*zip(*shown, strict=True), marker="o", label=strategy)
+            own = [x for x in found if (x.strategy, x.length) == (strategy, length)]
+            axis.scatter(
+                [x.devices for x in own],
+                [100 * x.efficiency for x in own],
+                marker="x",
+                color=line.get_color(),
+                zorder=3,
+            )
         axis.axvline(network.node, color="grey", linestyle=":")
         axis.set(xscale="log", title=f"{length:,} tokens", xlabel="GPUs", ylim=(0, 105))
         axis.set_xticks(SHOWN, [f"{n:,}" for n in SHOWN])
     figure.axes[0].set_ylabel("time in kernels, %")
     figure.axes[0].legend(loc="lower left")
-    figure.suptitle(f"causal attention, forward and backward, 32 / 8 heads of 128: {LABEL}", fontsize=10)
+    figure.suptitle(f"causal attention, forward and backward, 32 / 8 heads of 128: {label(found)}", fontsize=10)
     return figure
 
 
-def table(rates: Rates, network: Network) -> list[str]:
-    """The same for some numbers of GPUs, as lines."""
-    lines = [f"time in kernels, {LABEL}", f"{rates}, {network}"]
+def table(rates: Rates, network: Network, found: Sequence[Check] = ()) -> list[str]:
+    """The same for some numbers of GPUs, and the model beside what was measured, as lines."""
+    lines = [f"time in kernels, {label(found)}", f"{rates}, {network}"]
+    for x in found:
+        ratio = f"measured over model {x.measured / x.modelled:.2f}, {x.alone / x.measured:.2f} times one GPU"
+        times = f"model {x.modelled:.4g} s, measured {x.measured:.4g} s"
+        lines.append(f"  {x.length:,} tokens, {x.strategy}, {x.devices} GPUs: {times}: {ratio}")
     for length in LENGTHS:
         for strategy in STRATEGIES:
-            found = [modelled(strategy, n, length, rates, network) for n in SHOWN]
-            cells = ["heads do not divide" if x is None else f"{x.efficiency:.0%} of {x.total:.3g} s" for x in found]
+            models = [modelled(strategy, n, length, rates, network) for n in SHOWN]
+            cells = ["heads do not divide" if x is None else f"{x.efficiency:.0%} of {x.total:.3g} s" for x in models]
             row = ", ".join(f"{n} GPUs: {cell}" for n, cell in zip(SHOWN, cells, strict=True))
             lines.append(f"  {length:,} tokens, {strategy}: {row}")
     return lines
@@ -163,10 +237,14 @@ def table(rates: Rates, network: Network) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Draws the model."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks devices", description=f"Draws {LABEL}.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks devices", description="Draws a cost model.")
     parser.add_argument("--out", type=pathlib.Path, default=PATH, metavar="FILE", help=f"default: {PATH}")
+    measured = "context.json of H200s to check the model against; default: the one in benchmarks/results/h200"
+    parser.add_argument("--measured", type=pathlib.Path, metavar="FILE", help=measured)
     options = parser.parse_args(words)
     rates, network = Rates.measured(), Network()
+    result = measured_file() if options.measured is None else schema.read(options.measured)
+    found = checks(result, rates, network)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(rates, network).savefig(options.out, dpi=110)
-    print("\n".join([*table(rates, network), str(options.out)]))
+    draw(rates, network, found).savefig(options.out, dpi=110)
+    print("\n".join([*table(rates, network, found), str(options.out)]))

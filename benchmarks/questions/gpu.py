@@ -64,6 +64,40 @@ def memory(
 
 
 @QUESTIONS.of(
+    "memory of forward and backward above the inputs: up to a million tokens in 64 packed causal documents, each in a "
+    "window of 4096; B 1, H 8, D 128, bfloat16; each in a fresh process"
+)
+def million_memory(
+    lengths: Sequence[int] = (262144, 524288, 1048576),
+    heads: int = 8,
+    head_size: int = 128,
+    documents: int = 64,
+    window: int = 4096,
+    implementation: str | None = None,
+    run: RunJob = run_job,
+) -> Measured:
+    """Does the memory of a million tokens grow linearly in the length?"""
+    shape = {"heads": heads, "head_size": head_size, "documents": documents, "window": window}
+    shape |= {"implementation": implementation}
+    jobs = [Job(f"S {S}", _PROBES, "jax_memory", {"length": S, **shape}) for S in lengths]
+    found, remarks = run_jobs(jobs, run)
+    names = {"planned": "planned by XLA", "peak": "peak of the allocator", "block_mask": "lists of the BlockMask"}
+    sizes = {
+        (name, S): found[f"S {S}"][key]
+        for key, name in names.items()
+        for S in lengths
+        if found.get(f"S {S}", {}).get(key) is not None
+    }
+    records = [Record.single(f"{name}, S {S}", round(x / 1e6, 1), "MB") for (name, S), x in sizes.items()]
+    first = lengths[0]
+    for (name, S), x in sizes.items():
+        if first != S and (name, first) in sizes:
+            growth = round((x / S) / (sizes[name, first] / first), 3)
+            records.append(Record.single(f"bytes per token relative to S {first}, {name}, S {S}", growth, "x"))
+    return records, remarks
+
+
+@QUESTIONS.of(
     "create_block_mask, S 131072, blocks of 128, jitted and compiled before; documents: 12 packed causal ones"
 )
 def block_mask(length: int = 131072, runs: int = 11, run: RunJob = run_job) -> Measured:

@@ -38,7 +38,7 @@ class Stopwatch:
 # JAX.
 
 
-def _jflex_forward_and_backward(implementation: str) -> Callable[..., Any]:
+def _jflex_forward_and_backward(implementation: str | None) -> Callable[..., Any]:
     import jflex
     from benchmarks.peers.jax_peers import forward_and_backward
 
@@ -64,15 +64,18 @@ def _run_with_memory(compiled: Any, *arguments: Any) -> tuple[Any, dict[str, Any
     }
 
 
-def jax_memory(length: int, heads: int, head_size: int, implementation: str) -> dict[str, Any]:
-    """Bytes of forward and backward above the inputs, and of the BlockMask."""
+def jax_memory(
+    length: int, heads: int, head_size: int, implementation: str | None, documents: int = DOCUMENTS, window: int = 0
+) -> dict[str, Any]:
+    """Bytes of forward and backward above the inputs, and of the BlockMask; `window` 0: whole documents."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from benchmarks.peers.jax_peers import causal_documents
 
-    block_mask = jax.block_until_ready(causal_documents(jnp.arange(length, dtype=jnp.int32) * DOCUMENTS // length))
+    block_mask = causal_documents(jnp.arange(length, dtype=jnp.int32) * documents // length, window)
+    jax.block_until_ready(block_mask.lists)
     # Copied from the host: random numbers made on the device would leave a peak of their own.
     pattern = np.random.default_rng(0).normal(size=1 << 16).astype(jnp.bfloat16)
     arrays = [jax.device_put(np.resize(np.roll(pattern, i), (1, length, heads, head_size))) for i in range(4)]

@@ -47,6 +47,7 @@ _WHOLE_MODELS = (
     ),
     ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", {"jflex": "64 clients: output"}),
 )
+_CROSSED = ("eight_bits",)  # questions whose records are named by row and column
 _METHOD = (
     "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
@@ -272,10 +273,21 @@ def _suite(device: str, result: ResultFile) -> str:
 
 def _question(device: str, result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
-    table = _markdown([["", "measured"], *([x.name, _measured(x)] for x in shown)])
+    table = _markdown(_crossed(shown) if result.name in _CROSSED else [["", "measured"], *map(_named, shown)])
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
     parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
     return "\n\n".join(filter(None, parts))
+
+
+def _named(record: Record) -> list[str]:
+    return [record.name, _measured(record)]
+
+
+def _crossed(records: Sequence[Record]) -> Table:
+    """Of records that are named by row and column, ``"row: column"``."""
+    cells = {tuple(x.name.split(": ", 1)): _measured(x) for x in records}
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    return [["", *columns], *([row, *(cells.get((row, x), "") for x in columns)] for row in rows)]
 
 
 def _plots(device: str, result: ResultFile) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pathlib
+import re
 import tempfile
 import time
 import warnings
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers
+from benchmarks.peers import jax_peers, jax_serving
 from benchmarks.problems import Problem
 from benchmarks.results.schema import Summary
 from benchmarks.run.check_outputs import MAX_SAMPLES
@@ -24,6 +25,8 @@ from benchmarks.run.library_runner import LibraryRunner
 from benchmarks.run.timing import COLD_BYTES, Call, Span, Timer, busy_per_call
 
 _EVICT = "evict_l2_cache"
+_SENT = re.compile("nccl|p2p", re.IGNORECASE)  # in names of kernels and copies
+_COLLECTIVE = re.compile("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")  # XLA's instructions
 _STEADY = 0.1  # `take_turns` ends when the quartiles of the ratio lie within this share of its median,
 _ENOUGH = 9  # and there are so many rounds,
 _LONGEST = 31  # or so many at most, or the time is over.
@@ -35,34 +38,46 @@ def evict_l2_cache(buffer: jax.Array) -> jax.Array:
 
 
 def _profiled_seconds(call: Call, runs: int) -> list[float]:
-    evict, result = jax.jit(evict_l2_cache, donate_argnums=0), None
-    buffer = evict(jnp.zeros(COLD_BYTES // 4, jnp.uint32))
+    evict, buffer = jax.jit(evict_l2_cache, donate_argnums=0), jnp.zeros(COLD_BYTES // 4, jnp.uint32)
+    buffer = jax.block_until_ready(evict(buffer))
+
+    def run() -> Any:
+        nonlocal buffer
+        result = None
+        for _ in range(runs):
+            buffer = evict(buffer)
+            result = call()
+        return buffer, result
+
+    return busy_per_call(gpu_spans(profile_of(run)), runs)
+
+
+def profile_of(run: Call) -> Any:
+    """A `jax.profiler.ProfileData` of what a function puts on the devices."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     options.enable_hlo_proto = False
     with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(buffer)
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(runs):
-                buffer = evict(buffer)
-                result = call()
-            jax.block_until_ready((buffer, result))
+            jax.block_until_ready(run())
         [path] = pathlib.Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-    return busy_per_call(gpu_spans(profile), runs)
+        return jax.profiler.ProfileData.from_file(str(path))
 
 
-def gpu_spans(profile: Any) -> list[Span]:
-    """What the streams of the first GPU did, in a `jax.profiler.ProfileData`."""
+def gpu_spans(profile: Any, device: int = 0) -> list[Span]:
+    """What the streams of a GPU did, in a `jax.profiler.ProfileData`."""
+    own = re.compile(rf"/device:GPU:{device}(\D|$)")
     # Python 3.12 warns of the type of `event.stats` when it is first made; as an error, that would end the process.
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        lines = [line for plane in profile.planes if plane.name.startswith("/device:GPU:0") for line in plane.lines]
+        lines = [line for plane in profile.planes if own.match(plane.name) for line in plane.lines]
         return [_span(event) for line in lines if line.name.startswith("Stream") for event in line.events]
 
 
 def _span(event: Any) -> Span:
-    separator = "popcnt" in event.name or any(_EVICT in str(value) for _, value in event.stats)
-    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator)
+    stats = [(str(name), str(value)) for name, value in event.stats]
+    separator = "popcnt" in event.name or any(_EVICT in value for _, value in stats)
+    sent = _SENT.search(event.name) or any(name == "hlo_op" and _COLLECTIVE.search(value) for name, value in stats)
+    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator, bool(sent))
 
 
 def timer() -> Timer:
@@ -129,7 +144,7 @@ class JaxRunner(LibraryRunner):
     def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
         if self._problem.served:
-            function, inputs = jax_peers.served_program(peer, self._problem, self._mods, self._captured)
+            function, inputs = jax_serving.served_program(peer, self._problem, self._mods, self._captured)
             return {"forward": (jax.jit(function), inputs)}
         attend = jax_peers.attention(peer, self._problem, self._mods)
         functions = {"forward": attend, "backward": jax_peers.with_residuals(attend, self._problem)}

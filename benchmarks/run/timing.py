@@ -24,6 +24,7 @@ class Span(NamedTuple):
     start: float  # in seconds, on any clock that all spans share
     seconds: float
     separator: bool  # whether it empties the cache before a call; it belongs to no call
+    communication: bool = False  # whether it sends to other devices, or waits for them
 
 
 def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
@@ -39,6 +40,11 @@ def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
     >>> busy_per_call([flush, kernel, Span(1.75, 0.75, False)], 1)
     [1.0]
     """
+    return [busy_seconds(group) for group in spans_per_call(spans, calls)]
+
+
+def spans_per_call(spans: Iterable[Span], calls: int) -> list[list[Span]]:
+    """The spans of each call, in the order of their start; see `busy_per_call`."""
     groups: list[list[Span]] = []
     for span in sorted(spans):
         if span.separator:
@@ -49,7 +55,7 @@ def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
         raise ValueError(
             f"The profiler saw {len(groups)} calls, {sum(map(bool, groups))} with kernels, out of {calls}."
         )
-    return [busy_seconds(group) for group in groups]
+    return groups
 
 
 def busy_seconds(spans: list[Span]) -> float:
@@ -60,6 +66,29 @@ def busy_seconds(spans: list[Span]) -> float:
         busy += max(0.0, span.seconds - overlap * (overlap > _CLOCK))
         reached = max(reached, span.start + span.seconds)
     return busy
+
+
+class Communication(NamedTuple):
+    """Of one device in one call."""
+
+    seconds: float  # in which it sent to others, or waited for them
+    exposed: float  # of these, in which nothing else ran on it
+
+    @property
+    def hidden(self) -> float:
+        """The share of these seconds in which kernels ran; 1 without communication.
+
+        >>> kernel, sent = Span(0.0, 2.0, False), Span(1.0, 2.0, False, communication=True)
+        >>> communication_of([kernel, sent]), communication_of([kernel, sent]).hidden
+        (Communication(seconds=2.0, exposed=1.0), 0.5)
+        """
+        return 1.0 - self.exposed / self.seconds if self.seconds else 1.0
+
+
+def communication_of(spans: list[Span]) -> Communication:
+    """That of the spans of a call, in the order of their start."""
+    sent, kernels = ([x for x in spans if x.communication == kind] for kind in (True, False))
+    return Communication(busy_seconds(sent), max(0.0, busy_seconds(spans) - busy_seconds(kernels)))
 
 
 class Timer(NamedTuple):

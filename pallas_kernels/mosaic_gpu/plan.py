@@ -58,12 +58,12 @@ class Plan:
     left: GradientRequest | None = None
     left_reason: str = ""
 
-    def describe(self) -> str:
-        """Kernels and tiles, for `jflex.explain`."""
-        text = f"{_sizes('forward', self.forward.tiles)}"
+    def describe(self, forward: str | None = None) -> str:
+        """Kernels and tiles, for `jflex.explain`; `forward` describes another forward kernel that runs instead."""
+        text = _sizes("forward", self.forward.tiles) if forward is None else forward
         if self.spec.qk_dtype is not None:
             text += f" with QK^T in {self.spec.qk_dtype}"
-        if self.has_bias_tiles:
+        if self.has_bias_tiles and forward is None:
             text += " with bias tiles by TMA"
         if self.backward is not None:
             dkv, dq, captured = self.backward.tiles

@@ -52,17 +52,20 @@ def decode(
         result = _decode_ragged(spec, tiles, arrays, lengths)
     else:
         result = _decode_uniform(spec, tiles, arrays)
-    return _repair(spec, tiles, arrays, lengths, result) if spec.needs_marks else result
+    return repair(spec, tiles, arrays, lengths, result) if spec.needs_marks else result
 
 
-def _repair(
+def repair(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
     lengths: jax.Array | None,
     result: merge.Results,
 ) -> merge.Results:
-    """Recomputes the key heads that have an lse of NaN, without splits; see `containment`."""
+    """The results of `decode`, with the key heads that have an lse of NaN computed again, without splits.
+
+    See `containment`.
+    """
     count = len(jax.tree.leaves((arrays, lengths)))
     return launch(
         functools.partial(_repair_kernel, spec, tiles),
