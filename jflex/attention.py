@@ -24,7 +24,6 @@ from jflex._call.checks import (
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
-from jflex._call.eight_bits import has_eight_bits
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
@@ -292,7 +291,7 @@ def prepare(
     spec = AttentionSpec(
         **sizes._asdict(),
         dtype=str(value.dtype),
-        qk_dtype=str(query.dtype) if has_eight_bits(query) else None,
+        qk_dtype=None if query.dtype == value.dtype else str(query.dtype),  # eight bits, or the check had raised
         layout=layout,
         scale=scale,
         score_mod=score,

@@ -218,11 +218,6 @@ class AttentionSpec:
         return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
 
     @property
-    def loads_e4m3(self) -> bool:
-        """Whether queries and keys, or pages, are float8_e4m3fn, which not all devices convert."""
-        return "float8_e4m3fn" in (self.qk_dtype, None if self.paging is None else self.paging.dtype)
-
-    @property
     def exact(self) -> str:
         """The dtype of scores and sums."""
         return "float64" if self.dtype == "float64" else "float32"

@@ -130,7 +130,7 @@ def features() -> list[Feature]:
         Feature("float32", {"dtype": "float32"}),
         Feature("CPU with `Config(interpret=True)`", {**CPU, "config": jflex.Config(interpret=True)}),
         Feature(
-            "queries and keys of `float8_e4m3fn` (`triton`: Ada and later), `float8_e5m2`, without gradients",
+            "queries and keys of `float8_e4m3fn`, `float8_e5m2`, without gradients",
             {"dtype": "bfloat16", "qk_dtype": "float8_e4m3fn", **HOPPER},
             gradients=False,
         ),

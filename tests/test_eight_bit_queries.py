@@ -24,6 +24,7 @@ from tests.specs import spec_of
 E4M3 = {"dtype": "bfloat16", "qk_dtype": "float8_e4m3fn"}
 E5M2 = {"dtype": "float16", "qk_dtype": "float8_e5m2"}
 HOPPER = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+AMPERE = {"platform": "gpu", "device_kind": "NVIDIA A100-SXM4-80GB"}
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 
 scale_of_heads = ScorePair(
@@ -124,7 +125,7 @@ def test_compiles(case, backend):
     kernels = gpu_compile.compile_kernels(run, shapes(drawn), shapes(blocks))
     own = [x for x in kernels if "repair" not in x.name and ("sm90" in x.name) == (backend == "mosaic_gpu")]
     assert own
-    assert max(x.spill for x in own) <= (48 if backend == "mosaic_gpu" else 128), own
+    assert max(x.spill for x in own) <= (48 if backend == "mosaic_gpu" else 256), own
 
 
 # --- no gradients
@@ -169,7 +170,8 @@ def test_hopper_is_preferred():
 
 @pytest.mark.parametrize(("dtype", "refuses"), [("float8_e4m3fn", True), ("float8_e5m2", False)])
 def test_what_ampere_lacks(dtype, refuses):
-    spec = spec_of(T=512, qk_dtype=dtype, platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
+    assert select("triton", spec_of(T=512, qk_dtype=dtype, **AMPERE)).name == "triton"
+    spec = spec_of(T=1, S=512, kv_lengths=True, qk_dtype=dtype, **AMPERE)
     reason = select("triton", spec).rejections.get("triton", "")
     assert ("converts float8_e4m3fn from Ada and Hopper on, and this is NVIDIA A100-SXM4-80GB (take float8_e5m2)"
             in reason) == refuses  # fmt: skip

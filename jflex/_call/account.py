@@ -163,8 +163,8 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
         return Described("", None, "")
     if spec.is_empty:
         return Described(NOTHING, None, "")
-    if (reason := no_gradients(spec)) is not None:
-        return Described(plan.describe(), None, reason)
+    if spec.qk_dtype is not None:
+        return Described(plan.describe(), None, no_gradients(spec))
     requested = all_gradients(spec)
     both = backends.get(name).plan(spec, requested)
     refusal = both.sentence(spec) if isinstance(both, Refusal) else ""

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jflex._call.eight_bits import check_dtypes, has_eight_bits
+from jflex._call.eight_bits import EIGHT_BITS, check_dtypes
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.dependence import uses_index
@@ -65,7 +65,7 @@ def check_arrays(
                 f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
                 f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
             )
-    if may_have_eight_bits and has_eight_bits(query, key):
+    if may_have_eight_bits and not {str(query.dtype), str(key.dtype)}.isdisjoint(EIGHT_BITS):
         check_dtypes(query, key, value, got)
         del named["query"], named["key"]
     for name, x in named.items():

@@ -125,9 +125,8 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     Raises:
       UnsupportedError: None of the requested backends supports the call with these gradients.
     """
-    reason = no_gradients(spec)
-    if reason is not None:
-        raise UnsupportedError(f"This call has no gradients: {reason}.")
+    if spec.qk_dtype is not None:
+        raise UnsupportedError(f"This call has no gradients: {no_gradients(spec)}.")
     selection = select(implementation, spec, requested)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, requested))

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from jflex.backends.base import Inputs
+
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 VALUES = ("bfloat16", "float16")  # each holds every number of eight bits
-
-
-def has_eight_bits(*arrays: Any) -> bool:
-    """Whether one of these has a floating-point dtype of eight bits.
-
-    >>> has_eight_bits(jnp.zeros(2, jnp.float8_e5m2)), has_eight_bits(jnp.zeros(2, jnp.int8))
-    (True, False)
-    """
-    return any(str(x.dtype) in EIGHT_BITS for x in arrays)
 
 
 def check_dtypes(query: Any, key: Any, value: Any, got: str) -> None:
@@ -39,13 +31,12 @@ def check_dtypes(query: Any, key: Any, value: Any, got: str) -> None:
         )
 
 
-def no_gradients(spec: AttentionSpec) -> str | None:
-    """Why no backend computes gradients of a call, as part of a sentence, or None."""
-    if spec.qk_dtype is None:
-        return None
+def no_gradients(spec: AttentionSpec) -> str:
+    """Why no backend computes gradients of a call with eight bits, as part of a sentence."""
     return f"`query` and `key` of {spec.qk_dtype} are for inference (cast both to {spec.dtype})"
 
 
-def widened(spec: AttentionSpec, x: jax.Array) -> jax.Array:
-    """A query or key of eight bits in the dtype of the value, which holds each of its numbers; others as they are."""
-    return x if spec.qk_dtype is None else x.astype(spec.dtype)
+def widened(inputs: Inputs) -> Inputs:
+    """With query and key in the dtype of the value, which holds each of their numbers."""
+    dtype = inputs.value.dtype
+    return inputs._replace(query=inputs.query.astype(dtype), key=inputs.key.astype(dtype))

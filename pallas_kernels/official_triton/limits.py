@@ -5,6 +5,7 @@ from __future__ import annotations
 from pallas_kernels.official_triton.installed import launcher
 from pallas_kernels.official_triton.target import target_of
 from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.triton.limits import loads_e4m3
 
 _E4M3 = 89  # the compute capability with instructions for it
 
@@ -16,7 +17,7 @@ def limit_of_compiler(spec: AttentionSpec) -> str | None:
     target, found = target_of(spec.device_kind), launcher()
     if isinstance(found, str) or isinstance(target, str):
         return found if isinstance(found, str) else str(target)
-    if spec.loads_e4m3 and int(target.arch) < _E4M3:
+    if loads_e4m3(spec) and int(target.arch) < _E4M3:
         return f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {spec.device_kind!r} has less"
     return None
 

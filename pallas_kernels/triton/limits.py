@@ -25,7 +25,7 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
-    if spec.loads_e4m3 and _lacks_e4m3(spec.device_kind):
+    if loads_e4m3(spec) and _lacks_e4m3(spec.device_kind):
         other = "float8_e5m2" if spec.paging is None else "bfloat16" if spec.values_in_keys else "int8"
         return (
             f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {spec.device_kind} (take {other})"
@@ -35,6 +35,13 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
     return None
+
+
+def loads_e4m3(spec: AttentionSpec) -> bool:
+    """Whether a kernel loads float8_e4m3fn: of pages, and of keys in decoding; other calls widen arrays before."""
+    if spec.paging is not None:
+        return spec.paging.dtype == "float8_e4m3fn"
+    return spec.qk_dtype == "float8_e4m3fn" and decodes(spec)
 
 
 def _lacks_e4m3(device_kind: str) -> bool:

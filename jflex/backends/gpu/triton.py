@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jflex._call import kv_lengths
+from jflex._call.eight_bits import widened
 from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents, Splits
 from jflex.backends.gpu.isolated_trace import isolated_trace
@@ -67,6 +68,8 @@ class TritonKernels(Backend):
             saved = decode(planned.spec, tiles, operands_of(inputs), inputs.kv_lengths)
             return fold_sinks(spec, _saved(spec, saved), inputs.sinks)
         inputs = kv_lengths.inputs_without_lengths(spec, inputs, _block_size(spec))
+        if spec.qk_dtype is not None:  # once: to widen each tile took 13.1 ms instead of 8.8 (H200, D 128, S 16384)
+            inputs = widened(inputs)
         return _saved(spec, forward.forward(planned.spec, tiles, operands_of(inputs)._replace(sinks=inputs.sinks)))
 
     @isolated_trace

@@ -63,7 +63,7 @@ class Xla(Backend):
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
         if isinstance(inputs, PagedInputs):
             return paged.attend(spec, inputs)
-        inputs = inputs._replace(query=widened(spec, inputs.query), key=widened(spec, inputs.key))
+        inputs = inputs if spec.qk_dtype is None else widened(inputs)
         walk = Walk.of(spec, inputs, QUERIES_FIRST)
         spec, query = walk.spec, _padded_query(walk, inputs.query)
 
