@@ -104,7 +104,7 @@ CASES = {
 }  # fmt: skip
 
 
-def attend_by(case, axes, order, strategy, implementation="xla"):
+def attend_by(case, axes, order, strategy, implementation="xla", interpret=True):
     """A function for `evaluation.everything_by`: queries, keys and values are in their natural order."""
     bnth = case.layout == "BNTH"
     length = 2 if bnth else 1
@@ -126,7 +126,7 @@ def attend_by(case, axes, order, strategy, implementation="xla"):
             dropout_rate=case.dropout_rate,
             dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
             implementation=implementation,
-            config=jflex.Config(interpret=True) if implementation == "triton" else None, **named,
+            config=jflex.Config(interpret=True) if implementation == "triton" and interpret else None, **named,
         )  # fmt: skip
         out, lse = results if softmax else (results, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), F32))
         if order is not None:
