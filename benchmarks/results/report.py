@@ -272,10 +272,22 @@ def _suite(device: str, result: ResultFile) -> str:
 
 def _question(device: str, result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
-    table = _markdown([["", "measured"], *([x.name, _measured(x)] for x in shown)])
+    cases = _by_case(shown) if result.name == "context" else []
+    listed = [x for x in shown if not cases or x.name.rpartition(": ")[0] not in {row[0] for row in cases}]
+    tables = [cases, [["", "measured"], *([x.name, _measured(x)] for x in listed)]]
+    table = "\n\n".join(_markdown(x) for x in tables if len(x) > 1)
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
     parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
     return "\n\n".join(filter(None, parts))
+
+
+def _by_case(records: Sequence[Record]) -> Table:
+    """The medians of records that are named ``<case>: <quantity>``: a row for each case with a time."""
+    found = {tuple(x.name.split(": ", 1)): x for x in records if ": " in x.name}
+    cases = [case for case, quantity in found if quantity == "time"]
+    quantities = list(dict.fromkeys(quantity for case, quantity in found if case in cases))
+    value = lambda x: "" if x is None else f"{_number(x.value.median)} {x.unit}"
+    return [["", *quantities], *([case, *(value(found.get((case, x))) for x in quantities)] for case in cases)]
 
 
 def _plots(device: str, result: ResultFile) -> list[str]:
