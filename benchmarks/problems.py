@@ -1,12 +1,10 @@
-"""Attention problems, the suites that they form and the lengths of their sequences. Imports neither JAX nor torch."""
+"""Attention problems and the suites that they form. Imports neither JAX nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import numpy as np
 
 PAPER = "Dong et al. 2024, arXiv:2412.05496"
 SEVEN = ("noop", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "document_mask")
@@ -26,15 +24,17 @@ class Problem:
       block: Queries and keys in a block of jflex's BlockMask. Peers keep their own size, and FLOPs are counted over
         blocks of 128 in any case.
       differentiated: Whether the backward also gives the gradient of the array that the score_mod captures.
-      lengths: Keys of each sequence, by a name of `LENGTHS`; "" for S each.
+      lengths: Keys of each sequence, by a name of `benchmarks.requests.LENGTHS`; "" for S each.
       page: Keys of a page, for caches in pages that lie at random; 0 for contiguous ones.
       prefix: Keys at the front that all sequences share.
       Dv: Size of a head of the values; 0 for D.
       weights: ``"sinks"``, ``"dropout"`` (of a tenth) or ``"sigmoid"`` (without a softmax); "" for a plain softmax.
       keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
-        neighbours; ``"latent"``: pages hold latent vectors, whose first `Dv` columns are the values (MLA, absorbed);
-        ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token and
-        head; "" for keys as they are, rotated before they were written.
+        neighbours; without pages, queries and keys that the call rotates, halves; ``"rolling"``: pages hold the cache
+        of StreamingLLM, sinks and a window, S together; ``"latent"``: pages hold latent vectors, whose first `Dv`
+        columns are the values (MLA, absorbed); ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this
+        dtype, with a scale for each token and head; without pages, queries and keys have it, and values `dtype`; "" for
+        keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       selected: Key blocks that each query block selects in each call, by scores, its own among them; 0: no selection.
       source: Where the problem comes from.
@@ -77,7 +77,7 @@ class Problem:
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
         extra = (
             self.weights,
-            self.keys and f"{self.keys} keys",
+            self.keys and f"{self.keys} {'keys' if self.page else 'queries and keys'}",
             self.stats and f"returning {self.stats}",
             self.selected and f"the best {self.selected} blocks",
         )
@@ -113,6 +113,7 @@ class Suite(NamedTuple):
     problems: Callable[[], list[Problem]]
     peers: tuple[str, ...]  # names in `benchmarks.peers.table.PEERS`; targets and ratios are about the first
     served: bool = False  # whether the problems are `Problem.served`, so that there is no backward
+    inference: bool = False  # whether there is no backward in any case
     queue: bool = False  # whether the wall time of a call in a queue of calls is measured too
 
 
@@ -165,6 +166,16 @@ def _hopper() -> list[Problem]:
     grouped = square(2, 8192, (32, 8), 128, "causal")
     sizes = [square(2, 16384, 16, D, variant) for D in (96, 192, 256) for variant in ("causal", "noop")]
     return [*table, gathered, grouped, *sizes, square(2, 16384, 16, 192, "causal", Dv=128)]
+
+
+@_suite(
+    "queries and keys in eight bits beside bfloat16, values in bfloat16", "jflex-mosaic jflex-triton", inference=True
+)
+def _fp8() -> list[Problem]:
+    """Target: at head size 128, 1.2 times as fast. At 64 exponentials bound the time."""
+    shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
+    kinds = ("", EIGHT_BITS[0])
+    return [square(*shape, variant, keys=x) for shape in shapes for variant in ("noop", "causal") for x in kinds]
 
 
 @_suite("short sequences, Mosaic GPU beside Triton", "jflex jflex-mosaic jflex-triton")
@@ -261,6 +272,16 @@ def _selected() -> list[Problem]:
     ]
 
 
+@_suite("causal attention to queries and keys that the call rotates, beside rotated ones", "jflex jflex-rotating")
+def _rotary() -> list[Problem]:
+    """`query_mod` and `key_mod`, beside the same call on rotated arrays and beside a rotation by XLA in front of it.
+
+    Target: at most 1.08 times the time of the former, and no more than that of the latter.
+    """
+    shapes = ((2, 16384, 16, 128), (4, 16384, 16, 64))
+    return [square(*shape, "causal", keys=keys) for shape in shapes for keys in ("", "raw")]
+
+
 @_suite("captured arrays with and without their gradient", _CUDNN)
 def _captured() -> list[Problem]:
     captured = [(x, gradient) for x in ("alibi", "relative_table", "pair_bias") for gradient in (False, True)]
@@ -317,6 +338,21 @@ def _paged() -> list[Problem]:
 def _raw_keys() -> list[Problem]:
     kinds = ("", "raw", "raw neighbours")
     return [Problem(32, 1, 4096, **_HEADS, variant="noop", page=page, keys=x) for page in (64, 16) for x in kinds]
+
+
+@_suite(
+    "StreamingLLM: one token of a text of a million against 4 sinks and a window, keys in the positions of the cache",
+    "jflex jflex-raw-keys jflex-rerotating",
+    served=True,
+)
+def _streaming_llm() -> list[Problem]:
+    """Heads of Llama 3 8B, and as many key heads as query heads; FlashInfer's gain is 28 to 30% of the latency.
+
+    The caches are as long as the texts of which models of 1k and of 4k (Llama 2) were trained.
+    """
+    heads = (_HEADS, {**_HEADS, "Hkv": 32})
+    more = {"variant": "noop", "page": 64, "keys": "rolling", "source": "FlashInfer, arXiv:2501.01005"}
+    return [Problem(B, 1, S, **x, **more) for x in heads for B in (1, 32) for S in (1024, 4096)]
 
 
 @_suite(
@@ -389,56 +425,3 @@ def _tiny() -> list[Problem]:
     differentiated = square(1, 256, (2, 1), 16, "alibi", differentiated=True, source="tests")
     plain = [square(1, 256, 2, 16, variant, source="tests") for variant in ("noop", "softcap")]
     return [*plain, partial, differentiated]
-
-
-class Requests(NamedTuple):
-    """Queries and keys of each sequence, int32; the queries are the last positions of the keys."""
-
-    queries: np.ndarray
-    keys: np.ndarray
-
-    @property
-    def indptr(self) -> np.ndarray:
-        """Where the queries of each begin, packed; int32, one longer."""
-        return np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
-
-
-def _even_keys(problem: Problem) -> np.ndarray:
-    """A quarter of the cache."""
-    return np.full(problem.B, problem.S // 4)
-
-
-def _uniform_keys(problem: Problem) -> np.ndarray:
-    """Drawn by a fixed seed from 1 to twice the mean, as many in all as even ones."""
-    shares, total = np.random.default_rng(0).uniform(0.0, 1.0, problem.B), problem.B * (problem.S // 4)
-    keys = np.clip(np.floor(shares / shares.sum() * total), 1, problem.S).astype(int)
-    keys[np.argmin(keys)] += total - keys.sum()
-    return keys
-
-
-def _skewed_keys(problem: Problem) -> np.ndarray:
-    """One in eight is S long, the others are short and alike; as many in all as even ones, but for a remainder."""
-    long = max(1, problem.B // 8)
-    short = (problem.B * (problem.S // 4) - long * problem.S) // (problem.B - long)
-    return np.random.default_rng(0).permutation([problem.S] * long + [max(1, short)] * (problem.B - long))
-
-
-def _mixed_keys(problem: Problem) -> np.ndarray:
-    """The first has T queries at the end of S keys, the others one after half as many."""
-    return np.array([problem.S] + [problem.S // 2] * (problem.B - 1))
-
-
-LENGTHS = {"even": _even_keys, "uniform": _uniform_keys, "skewed": _skewed_keys, "mixed": _mixed_keys}
-
-
-def requests_of(problem: Problem) -> Requests:
-    """Those of a problem: T queries at the end of S keys each, unless its `lengths` say otherwise.
-
-    >>> requests_of(Problem(3, 8, 64, 2, 2, 16, "causal", lengths="mixed"))
-    Requests(queries=array([8, 1, 1], dtype=int32), keys=array([64, 32, 32], dtype=int32))
-    """
-    queries = np.full(problem.B, problem.T)
-    if problem.lengths == "mixed":
-        queries[1:] = 1
-    keys = LENGTHS[problem.lengths](problem) if problem.lengths else np.full(problem.B, problem.S)
-    return Requests(queries.astype(np.int32), keys.astype(np.int32))

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.problems import EIGHT_BITS, Problem, requests_of
+from benchmarks.problems import EIGHT_BITS, Problem
+from benchmarks.requests import requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
 
@@ -48,11 +49,11 @@ def visited_elements(visited: np.ndarray, lengths: tuple[int, int], block: tuple
 def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = ()) -> Work:
     """The work of a problem that visits so many elements of a head's scores and captures arrays of such shapes."""
     heads, D, Dv = problem.B * problem.Hq, problem.D, problem.value_size
-    queries, out = heads * problem.T * D, heads * problem.T * Dv
-    keys_and_values = problem.B * problem.Hkv * problem.S * (D + Dv)
+    rows, keys, out = heads * problem.T * D, problem.B * problem.Hkv * problem.S * D, heads * problem.T * Dv
+    values, of_key = problem.B * problem.Hkv * problem.S * Dv, 1 if problem.keys in EIGHT_BITS else _ITEM
     lse, extra = 4 * heads * problem.T, _ITEM * sum(map(math.prod, captured))
-    forward = _ITEM * (queries + out + keys_and_values) + lse + extra
-    gradients = _ITEM * (queries + keys_and_values) + extra * problem.differentiated
+    forward = of_key * (rows + keys) + _ITEM * (values + out) + lse + extra
+    gradients = _ITEM * (rows + keys + values) + extra * problem.differentiated
     gemms = (D + Dv, 3 * D + 2 * Dv)  # of the backward: scores, dQ, dK over D; dP, dV over Dv
     forward_flops, backward_flops = (2.0 * size * heads * visited for size in gemms)
     return Work(forward_flops, backward_flops, forward, forward + _ITEM * out + gradients)

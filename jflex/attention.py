@@ -24,6 +24,7 @@ from jflex._call.checks import (
 )
 from jflex._call.dispatch import Implementation, select_forward
 from jflex._call.dropout import KeptMod, check_dropout, kept_mod
+from jflex._call.eight_bits import has_eight_bits
 from jflex._call.kv_lengths import check_kv_lengths, known_keys
 from jflex._call.sinks import fold_sinks
 from jflex._call.vector_mods import VectorMods, modified_inputs, modified_output
@@ -124,9 +125,10 @@ def flex_attention(
     recompile nothing.
 
     Args:
-      query: In `layout`.
-      key: In `layout`; `key` and `value` may have batch size 1, shared by all of the batch.
-      value: In `layout`.
+      query: In `layout`. Query and key may be ``float8_e4m3fn`` or ``float8_e5m2``, for inference: there are no
+        gradients then. `scale` or a `score_mod` holds what descales them.
+      key: In `layout` and the dtype of `query`; `key` and `value` may have batch size 1, shared by all of the batch.
+      value: In `layout` and the dtype of `query`; bfloat16 or float16 beside a query of eight bits.
       score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, on scalars: a float32 and four int32. ``h`` is the query
         head. In your own mods, an index beyond the end of an array reads its last element, as always in JAX.
       block_mask: Which blocks of keys a block of queries visits, from `create_block_mask`.
@@ -170,13 +172,14 @@ def flex_attention(
         gradient of the query may differ in its last bits between runs of ``"mosaic_gpu"``.
 
     Returns:
-      The output in `layout` and the dtype of `query`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
+      The output in `layout` and the dtype of `value`, or a pair of it and the lse, which is [B, Hq, T] in both layouts,
       or a pair of it and the `AttentionStats`.
 
     Raises:
       TypeError: An argument has a wrong type, or a mod takes or returns something else than it must.
       ValueError: Shapes disagree, a ready mod was made for other sizes, or a value is out of range.
-      UnsupportedError: No requested backend supports this call; the message gives the reason of each.
+      UnsupportedError: No requested backend supports this call; the message gives the reason of each. Or a gradient
+        is requested beside a query of eight bits.
 
     References:
       Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels,
@@ -266,7 +269,7 @@ def prepare(
     Where the call has no value (`jflex.attention_weights`), `key` stands in its place.
     """
     query, key, value = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (query, key, value))
-    check_arrays(query, key, value, layout, has_value=has_value)
+    check_arrays(query, key, value, layout, has_value=has_value, may_have_eight_bits=has_value)
     value = value if has_value else key
     sizes = _Sizes.of(query, key, value, layout)
     B, T, S, Hq = sizes[:4]
@@ -288,7 +291,8 @@ def prepare(
     platform, device_kind = current_device(query, key, value)
     spec = AttentionSpec(
         **sizes._asdict(),
-        dtype=str(query.dtype),
+        dtype=str(value.dtype),
+        qk_dtype=str(query.dtype) if has_eight_bits(query) else None,
         layout=layout,
         scale=scale,
         score_mod=score,
@@ -296,7 +300,7 @@ def prepare(
         blocks=mask.blocks,
         platform=platform,
         device_kind=device_kind,
-        precision=current_precision(query.dtype),
+        precision=current_precision(value.dtype),
         config=config,
         kv_lengths=kv_lengths is not None,
         sinks=sinks is not None,
@@ -385,7 +389,7 @@ def attend(caller: str, call: Call, implementation: Implementation) -> Saved:
 def _run(name: str, implementation: Implementation, spec: AttentionSpec, inputs: Inputs) -> Saved:
     refuse_divided_tokens(spec, inputs.query, inputs.key, inputs.value)
     inputs = match_manual_axes(inputs)
-    if backends.get(name).differentiable:
+    if backends.get(name).differentiable and spec.qk_dtype is None:
         return backends.get(name).forward(spec, inputs)
     named = implementation if implementation is None or isinstance(implementation, str) else tuple(implementation)
     return custom_vjp.attend(custom_vjp.Static(name, named, spec), inputs)

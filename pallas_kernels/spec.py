@@ -134,6 +134,7 @@ class AttentionSpec:
       Bkv: Batch of key and value: B, or 1 if it is shared.
       dtype: Of query, key and value; keys and values with scales have that of `paging`.
       scale: Of the scores.
+      qk_dtype: Of query and key where these have eight bits (dense calls without gradients); None for `dtype`.
       score_mod: The traced score mod.
       mask_mod: The traced mask.
       key_mod: The traced key mod of a paged call; that of a dense call is applied before.
@@ -170,6 +171,7 @@ class AttentionSpec:
     scale: float
     platform: str
     device_kind: str
+    qk_dtype: str | None = None
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
     key_mod: Mod | None = None
@@ -214,6 +216,11 @@ class AttentionSpec:
     def has_latent_tiles(self) -> bool:
         """Whether keys are latent vectors of eight bits: tiles of columns with a scale each, rotated columns apart."""
         return self.values_in_keys and self.paging is not None and self.paging.dtype is not None
+
+    @property
+    def loads_e4m3(self) -> bool:
+        """Whether queries and keys, or pages, are float8_e4m3fn, which not all devices convert."""
+        return "float8_e4m3fn" in (self.qk_dtype, None if self.paging is None else self.paging.dtype)
 
     @property
     def exact(self) -> str:
@@ -306,7 +313,7 @@ class Operands(NamedTuple, Generic[A]):
     """The inputs of all kernels (in a kernel: refs to them).
 
     Attributes:
-      query: [B, T, Hq, D] or [B, Hq, T, D], by the layout of the spec.
+      query: [B, T, Hq, D] or [B, Hq, T, D], by the layout of the spec; of `qk_dtype`, as the key.
       key: [Bkv, S, Hkv, D] or [Bkv, Hkv, S, D].
       value: [Bkv, S, Hkv, Dv] or [Bkv, Hkv, S, Dv].
       lists: The eight index arrays of a block mask, or None.

@@ -50,6 +50,7 @@ class Case:
       by_head: Whether it has lists for each query head.
       states: Blocks for `BlockMask.from_kv_blocks`, [B or 1, Hq or 1, R, C]: 0 empty, 1 partial, 2 full.
       dtype: Of query, key and value.
+      qk_dtype: Of query and key where these have eight bits: a case without gradients; "" for `dtype`.
       layout: As in the call.
       scale: As in the call.
       precision: Of float32 products, as in `jax.default_matmul_precision`.
@@ -71,6 +72,7 @@ class Case:
     by_head: bool = False
     states: Any = None
     dtype: str = "float32"
+    qk_dtype: str = ""
     layout: str = "BTNH"
     scale: float | None = None
     precision: str | None = None

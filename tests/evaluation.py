@@ -80,7 +80,8 @@ def draw(case: Case) -> Drawn:
     ]
     if case.sinks:  # far below, among and far above the scores
         captured[0]["sinks"] = np.linspace(-20.0, 5.0, n.Hq, dtype=np.float32)
-    return Drawn(*(x.astype(dtype) for x in (q, k, v, d_out)), d_lse, *captured)
+    qk_dtype = jnp.dtype(case.qk_dtype or dtype)
+    return Drawn(q.astype(qk_dtype), k.astype(qk_dtype), v.astype(dtype), d_out.astype(dtype), d_lse, *captured)
 
 
 @functools.cache

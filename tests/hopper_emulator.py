@@ -26,8 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
 from jflex.paged import run as paged_run
-from pallas_kernels.mosaic_gpu import inline_ptx
+from pallas_kernels.mosaic_gpu import inline_ptx, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
+from pallas_kernels.mosaic_gpu.decode import kernel as decode_kernel
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.latent import kernel as latent_kernel
@@ -307,6 +308,10 @@ def _store_rows(ref: Memory, line: jax.Array, first: int, x: jax.Array) -> None:
     lines[np.asarray(line)[stored], first : first + x.shape[1]] = np.asarray(x)[stored]
 
 
+def _load_rows(ref: Memory, line: jax.Array) -> jax.Array:
+    return jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)])
+
+
 def _store_values(ref: Memory, at: jax.Array, x: jax.Array) -> None:
     stored = np.asarray(at) >= 0
     ref.array.reshape(-1)[np.asarray(at)[stored]] = np.asarray(x)[stored]
@@ -343,6 +348,7 @@ _FUNCTIONS = {
     ),
     "sum_columns": lambda layout, x: x.reshape(x.shape[0], -1, inline_ptx.TILE_COLUMNS).sum(axis=1),
     "atomic_increment": _increment,
+    "load_rows": _load_rows,
     "store_rows": _store_rows,
     "store_values": _store_values,
     "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
@@ -385,10 +391,10 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, captured, dkv, dq, latent_kernel):
+        for module in (forward_kernel, captured, decode_kernel, dkv, dq, latent_kernel):
             patch.setattr(module, "launch", _launch)
         patch.setattr(scheduler, "NUM_CTAS", 2)
-        patch.setattr(latent_kernel, "NUM_SMS", 2)
+        patch.setattr(work_items, "NUM_SMS", 2)
         patch.setattr(adapter, "limit_of_machine", lambda spec: None)
         for module in (custom_vjp, paged_run):
             patch.setattr(module, "call_as_primitive", lambda op, arrays: op(arrays))

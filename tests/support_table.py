@@ -129,6 +129,11 @@ def features() -> list[Feature]:
         Feature("bfloat16, float16", {"dtype": "float16"}),
         Feature("float32", {"dtype": "float32"}),
         Feature("CPU with `Config(interpret=True)`", {**CPU, "config": jflex.Config(interpret=True)}),
+        Feature(
+            "queries and keys of `float8_e4m3fn` (`triton`: Ada and later), `float8_e5m2`, without gradients",
+            {"dtype": "bfloat16", "qk_dtype": "float8_e4m3fn", **HOPPER},
+            gradients=False,
+        ),
         Feature("float64", {"dtype": "float64"}),
         Feature("grouped heads, `Dv != D`, lengths of any size", {"Hkv": 4, "Dv": 128, "T": 1001, "S": 777}),
         Feature("head sizes above 256", {"D": 320}),

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.environment import ROOT
-from benchmarks.peers import jax_peers
+from benchmarks.peers import jax_peers, jax_serving
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import EIGHT_BITS, SUITES, Problem, parts_of_mixed, requests_of, square, suite
+from benchmarks.problems import EIGHT_BITS, SUITES, Problem, parts_of_mixed, square, suite
+from benchmarks.requests import requests_of
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)
@@ -136,7 +137,8 @@ def test_work_of_serving_counts_visible_keys_and_shared_ones_once():
 
 
 def test_what_the_parent_process_uses_loads_no_library():
-    modules = ("run.suite", "questions.gpu", "questions.probes", "questions.numerics", "results.report", "__main__")
+    modules = ("run.suite", "results.report", "__main__")
+    modules += tuple(f"questions.{x}" for x in ("gpu", "probes", "numerics", "eight_bits"))
     words = f"import sys, {', '.join(f'benchmarks.{x}' for x in modules)}"
     words += "; assert not {'jax', 'torch', 'jflex'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", words], check=True, cwd=ROOT)
@@ -145,17 +147,34 @@ def test_what_the_parent_process_uses_loads_no_library():
 def test_raw_keys_are_rotated_as_they_are_loaded():
     """The output differs from that of the same numbers as rotated keys; peers without a `key_mod` are left out."""
     problems = [small(page=8, keys=x) for x in ("", "raw", "raw neighbours")]
-    programs = [jax_peers.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    programs = [jax_serving.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
     outs = [np.asarray(attend(*inputs)) for attend, inputs in programs]
     assert not any(np.allclose(x, y, atol=0.01) for x, y in itertools.combinations(outs, 2))
     assert by_library(problems[1], tuple(PEERS.values())).keys() == {"jax"}
     assert [x.name.split(";")[0] for x in problems] == ["noop", "noop, raw keys", "noop, raw neighbours keys"]
 
 
+def test_a_call_that_rotates_is_as_one_on_rotated_arrays():
+    """Outputs and gradients, which are those of arrays that are not rotated yet."""
+    raw, plain = (square(1, 64, 4, 16, "causal", keys=x, dtype="float32") for x in ("raw", ""))
+    mods, captured = jax_peers.mods_of(raw)
+    inputs = jax_peers.inputs_of(raw, captured, None)
+    pulled = {}
+    for name, problem in (("jflex-xla", raw), ("jflex-rotating", raw), ("", plain)):
+        attend = jax_peers.attention(name or "jflex-xla", problem, mods)
+        out, pull = jax_peers.with_residuals(attend, problem)(*inputs)
+        pulled[name] = (out, *pull(out))
+    for own, other in zip(pulled["jflex-xla"], pulled["jflex-rotating"], strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(pulled["jflex-xla"][0], pulled[""][0], atol=0.01)
+    assert by_library(raw, tuple(PEERS.values())).keys() == {"jax", "mosaic"}
+    assert "jflex-rotating" not in by_library(plain, peers_of("rotary"))["jax"]
+
+
 @pytest.mark.parametrize("keys", EIGHT_BITS)
 def test_eight_bits_are_close_to_the_same_keys_in_float32(keys):
     problems = [small(page=8, keys=x, dtype="float32") for x in ("", keys)]
-    programs = [jax_peers.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
+    programs = [jax_serving.served_program("jflex", x, *jax_peers.mods_of(x)) for x in problems]
     whole, rounded = (np.asarray(attend(*inputs)) for attend, inputs in programs)
     assert 0 < np.linalg.norm(rounded - whole) / np.linalg.norm(whole) < 0.1
     work = roofline.served_work(problems[1])
@@ -168,7 +187,9 @@ def test_latents_and_the_same_rows_as_keys_and_values(T):
     problem = small(
         page=8, keys="latent", Hq=4, Hkv=1, D=48, Dv=32, T=T, variant="causal" if T > 1 else "noop", dtype="float32"
     )
-    programs = [jax_peers.served_program(x, problem, *jax_peers.mods_of(problem)) for x in ("jflex", "jax-xla-latents")]
+    programs = [
+        jax_serving.served_program(x, problem, *jax_peers.mods_of(problem)) for x in ("jflex", "jax-xla-latents")
+    ]
     own, other = (np.asarray(attend(*inputs)) for attend, inputs in programs)
     np.testing.assert_allclose(own, other.reshape(own.shape), rtol=1e-5, atol=1e-5)
     work = roofline.served_work(problem)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import environment
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import square
-from benchmarks.questions import command, cpu, gpu, masks, numerics, probes
+from benchmarks.questions import command, cpu, eight_bits, gpu, masks, numerics, probes
 from benchmarks.questions.command import Questions
 from benchmarks.results import schema
 from benchmarks.results.schema import Record
@@ -102,6 +102,39 @@ def test_numerics_are_relative_to_torch():
     ours = {"a": errors(1.0), "b": errors(2.0), "c": errors(9.0)}
     records = numerics.summary({"jflex-triton": ours, "torch-flex": {"a": errors(2.0), "b": errors(2.0)}})
     assert [(x.value.median, x.value.runs) for x in records] == [(0.75, 2), (0.75, 2)]
+
+
+def test_eight_bits():
+    """At a small size: bfloat16 is best, a scale of each token is not worse than one; dense caches are pages."""
+    records, remarks = eight_bits.eight_bits(512, 3, run_here)
+    found = by_name(records)
+    assert not remarks
+    of = lambda cache, what: value(found, f"keys, {cache}: {what}")
+    measures = list(eight_bits.UNITS)
+    token, one = eight_bits.SCALES["token"], eight_bits.SCALES["tensor"]
+    for name in eight_bits.HELD:
+        for what in measures:
+            assert of(f"{name}, {token}, paged", what) == of(f"{name}, {token}, dense", what)
+        for what in measures[:2]:
+            assert of("bfloat16, paged", what) > of(f"{name}, {token}, paged", what) > 20
+            assert of(f"{name}, {token}, paged", what) > of(f"{name}, {one}, paged", what) - 1
+        assert abs(of(f"{name}, {token}, paged", measures[4]) - of("float64", measures[4])) < 2
+        assert of(f"{name}, {token}, paged", measures[2]) < 7
+    latent = ("bfloat16", "float8_e4m3fn, a scale for each token and 128 columns")
+    ratios = [value(found, f"latent vectors, {x}, paged: {measures[0]}") for x in latent]
+    assert ratios[0] > 50 > ratios[1] > 30
+
+
+def test_the_needle_is_what_float64_finds():
+    x = eight_bits.haystack(512, 3)
+    out, weights = eight_bits.exact(x)
+    s = np.einsum("nhd,shd->nhs", x.query.astype(np.float64), x.key) * 128**-0.5
+    assert (s[:3].argmax(-1) == x.places).all()
+    np.testing.assert_allclose(s[:3].max(-1), 14, rtol=0.01)
+    arrays = (a[None].astype(np.float64) for a in (x.query, x.key, x.value))
+    right = oracle.forward(*arrays, 128**-0.5, None, None, {})
+    np.testing.assert_allclose(out, right.out[0], rtol=1e-10, atol=1e-12)
+    assert (weights > 0.99).all()
 
 
 @pytest.mark.parametrize("variant", numerics.TESTED)

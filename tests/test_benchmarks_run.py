@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import parts_of_mixed, requests_of, square, suite
+from benchmarks.problems import parts_of_mixed, square, suite
+from benchmarks.requests import requests_of
 from benchmarks.results import schema
 from benchmarks.run import jobs
 from benchmarks.run import suite as suite_command
@@ -31,6 +32,7 @@ TINY = {
     "cascade": (small(prefix=32, page=8),),
     "mla": tuple(small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=heads) for heads in (16, 128)),
     "paged_fp8": (small(page=8, keys="float8_e4m3fn"), small(page=8, keys="int8")),
+    "streaming_llm": tuple(small(page=8, keys="rolling", Hkv=heads) for heads in (2, 4)),
     "raw_keys": (small(page=8, keys="raw"), small(page=8, keys="raw neighbours")),
 }
 
@@ -166,7 +168,8 @@ def test_a_peer_that_fails_in_one_direction_keeps_the_other(compile_only: bool):
 def test_the_jax_runner_computes_each_form_and_gradient():
     runner = JaxRunner()
     selected = square(1, 256, (4, 2), 16, "causal", block=32, selected=3)
-    for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16), selected):
+    rotated = square(1, 256, 2, 32, "causal", keys="raw")
+    for problem in (*suite("tiny"), square(1, 256, 2, 32, "causal", Dv=16), selected, rotated):
         answer = runner.prepare(dataclasses.asdict(problem), ["jflex"], DIRECTIONS)
         assert (answer["ready"], answer["unable"]) == (["jflex"], {})
         assert answer["backends"]["jflex"] == "xla"

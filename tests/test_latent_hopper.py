@@ -287,16 +287,3 @@ def test_refuses(sizes, message):
 def test_plan_refuses_what_mla_attention_does_not_take(option):
     spec = dataclasses.replace(paged_spec(), dtype="bfloat16", **option)
     assert "neither dropout, statistics of rows nor weights without a softmax" in latent_plan.plan(spec).reason
-
-
-@NEEDS_011
-def test_refuses_keys_and_values():
-    x = jax.ShapeDtypeStruct((9, 64, 2, 64), jnp.bfloat16)
-    _, _, _, batch = program()
-    call = functools.partial(jflex.paged_attention, implementation=BACKEND)
-    q = jax.ShapeDtypeStruct((128, 2, 64), jnp.bfloat16)
-    with (
-        pytest.raises(jflex.UnsupportedError, match="no kernel for pages of keys and values"),
-        gpu_compile.absent_gpu(),
-    ):
-        jax.jit(call).trace(q, jflex.paged.PagedCache(x, x), batch)

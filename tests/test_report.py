@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import roofline
+from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS, by_library
 from benchmarks.problems import SUITES, Problem, suite
-from benchmarks.questions import cpu, gpu, masks, numerics
+from benchmarks.questions import cpu, eight_bits, gpu, masks, numerics
 from benchmarks.results import report, schema, targets
 from benchmarks.results.schema import Record, ResultFile, Summary
 from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
@@ -19,7 +20,9 @@ from benchmarks.run.library_runner import DIRECTIONS
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
 COMMANDS = {"training", "generation", "engine", "serving", "streaming"}
-QUESTIONS = {*cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *COMMANDS}
+QUESTIONS = {
+    *cpu.QUESTIONS, *gpu.QUESTIONS, *masks.QUESTIONS, *numerics.QUESTIONS, *eight_bits.QUESTIONS, *COMMANDS,
+}  # fmt: skip
 ABOUT = {"title": "", "machine": {"device": "an H200"}, "remarks": [], "rates": {}, "date": "2026-11-21",
          "versions": {"python": "3", "jax": "1", "torch": "2"}}  # fmt: skip
 
@@ -77,7 +80,7 @@ def test_every_target_is_reached_by_a_fast_jflex_and_none_by_a_slow_one():
 
 
 def test_figures_of_targets():
-    blocks, decode, mixed = made("blocks"), made("decode"), made("mixed")
+    blocks, decode, mixed, rolling = made("blocks"), made("decode"), made("mixed"), made("streaming_llm")
     value = lambda result, *target, **more: targets.evaluate(Target(result.name, *target, **more), result).value
     assert value(blocks, "forward", {"form": "split"}, "speed", {"form": "partial"}, mean=True) == 2.0
     assert value(blocks, "backward", {"form": "split"}, "time", "torch-flex", at_most=1.0) == 0.5
@@ -86,6 +89,13 @@ def test_figures_of_targets():
     assert value(decode, "forward", {"S": 65536}, "speed", FASTEST) == 2.0
     assert value(decode, "forward", {"S": 65536}, "µs", None) == 1e6
     assert value(mixed, "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1) == 0.5
+    assert value(rolling, "forward", {}, "time", "jflex-rerotating", at_most=1.0) == 0.5
+    named = Target("streaming_llm", "forward", {}, "time", "jflex-rerotating", at_most=1.0, peer="jflex-raw-keys")
+    outcome = targets.evaluate(named, rolling)
+    assert (outcome.value, outcome.name) == (
+        1.0,
+        "forward, jflex, raw keys rotated as loaded: time over jflex, all keys rotated by XLA before, worst of 8",
+    )
     assert (
         targets.evaluate(Target("main", "forward", {}, "speed", FASTEST), None).missing == "h200/main.json is missing"
     )
@@ -144,16 +154,26 @@ def test_pages_show_suites_in_tables():
 
 
 def test_cases_of_several_gpus_are_rows():
-    values = {
-        "one GPU: time": 2.0,
-        "2 GPUs, ring: time": 1.0,
-        "2 GPUs, ring: speed-up": 2.0,
-        "all-gather alone: sent": 3,
-    }
+    values = {"one GPU: time": 2.0, "2 GPUs, ring: time": 1.0, "2 GPUs, ring: speed-up": 2.0, "alone: sent": 3}
     records = tuple(Record.single(name, value, "u") for name, value in values.items())
     text = report.page({DEVICE: {"context": ResultFile("context", records, ABOUT)}})
     assert "|  | time | speed-up |\n|---|---|---|\n| one GPU | 2 u |  |\n| 2 GPUs, ring | 1 u | 2 u |\n" in text
     assert "|  | measured |\n|---|---|\n| alone: sent | 3 u |\n" in text
+
+
+def test_the_guide_says_what_eight_bits_cost():
+    found = {record.name: record.value.median for record in schema.read(schema.FOLDER / "cpu/eight_bits.json").records}
+    guide, token = (ROOT / "jflex/README.md").read_text(), eight_bits.SCALES["token"]
+    columns = ("weight on the needle", "error of that weight, the worst needle", "error of the output with a needle")
+    for name in ("bfloat16", *eight_bits.HELD):
+        cache, title = (name, name) if name == "bfloat16" else (f"{name}, {token}", f"`{name}`")
+        weight, worst, out = (found[f"keys, {cache}, paged: {what}"] for what in columns)
+        assert f"| {title} | {weight:.1f} | {worst:.2f} | {out:.2f} |" in guide
+
+
+def test_records_named_by_row_and_column_become_a_table():
+    records = [Record.single(x, n, "dB") for n, x in enumerate(("a: one", "a: two", "b: two"))]
+    assert report._crossed(records) == [["", "one", "two"], ["a", "0 dB", "1 dB"], ["b", "", "2 dB"]]
 
 
 def test_the_roof_is_the_best_rate_of_the_run():

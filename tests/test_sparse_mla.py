@@ -33,9 +33,10 @@ def owners(case):
     return np.repeat([*range(case.R), -1], [*case.queries, case.padding])
 
 
-def sparse(case, indices, backend, **options):
+def sparse(case, indices, backend, filled=lambda table: table, **options):
     """Out and lse of the queries of a case over selected keys, with pages at random and NaN in all that is unused."""
     x, (cache, table) = paged_evaluation.draw(case), paged_evaluation.placed(case)
+    table = filled(table)
     captured = [jax.tree.map(jnp.asarray, c) for c in x.captured]
     mods = {
         "score_mod": None if case.score is None else case.score.jax(captured[0]),
@@ -118,6 +119,29 @@ def test_positions_out_of_range_are_dropped_and_never_read(backend):
         length = CASE.lengths[r] if r >= 0 else 0
         row[row < 0] = [*INVALID, length, length + 1, 47][n % 7]
     check(sparse(CASE, wrong, backend), right(CASE, indices))
+
+
+@backends
+def test_keys_of_another_sequence_are_dropped(backend):
+    """Tables that go on with pages of the next request, whose keys are finite: no position there is read."""
+    needed = [CASE.pages_of(length) for length in CASE.lengths]
+
+    def filled(table):
+        table = table.copy()
+        for r, own in enumerate(needed):
+            table[r, own:] = np.resize(table[(r + 1) % CASE.R, : needed[(r + 1) % CASE.R]], table.shape[1] - own)
+        return table
+
+    indices, owner, columns = drawn(CASE, 16), owners(CASE), paged_evaluation.placed(CASE)[1].shape[1]
+    foreign = indices.copy()
+    for n, (row, r) in enumerate(zip(foreign, owner, strict=True)):
+        if r >= 0:
+            beyond = np.arange(needed[r] * CASE.page_size, columns * CASE.page_size)
+            row[row < 0] = np.resize(np.roll(beyond, n), int((row < 0).sum()))
+    assert (foreign >= 0).sum() > (indices >= 0).sum()
+    found, known = sparse(CASE, foreign, backend, filled), sparse(CASE, indices, backend, filled)
+    jax.tree.map(np.testing.assert_array_equal, found, known)
+    check(found, right(CASE, indices))
 
 
 @backends

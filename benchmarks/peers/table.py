@@ -67,6 +67,14 @@ def _paged(problem: Problem) -> str | None:
     return None if problem.page and problem.T == 1 and not problem.prefix else "is measured with one token and pages"
 
 
+def _rolling(problem: Problem) -> str | None:
+    return None if problem.keys == "rolling" else "is measured with the rolling cache of StreamingLLM"
+
+
+def _raw(problem: Problem) -> str | None:
+    return _full_length(problem) if problem.keys == "raw" else "is measured with raw keys"
+
+
 def _shared(problem: Problem) -> str | None:
     return None if problem.prefix else "is measured with shared prefixes"
 
@@ -90,6 +98,7 @@ def _materialized(problem: Problem) -> str | None:
 
 def _plain_softmax(problem: Problem) -> str | None:
     missing = problem.weights or problem.stats or (problem.selected and "selection of blocks")
+    missing = missing or (problem.keys.startswith("raw") and f"{problem.keys} keys")
     return f"has no {missing}" if missing else None
 
 
@@ -119,6 +128,9 @@ _ALL = (
     Peer("torch-decode-mask", "torch FlexAttention TRITON_DECODE, BlockMask", "torch", _decoding),
     Peer("torch-decode", "torch FlexAttention TRITON_DECODE", "torch", _decoding),
     Peer("jflex-invariant", "jflex, batch invariant", "jax", _serving),
+    Peer("jflex-rotating", "jflex, rotated by XLA before", "jax", _raw),
+    Peer("jflex-raw-keys", "jflex, raw keys rotated as loaded", "jax", _rolling),
+    Peer("jflex-rerotating", "jflex, all keys rotated by XLA before", "jax", _rolling),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
     Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.environment import gpu_facts
 from benchmarks.peers.table import PEERS
 from benchmarks.problems import Problem, square
-from benchmarks.questions import command
+from benchmarks.questions import command, eight_bits
 from benchmarks.questions.command import Measured, Questions
 from benchmarks.results.schema import Record
 from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
@@ -262,4 +262,4 @@ def torch_errors(peer: str, cases: Sequence[dict[str, Any]], paths: Sequence[str
 
 def main(words: Sequence[str] | None = None) -> None:
     """The command."""
-    command.run("numerics", QUESTIONS, words, on_gpu=bool(gpu_facts()))
+    command.run("numerics", {**QUESTIONS, **eight_bits.QUESTIONS}, words, on_gpu=bool(gpu_facts()))

@@ -47,6 +47,7 @@ _WHOLE_MODELS = (
     ),
     ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", {"jflex": "64 clients: output"}),
 )
+_CROSSED = ("eight_bits",)  # questions whose records are named by row and column
 _METHOD = (
     "The times of a suite are those of its kernels, from the profiler, with a cold L2. Libraries are timed in turns. "
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
@@ -272,22 +273,32 @@ def _suite(device: str, result: ResultFile) -> str:
 
 def _question(device: str, result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
-    cases = _by_case(shown) if result.name == "context" else []
-    listed = [x for x in shown if not cases or x.name.rpartition(": ")[0] not in {row[0] for row in cases}]
-    tables = [cases, [["", "measured"], *([x.name, _measured(x)] for x in listed)]]
-    table = "\n\n".join(_markdown(x) for x in tables if len(x) > 1)
+    table = "\n\n".join(map(_markdown, _of_question(result.name, shown)))
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
     parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
     return "\n\n".join(filter(None, parts))
 
 
-def _by_case(records: Sequence[Record]) -> Table:
-    """The medians of records that are named ``<case>: <quantity>``: a row for each case with a time."""
-    found = {tuple(x.name.split(": ", 1)): x for x in records if ": " in x.name}
-    cases = [case for case, quantity in found if quantity == "time"]
-    quantities = list(dict.fromkeys(quantity for case, quantity in found if case in cases))
-    value = lambda x: "" if x is None else f"{_number(x.value.median)} {x.unit}"
-    return [["", *quantities], *([case, *(value(found.get((case, x))) for x in quantities)] for case in cases)]
+def _of_question(name: str, records: Sequence[Record]) -> list[Table]:
+    """Of several GPUs: a row for each case with a time, and the other records in a list."""
+    if name in _CROSSED:
+        return [_crossed(records)]
+    row = lambda x: x.name.split(": ", 1)[0]
+    timed = {row(x) for x in records if name == "context" and x.name.endswith(": time")}
+    cases = [x for x in records if row(x) in timed]
+    listed = [_named(x) for x in records if row(x) not in timed]
+    return [table for table in (_crossed(cases) if cases else [], [["", "measured"], *listed]) if len(table) > 1]
+
+
+def _named(record: Record) -> list[str]:
+    return [record.name, _measured(record)]
+
+
+def _crossed(records: Sequence[Record]) -> Table:
+    """Of records that are named by row and column, ``"row: column"``."""
+    cells = {tuple(x.name.split(": ", 1)): _measured(x) for x in records}
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    return [["", *columns], *([row, *(cells.get((row, x), "") for x in columns)] for row in rows)]
 
 
 def _plots(device: str, result: ResultFile) -> list[str]:

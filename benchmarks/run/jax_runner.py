@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.peers import jax_peers
+from benchmarks.peers import jax_peers, jax_serving
 from benchmarks.problems import Problem
 from benchmarks.results.schema import Summary
 from benchmarks.run.check_outputs import MAX_SAMPLES
@@ -144,7 +144,7 @@ class JaxRunner(LibraryRunner):
     def _programs(self, peer: str, directions: Sequence[str]) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Jitted functions and their arguments; that of the backward gives ``(out, pull)``."""
         if self._problem.served:
-            function, inputs = jax_peers.served_program(peer, self._problem, self._mods, self._captured)
+            function, inputs = jax_serving.served_program(peer, self._problem, self._mods, self._captured)
             return {"forward": (jax.jit(function), inputs)}
         attend = jax_peers.attention(peer, self._problem, self._mods)
         functions = {"forward": attend, "backward": jax_peers.with_residuals(attend, self._problem)}

@@ -215,7 +215,7 @@ def _plan(name: str, options: argparse.Namespace) -> Plan:
     chosen = {"variant": options.variants, "S": options.lengths, "D": options.head_sizes, "B": options.batches}
     selected = lambda problem: all(not values or getattr(problem, x) in values for x, values in chosen.items())
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
-    directions = ("forward",) if SUITES[name].served else directions
+    directions = ("forward",) if SUITES[name].served or SUITES[name].inference else directions
     return Plan(name, [x for x in suite(name) if selected(x)], peers_of(name, options.peers), directions)
 
 
@@ -224,7 +224,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     suites = f"one or more, in this order: {', '.join(SUITES)}"
     add("--suite", choices=tuple(SUITES), nargs="+", metavar="NAME", default=["quick"], help=suites)
-    served = ", ".join(name for name, x in SUITES.items() if x.served)
+    served = ", ".join(name for name, x in SUITES.items() if x.served or x.inference)
     add("--pass", dest="direction", choices=(*DIRECTIONS, "both"), default="both", help=f"{served}: forward only")
     for flag, kind, letter in (
         ("variants", str, "NAME"),

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jflex import backends
 from jflex._call.dispatch import Implementation, Selection, select, select_passes
+from jflex._call.eight_bits import no_gradients
 from jflex._call.kv_lengths import bounded_lists, known_lengths
 from jflex.backends.base import Inputs
 from jflex.block_mask.lists import BlockLists
@@ -94,7 +95,7 @@ class Account(Choice):
         pairs = spec.Hq * spec.T * keys
         if visited is not None and total:
             pairs = spec.B * spec.Hq * spec.T * spec.S * visited // total
-        width = jnp.dtype(spec.dtype).itemsize
+        width, qk_width = (jnp.dtype(x).itemsize for x in (spec.dtype, spec.qk_dtype or spec.dtype))
         rows = spec.B * spec.Hq * spec.T, spec.Hkv * (longest if spec.Bkv < spec.B else keys)
         return cls(
             **choice_of(spec, implementation),
@@ -102,7 +103,7 @@ class Account(Choice):
             full=full,
             blocks=total,
             flops=2 * pairs * (spec.D + spec.Dv),
-            bytes=width * (spec.D + spec.Dv) * sum(rows),
+            bytes=(qk_width * spec.D + width * spec.Dv) * sum(rows),
         )
 
     def lines(self) -> list[str]:
@@ -162,6 +163,8 @@ def _describe(spec: AttentionSpec, implementation: Implementation, selection: Se
         return Described("", None, "")
     if spec.is_empty:
         return Described(NOTHING, None, "")
+    if (reason := no_gradients(spec)) is not None:
+        return Described(plan.describe(), None, reason)
     requested = all_gradients(spec)
     both = backends.get(name).plan(spec, requested)
     refusal = both.sentence(spec) if isinstance(both, Refusal) else ""

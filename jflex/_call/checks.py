@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from jflex._call.eight_bits import check_dtypes, has_eight_bits
 from jflex.block_mask.mask import BlockMask
 from jflex.config import Config
 from jflex.mods.dependence import uses_index
@@ -27,12 +28,26 @@ def describe_array(x: ArrayOrShape) -> str:
 
 
 def check_arrays(
-    query: ArrayOrShape, key: ArrayOrShape, value: ArrayOrShape | None, layout: str, *, has_value: bool = True
+    query: ArrayOrShape,
+    key: ArrayOrShape,
+    value: ArrayOrShape | None,
+    layout: str,
+    *,
+    has_value: bool = True,
+    may_have_eight_bits: bool = False,
 ) -> None:
-    """Raises unless query, key and value fit together; `value` is not looked at where the call has none.
+    """Raises unless query, key and value fit together.
+
+    Args:
+      query: The query.
+      key: The key.
+      value: The value; not looked at where the call has none.
+      layout: Of all of them.
+      has_value: Whether the call has a value.
+      may_have_eight_bits: Whether it takes queries and keys of eight bits.
 
     Raises:
-      TypeError: An argument is not an array, or their dtypes differ or are not floating-point.
+      TypeError: An argument is not an array, or their dtypes do not go together or are not floating-point.
       ValueError: Their shapes do not fit, or `layout` is unknown.
     """
     if layout not in LAYOUTS:
@@ -50,6 +65,10 @@ def check_arrays(
                 f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
                 f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
             )
+    if may_have_eight_bits and has_eight_bits(query, key):
+        check_dtypes(query, key, value, got)
+        del named["query"], named["key"]
+    for name, x in named.items():
         if str(x.dtype) not in DTYPES:
             raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
     if len({x.dtype for x in named.values()}) > 1:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jflex import backends
+from jflex._call.eight_bits import no_gradients
 from jflex.backends.base import Plan
 from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest, Refusal
@@ -124,6 +125,9 @@ def select_passes(implementation: Implementation, spec: AttentionSpec, requested
     Raises:
       UnsupportedError: None of the requested backends supports the call with these gradients.
     """
+    reason = no_gradients(spec)
+    if reason is not None:
+        raise UnsupportedError(f"This call has no gradients: {reason}.")
     selection = select(implementation, spec, requested)
     if selection.name is None:
         raise UnsupportedError(_refusal(selection, spec, requested))

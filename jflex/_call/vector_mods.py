@@ -20,6 +20,7 @@ from jax.extend import core
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import describe_array
+from jflex._call.eight_bits import EIGHT_BITS
 from jflex.errors import UnsupportedError
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.dependence import used_inputs
@@ -62,14 +63,19 @@ class VectorMods(NamedTuple):
         Args:
           D: Head size of queries and keys.
           Dv: Head size of values.
-          dtype: Of the arrays.
+          dtype: Of the arrays; of query and key where these have eight bits.
           has_lse: Whether the call has a softmax, and so an lse.
 
         Raises:
-          TypeError: A mod is not a function, takes other arguments, or returns another dtype.
+          TypeError: A mod is not a function, takes other arguments, returns another dtype, or makes eight bits.
           ValueError: A mod returns another size, branches in Python on its arguments, or uses an lse that there is not.
         """
         for role, mod, size in zip(self._fields, self, (D, D, Dv, Dv), strict=True):
+            if mod is not None and role in ("query", "key") and str(dtype) in EIGHT_BITS:
+                raise TypeError(
+                    f"`{role}_mod` must be None where `query` and `key` have eight bits: its result would be rounded "
+                    f"to {dtype}. Apply it before they are quantised."
+                )
             if mod is not None:
                 check_vector_mod(role, mod, size, dtype, has_lse=has_lse)
 

@@ -146,7 +146,7 @@ def check_scale(name: str, scale: Any, pages: Any) -> None:
     if scale.shape not in (tokens, heads):
         raise ValueError(
             f"`{name}` must have one scale for each head, {list(heads)}, or for each token and head, {list(tokens)}. "
-            f"Got {describe_array(scale)}."
+            f"Got {describe_array(scale)}. Blocks of 128 columns have scales in a `LatentCache` alone."
         )
     if scale.shape == heads:
         check_positive(name, scale)

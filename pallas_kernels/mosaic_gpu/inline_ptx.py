@@ -196,6 +196,40 @@ def load_strided(ref: Ref, index: jax.Array, dtype: np.dtype, step: int) -> jax.
     return load(ref, index)  # pyright: ignore[reportCallIssue]
 
 
+def load_rows(ref: Ref, line: jax.Array) -> jax.Array:
+    """Gathers rows of 16-bit elements from global memory, in the layout of wgmma accumulators: [rows, columns].
+
+    Args:
+      ref: [..., columns], seen as lines of its last axis; the columns are a multiple of `TILE_COLUMNS`.
+      line: int32 [rows], the line of each row; each is in range.
+    """
+    columns, pairs = ref.shape[-1], (line.shape[0], TILE_COLUMNS)
+    column = plg.broadcasted_iota(jnp.int32, pairs, 1, layout=plg.Layout.WGMMA)
+    shape = (line.shape[0], columns)
+
+    @plg.inline_mgpu(
+        arg_types=(plg.RefType(), plg.Layout.WGMMA, plg.Layout.WGMMA),
+        return_type=plg.ShapeDtypeStruct(shape, ref.dtype, layout=plg.Layout.WGMMA),
+    )
+    def run(_, source, lines, first):
+        wide, byte = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
+        pair_type = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(ref.dtype)))
+        base, bytes_of_line = mgpu.utils.memref_ptr(source), arith.constant(wide, columns * 2)
+        parts = [np.empty_like(lines.registers) for _ in range(0, columns, TILE_COLUMNS)]
+        for where, register in np.ndenumerate(lines.registers):
+            number, at = (vector.extract(x, [], [0]) for x in (register, first.registers[where]))
+            offset = arith.muli(arith.extsi(wide, number), bytes_of_line)
+            offset = arith.addi(offset, arith.muli(arith.extsi(wide, at), arith.constant(wide, 2)))
+            address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+            for i, part in enumerate(parts):
+                text = f"ld.global.nc.b32 $0, [$1+{i * TILE_COLUMNS * 2}];"
+                word: Any = llvm.inline_asm(ir.IntegerType.get_signless(32), [address], text, "=r,l")
+                part[where] = llvm.bitcast(pair_type, word)
+        return type(lines)(_registers=np.concatenate(parts, axis=1), _layout=lines.layout, _is_signed=None)
+
+    return run(ref, lax.broadcast_in_dim(line, pairs, (0,)), column)  # pyright: ignore[reportCallIssue]
+
+
 def store_rows(ref: Ref, line: jax.Array, first: int, x: jax.Array) -> None:
     """Stores rows of a tile to global memory, at columns from `first` on; a row with a line of -1 is not stored.
 

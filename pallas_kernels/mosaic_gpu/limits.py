@@ -17,12 +17,10 @@ MAX_ELEMENTS = 1 << 31  # of a captured array: it is indexed by 32 bits
 
 def limit_of_machine(spec: AttentionSpec) -> str | None:
     """What of the device or the versions every kernel here refuses."""
-    if spec.paging is not None and not spec.values_in_keys:
-        return "it has no kernel for pages of keys and values"
     if spec.has_latent_tiles:
         return "its kernel for latent pages takes no eight bits"
     if spec.paging is not None and spec.config.batch_invariant:
-        return "its kernel for latent pages divides keys by the number of SMs, and so is not batch invariant"
+        return "its kernels for pages divide keys by the number of SMs, and so are not batch invariant"
     if spec.config.interpret:
         return "its kernels have no interpreter; they run on a Hopper GPU"
     if spec.platform != "gpu" or not any(name in spec.device_kind for name in HOPPER):

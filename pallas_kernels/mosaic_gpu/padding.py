@@ -19,7 +19,7 @@ ROWS = 8
 
 def padded(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[AttentionSpec, Operands[jax.Array]]:
     """The spec with padded head sizes, and the arrays; lengths in the spec stay the true ones."""
-    D, Dv = head_sizes(spec, arrays.query.dtype)
+    D, Dv = head_sizes(spec, arrays.value.dtype)
     wide = arrays._replace(
         query=pad_rows(spec, arrays.query, D),
         key=pad_rows(spec, arrays.key, D),
@@ -29,8 +29,9 @@ def padded(spec: AttentionSpec, arrays: Operands[jax.Array]) -> tuple[AttentionS
 
 
 def head_sizes(spec: AttentionSpec, dtype: DTypeLike) -> tuple[int, ...]:
-    """Head sizes of query and key, and of value, padded to a multiple of a swizzle."""
-    return tuple(smem.rows_padded(size, jnp.dtype(dtype).itemsize) for size in (spec.D, spec.Dv))
+    """Head sizes of query and key, and of value, which has the given dtype, padded to a multiple of a swizzle."""
+    sizes = (spec.D, spec.qk_dtype or dtype), (spec.Dv, dtype)
+    return tuple(smem.rows_padded(size, jnp.dtype(of).itemsize) for size, of in sizes)
 
 
 def pad_rows(spec: AttentionSpec, x: jax.Array, size: int) -> jax.Array:

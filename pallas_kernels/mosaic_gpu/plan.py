@@ -58,10 +58,12 @@ class Plan:
     left: GradientRequest | None = None
     left_reason: str = ""
 
-    def describe(self) -> str:
-        """Kernels and tiles, for `jflex.explain`."""
-        text = f"{_sizes('forward', self.forward.tiles)}"
-        if self.has_bias_tiles:
+    def describe(self, forward: str | None = None) -> str:
+        """Kernels and tiles, for `jflex.explain`; `forward` describes another forward kernel that runs instead."""
+        text = _sizes("forward", self.forward.tiles) if forward is None else forward
+        if self.spec.qk_dtype is not None:
+            text += f" with QK^T in {self.spec.qk_dtype}"
+        if self.has_bias_tiles and forward is None:
             text += " with bias tiles by TMA"
         if self.backward is not None:
             dkv, dq, captured = self.backward.tiles
@@ -241,8 +243,10 @@ def _measured_backward(spec: AttentionSpec, *, one_pass: bool) -> BackwardTiles 
 def _measured_tiles(spec: AttentionSpec, name: str, length: int) -> Tiles | None:
     """Those of a table, for the kernel's name there and the length of its loop.
 
-    The mods there compute little, and the elements that they read are loaded by TMA.
+    The mods there compute little, the elements that they read are loaded by TMA, and nothing has eight bits.
     """
+    if spec.qk_dtype is not None:
+        return None
     programs, itemsize = spec.programs, jnp.dtype(spec.dtype).itemsize
     if cost.is_heavy(programs.score) or cost.is_heavy(programs.mask):
         return None

@@ -53,6 +53,14 @@ def slower_latent(spec: AttentionSpec) -> str | None:
     return f"below {LATENT_ROWS} query rows to a request (here {rows}) loading keys bounds the time"
 
 
+IS_DECODING_MEASURED = False  # True once the kernel for few queries was found to be as fast as those of `triton`
+
+
+def slower_decode() -> str | None:
+    """Why `triton` is preferred for few queries against keys and values, contiguous or in pages, or None."""
+    return None if IS_DECODING_MEASURED else "its kernel for few queries was not measured beside that of 'triton' yet"
+
+
 def slower_backward(plan: Plan) -> str | None:
     """Gradients for which few MMAs of narrow heads do not outweigh what else takes time, as a sentence, or None.
 

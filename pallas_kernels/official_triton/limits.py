@@ -16,7 +16,7 @@ def limit_of_compiler(spec: AttentionSpec) -> str | None:
     target, found = target_of(spec.device_kind), launcher()
     if isinstance(found, str) or isinstance(target, str):
         return found if isinstance(found, str) else str(target)
-    if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and int(target.arch) < _E4M3:
+    if spec.loads_e4m3 and int(target.arch) < _E4M3:
         return f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {spec.device_kind!r} has less"
     return None
 

@@ -34,7 +34,7 @@ from pallas_kernels.types import Index, Ref
 
 
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
-    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and ``spec.stats``, like the lse.
+    """Computes out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T].
 
     Args:
       spec: The spec.
@@ -44,7 +44,7 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     """
     order = block_walk.row_order(spec, tiles, arrays)
     outputs = [
-        jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.query.dtype),
+        jax.ShapeDtypeStruct(spec.rows_shape(spec.Dv), arrays.value.dtype),
         *(jax.ShapeDtypeStruct((spec.B, spec.Hq, spec.T), jnp.float32) for _ in ("lse", *spec.stats)),
     ]
     out, lse, *stats = launch(

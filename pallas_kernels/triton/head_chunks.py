@@ -61,7 +61,7 @@ def _power_of_two(size: int) -> int:
 def load_rows(
     spec: AttentionSpec, ref: Ref, b: Index, h: Index, first: Index, rows: int, length: Index, *, may_end: bool
 ) -> Columns:
-    """Loads rows of an array in the layout of the spec; zeros outside of it.
+    """Loads rows of an array in the layout of the spec, eight bits widened to its dtype; zeros outside of the array.
 
     Args:
       spec: The spec.
@@ -76,13 +76,19 @@ def load_rows(
 
     def load(start: int, width: int) -> jax.Array:
         at, mask = _index_and_mask(spec, ref, (b, h), (first, rows, length, may_end), (start, width))
-        return (
+        return widened(
+            spec,
             language.load(spec.route, ref.at[at])
             if mask is None
-            else language.load(spec.route, ref.at[at], mask=mask, other=0.0)
+            else language.load(spec.route, ref.at[at], mask=mask, other=0.0),
         )
 
     return tuple(load(*chunk) for chunk in chunks(ref.shape[3]))
+
+
+def widened(spec: AttentionSpec, x: jax.Array) -> jax.Array:
+    """Queries or keys of eight bits in the dtype of the spec, which holds each of their numbers; others as they are."""
+    return x.astype(spec.dtype) if x.dtype.itemsize == 1 else x
 
 
 def load_queries(

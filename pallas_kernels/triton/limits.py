@@ -25,8 +25,8 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
         return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
     if spec.dtype not in ("bfloat16", "float16", "float32"):
         return f"its kernels compute in bfloat16, float16 or float32, not {spec.dtype}"
-    if spec.paging is not None and spec.paging.dtype == "float8_e4m3fn" and _lacks_e4m3(spec.device_kind):
-        other = "bfloat16" if spec.values_in_keys else "int8"
+    if spec.loads_e4m3 and _lacks_e4m3(spec.device_kind):
+        other = "float8_e5m2" if spec.paging is None else "bfloat16" if spec.values_in_keys else "int8"
         return (
             f"its compiler converts float8_e4m3fn from Ada and Hopper on, and this is {spec.device_kind} (take {other})"
         )

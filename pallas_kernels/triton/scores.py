@@ -91,7 +91,7 @@ def prepare(
         assert q_first is not None  # one of the three is given
         fixed["q"] = q_indices(q_first, tile, spec.T, may_end=spec.T % tile[0] != 0)
     states = ("", "k" if transposed else "q")
-    approximate = arrays.query.dtype.itemsize == 2
+    approximate = arrays.query.dtype.itemsize <= 2
 
     def evaluate_fixed(program: Program | None, refs: Sequence[Ref], nodes: Sequence[Node] | None) -> Evaluation | None:
         if program is None:

@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,25 +86,29 @@ def _run_in_processes(args: argparse.Namespace) -> list[dict]:
         [*command, "--seeds", ",".join(map(str, own))], stdout=subprocess.PIPE, text=True, env=environment
     )
     running = [start(own) for own in (seeds[i :: args.processes] for i in range(args.processes)) if own]
-    try:
-        with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
-            results = [result for results in pool.map(_results_of, running) for result in results]
-    finally:
-        for process in running:
-            process.kill()
+    results: list[dict] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
+        try:
+            list(pool.map(lambda process: _take_results(process, results), running))
+        except KeyboardInterrupt:
+            print("ended before its time; these mods had ended:")
+            return sorted(results, key=lambda result: result["seed"])
+        finally:
+            for process in running:
+                process.kill()
     return sorted(results, key=lambda result: result["seed"])
 
 
-def _results_of(process: subprocess.Popen[str]) -> list[dict]:
+def _take_results(process: subprocess.Popen[str], results: list[dict]) -> None:
     """Reads results as they come, so that a failure is printed even if the run is ended before its time."""
-    results = []
     for line in process.stdout or ():
         if line.startswith("{"):
-            results.append(json.loads(line))
-            _print_failure(results[-1])
+            result = json.loads(line)
+            results.append(result)
+            _print_failure(result)
     if process.wait() not in (0, 1):
         results.append({"seed": -1, "verdict": "error", "message": f"a process ended with {process.returncode}"})
-    return results
 
 
 def _print_failure(result: dict) -> None:

@@ -10,7 +10,7 @@ import jax
 
 import jflex
 from tests.random_mods.case import Case, draw_case
-from tests.random_mods.judge import Wrong, judge, refusal
+from tests.random_mods.judge import Miscompiled, Wrong, judge, refusal
 from tests.random_mods.shrink import shrunk
 
 PROFILES = {"mosaic_gpu": "hopper", "triton": "wide"}
@@ -58,6 +58,8 @@ def _verdict(case: Case, implementation: str, interpret: bool, in_haste: bool) -
             judge(case, implementation, interpret=interpret, in_haste=in_haste)
     except jflex.UnsupportedError as error:
         return {"verdict": "refused", "message": str(error), "reason": reason_of(error)}
+    except Miscompiled as error:
+        return {"verdict": "miscompiled", "message": str(error)}
     except Wrong as error:
         return {"verdict": "wrong", "message": str(error)}
     except Exception as error:  # of whatever kind: this is what the fuzzer looks for; it reports it and goes on

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jflex._call import kv_lengths
 from jflex.backends.base import Backend, Gradients, GradientsBy, Inputs, PagedInputs, Plan, Saved, SavedCotangents
+from jflex.backends.gpu import hopper_split_kv as split_kv
 from jflex.backends.gpu import triton
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.official_triton import triton_here
@@ -21,8 +22,6 @@ from pallas_kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu import plan as mosaic_plan
-    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
-    from pallas_kernels.triton.paged.work import Work
 
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
@@ -39,7 +38,10 @@ class MosaicGpu(Backend):
         if reason is not None:
             return Refusal(reason)
         own = triton_here(spec).own(spec)
-        return _plan(own, requested) if spec.paging is None else _plan_latent(own)
+        if spec.paging is not None:
+            return split_kv.plan_paged(own)
+        decoded = _decoded(own)
+        return _plan(own, requested) if requested is not None or decoded is None else decoded
 
     @isolated_trace
     def forward(self, spec: AttentionSpec, inputs: Inputs | PagedInputs) -> Saved:
@@ -47,7 +49,9 @@ class MosaicGpu(Backend):
         from pallas_kernels.mosaic_gpu.forward.kernel import forward
 
         if isinstance(inputs, PagedInputs):
-            return _attend_latent(triton_here(spec).own(spec), inputs)
+            return split_kv.attend_paged(triton_here(spec).own(spec), inputs)
+        if _decoded(triton_here(spec).own(spec)) is not None:
+            return split_kv.decode(triton_here(spec).own(spec), inputs)
         plan = _own(spec, None)
         operands = operands_of(kv_lengths.inputs_without_lengths(spec, inputs, _LISTS))._replace(sinks=inputs.sinks)
         out, lse, *stats = forward(plan.spec, plan.forward.tiles, operands)
@@ -86,10 +90,12 @@ class MosaicGpu(Backend):
         if requested is not None:
             return preference.slower_backward(_own(spec, requested))
         if spec.paging is not None:
-            own, _ = _own_latent(triton_here(spec).own(spec))
-            return preference.slower_latent(own.spec)
+            return preference.slower_latent(spec) if spec.values_in_keys else preference.slower_decode()
         if triton.decodes(spec):
-            return "only 'triton' has split-KV kernels for so few queries"
+            missing = split_kv.plan_decode(triton_here(spec).own(spec))
+            if isinstance(missing, Refusal):
+                return f"only 'triton' has a split-KV kernel for this call of few queries: {missing.reason}"
+            return preference.slower_decode()
         if spec.config.batch_invariant:
             return None  # or the choice would depend on the batch
         return preference.slower_forward(_own(spec, None))
@@ -114,59 +120,24 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
             )
     all_left = own.left is not None and own.backward is None
     return Plan(
-        functools.partial(_describe, own),
+        functools.partial(_describe, own, spec),
         own,
         GradientsBy(triton_here(spec).name, own.left_reason) if all_left else None,
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _plan_latent(spec: AttentionSpec) -> Plan | Refusal:
-    """The plan of a paged call over a latent cache. The kernels of Triton merge splits, and repair what NaN reached."""
-    from pallas_kernels.mosaic_gpu.latent.plan import plan
-
-    own, others = plan(spec), triton_here(spec)
-    if isinstance(own, Refusal):
-        return own
-    missing = others.limit_of_compiler(spec)
-    if missing is None and own.spec.needs_marks:
-        repairs = others.plan(spec, None)
-        missing = repairs.sentence(spec) if isinstance(repairs, Refusal) else None
-    if missing is not None:
-        return Refusal(f"the kernels of Triton merge its partial results and repair them, and {missing}")
-    work = triton.work_for_hopper(own.heads.queries)
-    count = functools.partial(triton.count_splits_for_hopper, own.spec, work)
-    return Plan(own.describe, (own, work), count_splits=count)
+def _decoded(spec: AttentionSpec) -> Plan | None:
+    """The plan of the split-KV kernel for few queries, where it runs."""
+    plan = split_kv.plan_decode(spec) if triton.decodes(spec) else None
+    return plan if isinstance(plan, Plan) else None
 
 
-def _attend_latent(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
-    """Runs the latent kernel, and the kernels of Triton that merge and repair."""
-    from pallas_kernels.mosaic_gpu.latent import kernel
-
-    own, work = _own_latent(spec)
-    arrays = triton.paged_operands(inputs)
-    items = triton.items_for_hopper(own.spec, work, arrays)
-    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
-    captured = arrays.score_operands, arrays.mask_operands
-    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
-    slots = work.slots(own.spec) if work.max_splits(own.spec) > 1 else 0
-    sizes = kernel.Sizes(own.heads, work.num_items(own.spec), slots)
-    result = kernel.attend(own.spec, sizes, operands)
-    result = triton.finish_for_hopper((spec, own.spec), work, arrays, result)
-    return Saved(*result)
-
-
-def _own_latent(spec: AttentionSpec) -> tuple[LatentPlan, Work]:
-    """The plan of the latent kernel and its work, for a call that it supports."""
-    plan = _plan_latent(spec)
-    assert isinstance(plan, Plan), plan
-    return plan.kernels
-
-
-def _describe(own: mosaic_plan.Plan) -> str:
+def _describe(own: mosaic_plan.Plan, spec: AttentionSpec) -> str:
+    decoded = _decoded(spec)
+    text = own.describe(None if decoded is None else decoded.describe())
     if own.left is None or own.backward is None:
-        return own.describe()
-    return f"{own.describe()}; gradients of arrays that {own.left_reason} by '{triton_here(own.spec).name}'"
+        return text
+    return f"{text}; gradients of arrays that {own.left_reason} by '{triton_here(own.spec).name}'"
 
 
 def _own(spec: AttentionSpec, requested: GradientRequest | None) -> mosaic_plan.Plan:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton import plan as triton_plan
-    from pallas_kernels.triton.paged.work import PagedOperands, Work
+    from pallas_kernels.triton.paged.work import PagedOperands
 
 
 class TritonKernels(Backend):
@@ -224,49 +224,23 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
     )
 
 
-# --- what the Hopper kernel for pages leaves to these
-
-
-def work_for_hopper(queries: int) -> Work:
-    """Its one launch, with so many queries in a tile of 64 rows by 64 keys."""
-    from pallas_kernels.triton.paged.for_hopper import work_of
-
-    return work_of(64, 64, queries)
-
-
-def items_for_hopper(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
-    """Its work items (`pallas_kernels.triton.paged.for_hopper.work_items`)."""
-    from pallas_kernels.triton.paged.for_hopper import work_items
-
-    return work_items(spec, work, arrays)
-
-
-@isolated_trace
-def count_splits_for_hopper(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
-    """Its tiles of queries, and the splits of their keys, for each group of heads."""
-    from pallas_kernels.triton.paged.work import requests_on_host
-
-    with jax.ensure_compile_time_eval():
-        of = requests_on_host(spec, work, indptr, lengths)
-        return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
-
-
-def finish_for_hopper(
-    specs: tuple[AttentionSpec, AttentionSpec],
-    work: Work,
-    arrays: PagedOperands[jax.Array],
-    result: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Out and lse, merged and repaired, of a call and of the spec that its kernel runs."""
-    from pallas_kernels.triton.paged import for_hopper
+def repair_paged(spec: AttentionSpec, arrays: PagedOperands[jax.Array], result: list[jax.Array]) -> list[jax.Array]:
+    """Out and lse of a Hopper kernel for pages, with the marked rows recomputed (`pallas_kernels.marks`)."""
     from pallas_kernels.triton.paged.kernel import repair
 
-    spec, own = specs
-    merged = for_hopper.merge(own, work, arrays, result)
-    if not own.needs_marks:
-        return merged
     planned = _planned(spec, None)
-    return repair(planned.spec, planned.paged, arrays, merged)
+    return repair(planned.spec, planned.paged, arrays, result)
+
+
+def repair_decoded(
+    spec: AttentionSpec, operands: Operands, lengths: jax.Array | None, result: list[jax.Array]
+) -> Sequence[jax.Array]:
+    """Likewise of its kernel for few queries."""
+    from pallas_kernels.triton.decode.kernel import repair
+
+    planned = _planned(spec, None)
+    assert planned.forward is not None  # the call is dense
+    return repair(planned.spec, planned.forward.tiles, operands, lengths, result)
 
 
 def _block_size(spec: AttentionSpec) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from jflex._call.eight_bits import widened
 from jflex._call.sinks import fold_sinks
 from jflex.backends.base import Backend, Gradients, Inputs, PagedInputs, Plan, Saved, SavedCotangents
 from jflex.backends.xla import paged, softmax
@@ -62,6 +63,7 @@ class Xla(Backend):
         """Online softmax over the blocks of each row (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
         if isinstance(inputs, PagedInputs):
             return paged.attend(spec, inputs)
+        inputs = inputs._replace(query=widened(spec, inputs.query), key=widened(spec, inputs.key))
         walk = Walk.of(spec, inputs, QUERIES_FIRST)
         spec, query = walk.spec, _padded_query(walk, inputs.query)
 

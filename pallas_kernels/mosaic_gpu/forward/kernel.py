@@ -85,14 +85,14 @@ def _declare(
 ) -> Scratch:
     groups, query_stages = tiles.num_warps // 4, scheduler.QUERY_STAGES if is_persistent else 1
     rows = tiles.block_q // groups
-    D, Dv = padding.head_sizes(spec, dtype)
-    stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), dtype) for size in (D, Dv)]
+    (D, Dv), qk_dtype = padding.head_sizes(spec, dtype), jnp.dtype(spec.qk_dtype or dtype)
+    stages = [smem.tiled((tiles.num_stages, tiles.block_kv, size), of) for size, of in ((D, qk_dtype), (Dv, dtype))]
     return Scratch(
-        smem.tiled((query_stages, groups, rows, D), dtype),
+        smem.tiled((query_stages, groups, rows, D), qk_dtype),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)),
         smem.declared(plg.Barrier(num_barriers=query_stages * groups)) if is_persistent else None,
         Ring.of((*stages, *bias), groups),
-        None if Dv == D else smem.tiled((groups, rows, Dv), dtype),
+        None if Dv == D and spec.qk_dtype is None else smem.tiled((groups, rows, Dv), dtype),
         tuple(smem.declared(plg.SMEM((groups, rows), jnp.float32)) for _ in ("lse", *spec.stats)),
         scheduler.tile_ids() if is_persistent else None,
     )
@@ -103,7 +103,7 @@ def _grid(spec: AttentionSpec, tiles: Tiles) -> Grid:
 
 
 def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> tuple[jax.Array, ...]:
-    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and `spec.stats`, like the lse.
+    """Computes out, in the layout of the query and the dtype of the value, lse and `spec.stats`, float32 [B, Hq, T].
 
     With a mask, the lse is NaN where the output must be repaired (`pallas_kernels.marks`).
 
@@ -116,17 +116,18 @@ def forward(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> t
     """
     order, (T, Dv) = block_walk.row_order(spec, tiles, arrays), (spec.T, spec.Dv)
     spec, arrays = padding.padded(spec, arrays)
-    grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.query.dtype)
+    grid, scratch = _grid(spec, tiles), declare(spec, tiles, arrays.value.dtype)
     is_persistent = scratch.tile_ids is not None
     captured = scores.Captured.of(arrays)
     bias_refs = (
         [load.of(arrays.score_operands) for load in bias_tiles.bias_loads(spec)] if scratch.has_bias_tiles else []
     )
+    of_out = jax.ShapeDtypeStruct((*arrays.query.shape[:3], spec.Dv), arrays.value.dtype)
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.Hq, grid.tiles * tiles.block_q), jnp.float32)
     out, *rows = launch(
         functools.partial(_kernel, spec, tiles, captured),
         (flatten_captured(arrays), order, scheduler.counter() if is_persistent else None, bias_refs),
-        [padding.like_rows(arrays.query, spec.Dv), *(of_rows for _ in ("lse", *spec.stats))],
+        [of_out, *(of_rows for _ in ("lse", *spec.stats))],
         scratch,
         name="jflex_forward_sm90",
         num_ctas=scheduler.NUM_CTAS if is_persistent else grid.size,
@@ -283,7 +284,7 @@ def _consume_tile(
     else:
         pl.when(i > 0)(functools.partial(_free_last, scratch, i, group))
     pl.when(visits)(lambda: scratch.ring.wait(stage))
-    start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.query.dtype, stage)
+    start = forward_step.start(spec, rows, tiles.block_kv, static.arrays.value.dtype, stage)
     step = forward_step.Step(prepared, queries, scratch.ring, ping_pong, pl.ds(group * rows, rows))
     state = block_walk.over_keys(spec, tiles, static.arrays, location, start, step)
     sink = None if static.arrays.sinks is None else static.arrays.sinks[h]

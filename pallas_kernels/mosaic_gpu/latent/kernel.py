@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,23 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
 from pallas_kernels.mosaic_gpu.latent import step
-from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, TILE_KEYS, Heads, Rows
+from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, Rows
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.mosaic_gpu.work_items import (
+    TILE_KEYS,
+    Item,
+    PageRows,
+    num_ctas,
+    over_items,
+    page_rows,
+    pieces_of_tile,
+)
 from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.types import A, Axis, Index, Ref
 
 CONSUMERS = 2
 PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
-PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
 
 
 class LatentOperands(NamedTuple, Generic[A]):
@@ -47,7 +54,7 @@ class LatentOperands(NamedTuple, Generic[A]):
       rows: [pages of all layers, page_size, D], the latent cache.
       table: int32 [R, max_pages], the page table.
       first_page: int32 [1], the first page of the layer.
-      items: int32 [items, 8], the work items: the fields of `Item` but its group, and how many are not padding.
+      items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
       score_operands: Captured arrays of the score mod; booleans as int8.
       mask_operands: Captured arrays of the mask mod; booleans as int8.
     """
@@ -85,7 +92,7 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
     swizzle = smem.swizzle_of(math.gcd(half, rope), jnp.dtype(dtype).itemsize)
     tiled = functools.partial(smem.tiled, dtype=dtype, swizzle=swizzle)
     barrier = lambda arrivals, count: smem.declared(plg.Barrier(num_arrivals=arrivals, num_barriers=count))
-    pieces, vectors = TILE_KEYS // min(TILE_KEYS, spec.page_size), smem.declared
+    pieces, vectors = pieces_of_tile(spec), smem.declared
     ropes = tiled((BUFFERS, TILE_KEYS, rope))
     buffers = step.Buffers(
         latents=tiled((BUFFERS, 2, TILE_KEYS, half)),
@@ -153,7 +160,7 @@ def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array])
         outputs,
         declare(spec, heads, arrays.query.dtype),
         name="jflex_latent_sm90",
-        num_ctas=min(NUM_SMS, sizes.items * spec.Hkv),
+        num_ctas=num_ctas(sizes.items, spec.Hkv),
         warp_groups=CONSUMERS + 1,
     )
 
@@ -161,35 +168,6 @@ def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array])
 def _operands(arrays: LatentOperands[A]) -> Operands[A]:
     """In the form in which all kernels take them; what scores are computed from."""
     return Operands(arrays.query, arrays.rows, arrays.rows, None, arrays.score_operands, arrays.mask_operands)
-
-
-class Item(NamedTuple):
-    """One work item of one group of heads, as scalars.
-
-    Attributes:
-      group: The group of heads.
-      request: The request.
-      first: The first query, packed.
-      queries: Queries from there to the end of the request.
-      length: Keys of the request.
-      begin: The first tile of keys.
-      end: One past the last.
-      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
-    """
-
-    group: jax.Array
-    request: jax.Array
-    first: jax.Array
-    queries: jax.Array
-    length: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    slot: jax.Array
-
-    @property
-    def pairs(self) -> jax.Array:
-        """Pairs of tiles of keys; the last may have but one."""
-        return lax.div(self.end - self.begin + 1, jnp.int32(2))
 
 
 class Static(NamedTuple):
@@ -213,22 +191,9 @@ class Static(NamedTuple):
     scratch: Scratch
     cta_id: Index
 
-    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> jax.Array:
-        """Runs ``pair = body(i, item, pair)`` for the items of this CTA; `pair` counts the pairs of tiles so far.
-
-        The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2.
-        """
-        items, groups = self.arrays.items, jnp.int32(self.spec.Hkv)
-        total, step_size = items[0, 7] * groups, jnp.int32(NUM_SMS)
-
-        def run(i: jax.Array, pair: jax.Array) -> jax.Array:
-            number = self.cta_id + i * step_size
-            at, group = lax.div(number, groups), lax.rem(number, groups)
-            item = Item(group, *(items[at, i] for i in range(7)))
-            return body(i, item, pair)
-
-        rounds = lax.div(jnp.maximum(total - self.cta_id, 0) + (step_size - 1), step_size)
-        return lax.fori_loop(0, rounds, run, jnp.int32(0))
+    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
+        """Runs ``pair = body(i, item, pair)`` for the items of this CTA; `pair` counts the pairs of tiles so far."""
+        over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
 
 
 def _kernel(
@@ -324,16 +289,7 @@ def _arrive(barrier: Ref, count: int) -> None:
 
 
 def _page_rows(static: Static, item: Item, tile: jax.Array) -> list[PageRows]:
-    """Where the keys of a tile lie."""
-    spec, table, size = static.spec, static.arrays.table, static.spec.page_size
-    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + static.arrays.first_page[0]
-    if size >= TILE_KEYS:
-        per_page = jnp.int32(size // TILE_KEYS)
-        row = lax.rem(tile, per_page) * TILE_KEYS
-        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), pl.ds(0, TILE_KEYS))]
-    pieces, last = TILE_KEYS // size, lax.div(item.length - 1, jnp.int32(size))
-    pages = [physical(jnp.minimum(tile * pieces + i, last)) for i in range(pieces)]
-    return [((page, pl.ds(0, size)), pl.ds(i * size, size)) for i, page in enumerate(pages)]
+    return page_rows(static.spec, static.arrays.table, static.arrays.first_page, item, tile)
 
 
 # --- consumers

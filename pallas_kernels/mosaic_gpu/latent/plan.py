@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.latent import kernel
-from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS, TILED_ROWS, Heads
+from pallas_kernels.mosaic_gpu.latent.sizes import Heads
 from pallas_kernels.mosaic_gpu.limits import limit_of_captured
 from pallas_kernels.mosaic_gpu.support import limit_of_mods
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, limit_of_pages
 from pallas_kernels.plan import Refusal
 from pallas_kernels.program.programs import with_programs
 from pallas_kernels.spec import AttentionSpec
@@ -33,6 +33,16 @@ class LatentPlan:
 
     spec: AttentionSpec
     heads: Heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a partial result."""
+        return smem.WARP_GROUP_ROWS
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        return self.heads.queries
 
     def describe(self) -> str:
         """Kernel and tiles, for `jflex.explain`."""
@@ -68,10 +78,8 @@ def _limit(spec: AttentionSpec) -> str | None:
             f"its kernel takes latent sizes that are a multiple of {2 * _STEP} up to {2 * MAX_HALF} and rotated keys "
             f"of a multiple of {_STEP} columns, not {spec.Dv} and {rope}"
         )
-    if spec.page_size % TILED_ROWS or math.gcd(spec.page_size, TILE_KEYS) not in (spec.page_size, TILE_KEYS):
-        return f"its kernel takes pages of 8, 16 or 32 keys or of a multiple of {TILE_KEYS}, not of {spec.page_size}"
     if spec.dropout is not None or spec.normalize != "softmax" or spec.stats:
         return "its kernel for pages has neither dropout, statistics of rows nor weights without a softmax"
     if spec.config.decode is not None or spec.config.forward is not None:
         return "`config` sets tiles, and its kernel for pages has one: 64 rows by 64 keys"
-    return None
+    return limit_of_pages(spec)

@@ -11,11 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.mosaic_gpu import smem
 from pallas_kernels.mosaic_gpu.tile import ROW
+from pallas_kernels.mosaic_gpu.work_items import TILED_ROWS
 from pallas_kernels.spec import AttentionSpec
 
-TILE_KEYS = 64  # of a tile of keys
 BUFFERS = 2  # of tiles of keys in shared memory, one for each consumer warp group
-TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
 
 
 class Rows(NamedTuple):

@@ -19,14 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu import inline_ptx, key_tail, scores, smem
 from pallas_kernels.mosaic_gpu.cost import has_spare_registers
 from pallas_kernels.mosaic_gpu.forward.step import normalised
-from pallas_kernels.mosaic_gpu.latent.sizes import TILE_KEYS
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS
-from pallas_kernels.mosaic_gpu.tile import COLUMN, ROW, TILE
+from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.types import Accumulator, Index, Ref, RegisterLayout
+from pallas_kernels.types import Accumulator, Index, Ref
 
 # Named barriers: the row_max of the tile in a buffer is published, its weights are, the sums of an item are.
 _MAX_BARRIER, _WEIGHTS_BARRIER, _SUMS_BARRIER = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 2, FIRST_FREE_BARRIER + 4
@@ -230,11 +230,7 @@ class Step(NamedTuple):
         # Partial without a mask, too: keys past the end, which may be NaN, are masked by `cut` alone.
         s = scores.modify(prepared, raw, first, is_partial=True, by_clause=by_clause).s
 
-        def cut(s: jax.Array) -> jax.Array:
-            exists = first + plg.broadcasted_iota(jnp.int32, (TILE_KEYS,), 0, layout=COLUMN) < end
-            return inline_ptx.mask_scores(TILE, s, [lax.broadcast_in_dim(exists, s.shape, (1,))])
-
-        return lax.cond(first + TILE_KEYS <= end, lambda s: s, cut, s)
+        return key_tail.mask_scores(s, first, end)
 
     def _weights(self, row_max: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The new row_max, which is published, the weights of the group's own tile, and their partial sums."""
@@ -264,7 +260,7 @@ class Step(NamedTuple):
         It is published before the weights, so that accumulators are rescaled while the other group computes these.
         """
         _barrier("sync", _MAX_BARRIER + b)
-        return _rescaled(state, _load(self.buffers.row_max.at[b], ROW))
+        return _rescaled(state, key_tail.load(self.buffers.row_max.at[b], ROW))
 
     def _add_received(self, out: Accumulator, b: int, tile: jax.Array | None = None) -> None:
         """Issues PV of a tile of the other group, once its weights are published; `tile` if it may be the last.
@@ -288,7 +284,7 @@ class Step(NamedTuple):
     def _clear_past_end(self, b: int, tile: jax.Array) -> None:
         """Overwrites the values past the end of the keys with zeros: their weights are 0, and they may be NaN."""
         valid = jnp.where(tile < self.end, self.length - tile * TILE_KEYS, 0)
-        pl.when(valid < TILE_KEYS)(functools.partial(_clear_rows, self._values(b), valid))
+        key_tail.clear_values(self._values(b), valid)
 
     def finish(self, state: State, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Epilogue: this half of the output, and the lse; `turn` is 0 and 1 in turns."""
@@ -300,9 +296,9 @@ class Step(NamedTuple):
             buffers.marks[own, :] = mark(state.out)
         plg.commit_smem()
         _barrier("sync", _SUMS_BARRIER)
-        row_sum = row_sum + _load(buffers.row_sum.at[other], ROW)
+        row_sum = row_sum + key_tail.load(buffers.row_sum.at[other], ROW)
         out, lse = normalised(state.out, state.row_max, row_sum, None, marks=marks)
-        return out, lse + _load(buffers.marks.at[other], ROW) if marks else lse
+        return out, lse + key_tail.load(buffers.marks.at[other], ROW) if marks else lse
 
 
 def _barrier(operation: str, number: int) -> None:
@@ -327,22 +323,6 @@ def _rescaled(state: State, row_max: jax.Array) -> State:
 
 def _safe(row_max: jax.Array) -> jax.Array:
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
-def _clear_rows(ref: Ref, valid: jax.Array) -> None:
-    """Zeros in the rows from `valid` on."""
-    keys, size = ref.shape
-    width = smem.swizzle_of(size, 2) // 2
-    row = plg.broadcasted_iota(jnp.int32, (keys, width), 0, layout=TILE)
-    for column in range(0, size, width):
-        part = ref.at[:, pl.ds(column, width)]
-        part[...] = jnp.where(row < valid, _load(part, TILE), jnp.zeros((), ref.dtype))
-    plg.commit_smem()
-
-
-def _load(ref: Ref, layout: RegisterLayout) -> jax.Array:
-    load: Any = plg.load  # jax < 0.11: wants an index
-    return load(ref, layout=layout)
 
 
 def _over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

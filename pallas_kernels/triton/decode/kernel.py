@@ -30,7 +30,7 @@ from pallas_kernels.triton.attention import Attention, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
 from pallas_kernels.triton.decode import merge, ragged
 from pallas_kernels.triton.decode.ragged import KvExtents, SplitPlan
-from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows
+from pallas_kernels.triton.head_chunks import Columns, chunks, load_rows, widened
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.types import Index, Ref, S
 
@@ -38,7 +38,7 @@ from pallas_kernels.types import Index, Ref, S
 def decode(
     spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array], lengths: jax.Array | None = None
 ) -> merge.Results:
-    """Computes out, in the layout and dtype of the query, lse, float32 [B, Hq, T], and ``spec.stats``, like the lse.
+    """Computes out, in the layout of the query and the dtype of the value, lse and ``spec.stats``, float32 [B, Hq, T].
 
     Args:
       spec: Its programs are traced with heads in rows.
@@ -52,17 +52,20 @@ def decode(
         result = _decode_ragged(spec, tiles, arrays, lengths)
     else:
         result = _decode_uniform(spec, tiles, arrays)
-    return _repair(spec, tiles, arrays, lengths, result) if spec.needs_marks else result
+    return repair(spec, tiles, arrays, lengths, result) if spec.needs_marks else result
 
 
-def _repair(
+def repair(
     spec: AttentionSpec,
     tiles: Tiles,
     arrays: Operands[jax.Array],
     lengths: jax.Array | None,
     result: merge.Results,
 ) -> merge.Results:
-    """Recomputes the key heads that have an lse of NaN, without splits; see `containment`."""
+    """The results of `decode`, with the key heads that have an lse of NaN computed again, without splits.
+
+    See `containment`.
+    """
     count = len(jax.tree.leaves((arrays, lengths)))
     return launch(
         functools.partial(_repair_kernel, spec, tiles),
@@ -91,7 +94,7 @@ def _decode_uniform(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Arra
         tiles=tiles,
         spec=spec,
     )
-    return merge.merge_uniform(spec, splits, partials, arrays.query.dtype)
+    return merge.merge_uniform(spec, splits, partials, arrays.value.dtype)
 
 
 def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]) -> merge.Results:
@@ -99,7 +102,7 @@ def _decode_whole(spec: AttentionSpec, tiles: Tiles, arrays: Operands[jax.Array]
     return launch(
         functools.partial(_uniform_kernel, spec, tiles, 1),
         (arrays,),
-        merge.result_shapes(spec, arrays.query.dtype),
+        merge.result_shapes(spec, arrays.value.dtype),
         name="jflex_decode",
         grid=(1, spec.Hkv, spec.B),
         tiles=tiles,
@@ -113,7 +116,7 @@ def _decode_ragged(
     lists = (None, None) if arrays.lists is None else (arrays.lists[0], arrays.lists[2])
     plan, extents = SplitPlan(spec, tiles), KvExtents(lengths, *lists)
     slots = (plan.slots, plan.heads, tiles.block_q)
-    result = merge.result_shapes(spec, arrays.query.dtype)
+    result = merge.result_shapes(spec, arrays.value.dtype)
     vectors = [jax.ShapeDtypeStruct(slots, jnp.float32)] * fixed_splits.vectors_of_partial(spec)
     items = min(plan.num_items, pl.cdiv(fixed_splits.MAX_PROGRAMS, plan.heads)) if plan.is_fixed else plan.num_items
     found = launch(
@@ -274,7 +277,7 @@ def _load_queries(spec: AttentionSpec, ref: Ref, b: Index, h: jax.Array, t: jax.
         column = first + lax.broadcasted_iota(jnp.int32, shape, 1)
         h_row, t_row = jnp.broadcast_to(h, shape), jnp.broadcast_to(t, shape)
         at = (b, t_row, h_row, column) if spec.layout == "BTNH" else (b, h_row, t_row, column)
-        return language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0)
+        return widened(spec, language.load(spec.route, ref.at[at], mask=column < spec.D, other=0.0))
 
     return tuple(load(*chunk) for chunk in chunks(spec.D))
 

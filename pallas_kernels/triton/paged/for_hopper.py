@@ -1,4 +1,4 @@
-"""What the Hopper kernel for pages leaves to these: the plan of its work items, the merge of its partial results."""
+"""What the Hopper kernels with split-KV leave to these: the plan of their work items, the merge of partial results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import Tiles
@@ -15,7 +16,7 @@ from pallas_kernels.triton import split_kv
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.walk import walk_of_all_heads
-from pallas_kernels.triton.paged.work import PagedOperands, RequestExtents, Work, item_of, requests
+from pallas_kernels.triton.paged.work import RequestExtents, Work, item_of, requests, requests_on_host
 from pallas_kernels.types import Ref
 
 _UNLIMITED = 1 << 30
@@ -27,18 +28,31 @@ def work_of(rows: int, keys: int, queries: int) -> Work:
     return Work(Tiles(rows, keys, 8), 0, _UNLIMITED, queries_of_tile=queries, resident=split_kv.NUM_SMS)
 
 
-def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]) -> jax.Array:
+def work_items(
+    spec: AttentionSpec,
+    work: Work,
+    extents: RequestExtents[jax.Array],
+    mask_operands: tuple[jax.Array, ...],
+    per_request: int | None = None,
+) -> jax.Array:
     """The work items of a launch, int32 [items, FIELDS].
 
     Fields are the request, the first query, the queries from there on, the keys, the first tile of keys, one past the
     last, the slot of the partial result (-1 where keys are not split), and the number of items that are not padding.
 
     A program computes one item, as those of the paged kernel do. By XLA it takes eight kernels.
+
+    Args:
+      spec: The spec; its T counts packed queries.
+      work: The launch.
+      extents: Where queries begin, and how many keys there are.
+      mask_operands: What the mask captures.
+      per_request: Queries of each request, if the mask counts them from the first of its own (dense calls).
     """
     count = work.num_items(spec)
     [items] = launch(
-        functools.partial(_kernel, spec, work),
-        (RequestExtents(arrays.indptr, arrays.lengths), arrays.mask_operands),
+        functools.partial(_kernel, spec, work, per_request),
+        (extents, mask_operands),
         [jax.ShapeDtypeStruct((count, FIELDS), jnp.int32)],
         name="jflex_paged_plan",
         grid=(count,),
@@ -49,12 +63,17 @@ def work_items(spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array]
 
 
 def _kernel(
-    spec: AttentionSpec, work: Work, extents: RequestExtents[Ref], mask_operands: tuple[Ref, ...], items: Ref
+    spec: AttentionSpec,
+    work: Work,
+    per_request: int | None,
+    extents: RequestExtents[Ref],
+    mask_operands: tuple[Ref, ...],
+    items: Ref,
 ) -> None:
     number = pl.program_id(0)
     of = requests(spec, work, extents)
     item = item_of(spec, work, of, number)
-    walk = walk_of_all_heads(spec, work, mask_operands, item)
+    walk = walk_of_all_heads(spec, work, mask_operands, item, per_request)
     begin, end = (walk.first + x for x in split_kv.split_range(walk.last - walk.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
     fields = item.request, item.first, item.queries, item.length, begin, end, slot, jnp.sum(of.tiles * of.splits)
@@ -62,8 +81,28 @@ def _kernel(
         items[number, i] = field
 
 
+def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.ndarray]) -> np.ndarray:
+    """The same for extents that are known, and no mask: without padding, so that no kernel plans."""
+    assert spec.programs.mask is None  # it bounds the tiles that are visited
+    with jax.ensure_compile_time_eval():
+        of = requests_on_host(spec, work, extents.indptr, extents.lengths)
+        start, queries, length, tiles, splits = (np.asarray(x) for x in of)
+    found, slot, (per_tile, keys) = [], 0, (work.queries(spec), work.tiles.block_kv)
+    for request in np.flatnonzero(tiles):
+        count = -(-length[request] // keys)
+        size = -(-count // splits[request])
+        for within in range(tiles[request] * splits[request]):
+            tile, split = divmod(within, splits[request])
+            done, bounds = tile * per_tile, (min(split * size, count), min((split + 1) * size, count))
+            at = slot + within if splits[request] > 1 else -1
+            owner = min(request, spec.B - 1)
+            found.append([owner, start[request] + done, max(queries[request] - done, 0), length[request], *bounds, at])
+        slot += tiles[request] * splits[request] if splits[request] > 1 else 0
+    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS)
+
+
 def merge(
-    spec: AttentionSpec, work: Work, arrays: PagedOperands[jax.Array], result: Sequence[jax.Array]
+    spec: AttentionSpec, work: Work, extents: RequestExtents[jax.Array], result: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results of the launch."""
-    return merge_splits(spec, work, arrays, result[:2], result[2:]) if len(result) > 2 else list(result)
+    return merge_splits(spec, work, extents, result[:2], result[2:]) if len(result) > 2 else list(result)

@@ -33,7 +33,7 @@ from pallas_kernels.types import Ref
 def merge_splits(
     spec: AttentionSpec,
     work: Work,
-    arrays: PagedOperands[jax.Array],
+    arrays: PagedOperands[jax.Array] | RequestExtents[jax.Array],
     result: Sequence[jax.Array],
     splits: Sequence[jax.Array],
 ) -> list[jax.Array]:

@@ -58,7 +58,9 @@ def walk_of(spec: AttentionSpec, tile: int, mask: Evaluation | None, item: WorkI
     return Walk(begin, end, jnp.minimum(first_whole * run, end), jnp.minimum(last_whole * run, end))
 
 
-def walk_of_all_heads(spec: AttentionSpec, work: Work, refs: Sequence[Ref], item: WorkItem) -> Walk:
+def walk_of_all_heads(
+    spec: AttentionSpec, work: Work, refs: Sequence[Ref], item: WorkItem, per_request: int | None = None
+) -> Walk:
     """The tiles that all groups of heads of a work item visit, where they visit the same; all of them otherwise.
 
     Args:
@@ -66,12 +68,14 @@ def walk_of_all_heads(spec: AttentionSpec, work: Work, refs: Sequence[Ref], item
       work: The launch.
       refs: What the mask captures.
       item: The work item.
+      per_request: Queries of each request, if the mask counts them from the first of its own.
     """
     program, tile = spec.programs.mask, work.tiles.block_kv
     if program is None or (spec.Hkv > 1 and program.argument("h") in program.nodes):
         return walk_of(spec, tile, None, item)
     row = item.rows(spec, work, jnp.zeros_like(item.request))
-    at = {"b": item.request, "h": row.h[:, None], "q": row.n[:, None]}
+    q = row.n if per_request is None else row.n - item.request * per_request
+    at = {"b": item.request, "h": row.h[:, None], "q": q[:, None]}
     mask = evaluation(program, refs, work.tiles.shape, at, approximate=True, route=spec.route)
     mask.prepare(program.nodes, ("", "q"))
     return walk_of(spec, tile, mask, item)

@@ -1,0 +1,250 @@
+"""Accuracy of caches of eight bits beside bfloat16: ``python -m benchmarks numerics eight_bits``.
+
+Keys and values are drawn in float32 and written to each cache; what attention over it gives is held against attention
+in float64 over what was drawn. Needles are keys that a query matches strongly, one each, among all others. Importing
+this imports neither JAX nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.questions.command import Measured, Questions
+from benchmarks.results.schema import Record
+from benchmarks.run.jobs import SHARED_GPU, Job, RunJob, run_job, run_jobs
+
+HELD = ("float8_e4m3fn", "float8_e5m2", "int8")
+SCALES = {"tensor": "one scale", "head": "a scale for each head", "token": "a scale for each token and head"}
+MAGNITUDES = (1.0, 8.0)  # of the keys of each head
+UNITS = {
+    "SQNR of keys, the worse head": "dB",
+    "SQNR of the output without a needle": "dB",
+    "error of the output with a needle": "%",
+    "1 - cosine of the output, the worst needle": "",
+    "weight on the needle": "%",
+    "error of that weight, the worst needle": "%",
+}
+_D, _LATENT, _ROPE = 128, 512, 64
+_PAGE, _PLAIN = 64, 16
+_SCORE = 14.0  # of a query and its needle; those of other keys have a mean of 0 and a deviation of _SCORE * D**-0.5
+QUESTIONS = Questions()
+
+
+@QUESTIONS.of(
+    "caches of eight bits and of bfloat16 against float64: 65,536 normal keys and values of 128, 2 heads, the keys of "
+    "the second 8 times as large, and as many latent vectors of 512 columns and 64 rotated ones; 16 needles in each "
+    "head: keys that one query each matches with a score of 14; in % of the exact output, and of all weights",
+)
+def eight_bits(length: int = 65536, needles: int = 16, run: RunJob = run_job) -> Measured:
+    """What do eight bits cost, and does attention find a needle among 64 k keys?"""
+    job = Job("the caches", __name__, "errors", {"length": length, "needles": needles}, SHARED_GPU)
+    found, remarks = run_jobs([job], run)
+    records = [
+        Record.single(f"{cache}: {what}", float(f"{value:.3g}"), UNITS[what])
+        for answer in found.values()
+        for cache, values in answer.items()
+        for what, value in values.items()
+    ]
+    return records, remarks
+
+
+class Haystack(NamedTuple):
+    """What is drawn, in float32: N queries, the first of which have a needle each."""
+
+    query: np.ndarray  # [N, H, D], of bfloat16 numbers
+    key: np.ndarray  # [S, H, D]
+    value: np.ndarray  # [S, H, Dv]
+    places: np.ndarray  # [needles, H]
+
+
+def haystack(length: int, needles: int, *, latent: bool = False) -> Haystack:
+    """Draws it, by a fixed seed; the first columns of latent keys are the values."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    normal = functools.partial(rng.standard_normal, dtype=np.float32)
+    magnitudes = np.array(MAGNITUDES[:1] if latent else MAGNITUDES, np.float32)[:, None]
+    heads, D = len(magnitudes), _LATENT + _ROPE if latent else _D
+    key = normal((length, heads, D)) * magnitudes
+    value = key[..., :_LATENT] if latent else normal((length, heads, D))
+    places = np.stack([rng.choice(length, needles, replace=False) for _ in range(heads)], axis=1)
+    found = np.take_along_axis(key, places[..., None], axis=0)
+    matching = np.float32(_SCORE * D**0.5) * found / np.square(found).sum(-1, keepdims=True)
+    query = np.concatenate([matching, normal((_PLAIN, heads, D)) / magnitudes])
+    return Haystack(query.astype(ml_dtypes.bfloat16).astype(np.float32), key, value, places)
+
+
+def exact(x: Haystack) -> tuple[np.ndarray, np.ndarray]:
+    """Out [N, H, D] and the weight of each needle [needles, H], in float64."""
+    out, weights = np.empty((*x.query.shape[:2], x.value.shape[-1])), np.empty(x.places.shape)
+    for h in range(x.query.shape[1]):
+        query, key, value = (a[:, h].astype(np.float64) for a in (x.query, x.key, x.value))
+        scores = query.shape[-1] ** -0.5 * query @ key.T
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        out[:, h], weights[:, h] = p @ value, p[np.arange(len(x.places)), x.places[:, h]]
+    return out, weights
+
+
+def errors(length: int, needles: int) -> dict[str, dict[str, float]]:
+    """How far each cache is from float64, by its name and what is measured; in a process of its own."""
+    found = {}
+    for what, caches in (("keys", _caches), ("latent vectors", _latent_caches)):
+        x = haystack(length, needles, latent=caches is _latent_caches)
+        right, weights = exact(x)
+        found[f"{what}, float64"] = {"weight on the needle": 100 * float(weights.mean())}
+        for name, held, out, lse in caches(x):
+            measured = _measured(x, held, np.asarray(out, np.float64), np.asarray(lse), right, weights)
+            found[f"{what}, {name}"] = measured
+    return found
+
+
+def _measured(
+    x: Haystack, held: np.ndarray, out: np.ndarray, lse: np.ndarray, right: np.ndarray, weights: np.ndarray
+) -> dict[str, float]:
+    needles = len(x.places)
+    keys = min(_ratio(x.key[:, h], held[:, h]) for h in range(held.shape[1]))
+    own = np.take_along_axis(held, x.places[..., None], axis=0).astype(np.float64)
+    scores = own.shape[-1] ** -0.5 * (x.query[:needles] * own).sum(-1)
+    found = np.exp(scores - lse[:needles])
+    with_needle, expected = out[:needles], right[:needles]
+    norms = np.linalg.norm(with_needle, axis=-1) * np.linalg.norm(expected, axis=-1)
+    cosines = (with_needle * expected).sum(-1) / norms
+    off = np.linalg.norm(with_needle - expected) / np.linalg.norm(expected)
+    ratio = _ratio(right[needles:], out[needles:])
+    values = keys, ratio, 100 * off, 1 - cosines.min(), 100 * found.mean(), 100 * np.abs(found - weights).max()
+    return dict(zip(UNITS, map(float, values), strict=True))
+
+
+def _ratio(right: np.ndarray, found: np.ndarray) -> float:
+    """Signal to quantisation noise, in dB."""
+    signal, noise = (np.square(a.astype(np.float64)).sum() for a in (right, found - right))
+    return float(10 * np.log10(signal / noise))
+
+
+_Attended = tuple[str, np.ndarray, Any, Any]
+
+
+def _caches(x: Haystack) -> Iterator[_Attended]:
+    """Each cache: its name, the keys that it holds, out and lse."""
+    import jax.numpy as jnp
+
+    import jflex
+
+    query, key, value = (jnp.asarray(a) for a in (x.query, x.key, x.value))
+    query = query.astype(jnp.bfloat16)
+    rounded = key.astype(jnp.bfloat16), value.astype(jnp.bfloat16)
+    out, lse = jflex.flex_attention(query[None], rounded[0][None], rounded[1][None], return_lse=True)
+    yield "bfloat16, dense", np.asarray(rounded[0], np.float32), out[0], lse[0].T
+    yield "bfloat16, paged", *_paged(query, *rounded, {"dtype": jnp.bfloat16})
+    for dtype in HELD:
+        for kind, words in SCALES.items():
+            how = {"dtype": dtype, **_scales(x, dtype, kind)}
+            yield f"{dtype}, {words}, paged", *_paged(query, key, value, how)
+        yield f"{dtype}, {SCALES['token']}, dense", *_dense(query, key, value, dtype)
+
+
+def _scales(x: Haystack, dtype: str, kind: str) -> Mapping[str, Any]:
+    """Arguments of `PagedCache.create`: scales that hold the largest magnitude."""
+    import jax.numpy as jnp
+
+    if kind == "token":
+        return {}
+    largest = float(jnp.iinfo(dtype).max if dtype == "int8" else jnp.finfo(dtype).max)
+    axes = None if kind == "tensor" else (0, 2)
+    return {name: np.abs(a).max(axes) / np.float32(largest) for name, a in (("k_scale", x.key), ("v_scale", x.value))}
+
+
+def _latent_caches(x: Haystack) -> Iterator[_Attended]:
+    """Likewise of latent vectors, on pages."""
+    import jax
+    import jax.numpy as jnp
+
+    import jflex
+
+    query, length = jnp.asarray(x.query, jnp.bfloat16), len(x.key)
+    table, slots = _table(length)
+    for dtype, words in (("bfloat16", ""), ("float8_e4m3fn", ", a scale for each token and 128 columns")):
+        rows = jnp.asarray(x.key[:, 0]).astype(jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
+        cache = jflex.paged.LatentCache.create(1 + length // _PAGE, _PAGE, _LATENT, _ROPE, dtype=dtype)
+        write = jax.jit(jflex.paged.write_latent, donate_argnums=0)
+        cache = write(cache, rows[:, :_LATENT], rows[:, _LATENT:], slots)
+        attend = functools.partial(jflex.mla_attention, scale=query.shape[-1] ** -0.5, return_lse=True)
+        out, lse = jax.jit(attend)(query, cache, _batch(query, table, length))
+        held = np.asarray(cache.rows[table[0]], np.float32).reshape(length, -1)
+        if cache.scale is not None and cache.rope is not None:
+            held *= np.repeat(np.asarray(cache.scale[table[0]]).reshape(length, -1), 128, axis=-1)
+            held = np.concatenate([held, np.asarray(cache.rope[table[0]], np.float32).reshape(length, -1)], axis=-1)
+        yield f"{dtype}{words}, paged", held[:, None], out, lse
+
+
+def _table(length: int) -> tuple[Any, Any]:
+    """The page table of one sequence, in a random order, and its slots."""
+    import jax.numpy as jnp
+
+    table = np.random.default_rng(1).permutation(np.arange(1, 1 + length // _PAGE)).astype(np.int32)
+    slots = (table[:, None] * _PAGE + np.arange(_PAGE, dtype=np.int32)).reshape(-1)
+    return jnp.asarray(table)[None], jnp.asarray(slots)
+
+
+def _batch(query: Any, table: Any, length: int) -> Any:
+    import jax.numpy as jnp
+
+    import jflex
+
+    return jflex.paged.PagedBatch(jnp.array([0, len(query)], jnp.int32), jnp.array([length], jnp.int32), table)
+
+
+def _paged(query: Any, key: Any, value: Any, how: Mapping[str, Any]) -> tuple[np.ndarray, Any, Any]:
+    """On pages in a random order."""
+    import jflex
+
+    length, heads, D = key.shape
+    table, slots = _table(length)
+    cache = jflex.paged.PagedCache.create(1 + length // _PAGE, _PAGE, heads, D, **how)
+    cache = _write()(cache, key, value, slots)
+    return _attended(query, cache, table, length)
+
+
+def _dense(query: Any, key: Any, value: Any, dtype: str) -> tuple[np.ndarray, Any, Any]:
+    """In the dense cache of Flax layers."""
+    import jax
+
+    from flax_layers.nnx import EightBitCache
+
+    length, heads, D = key.shape
+    cache = EightBitCache.create(1, length, heads, D, dtype=dtype)
+    cache = jax.jit(EightBitCache.append, donate_argnums=0)(cache, key[None], value[None])
+    return _attended(query, cache.pages, cache.table, length)
+
+
+@functools.cache
+def _attend() -> Any:
+    import jax
+
+    import jflex
+
+    return jax.jit(functools.partial(jflex.paged_attention, return_lse=True))
+
+
+@functools.cache
+def _write() -> Any:
+    import jax
+
+    import jflex
+
+    return jax.jit(jflex.paged.write, donate_argnums=0)
+
+
+def _attended(query: Any, cache: Any, table: Any, length: int) -> tuple[np.ndarray, Any, Any]:
+    """The keys that a cache holds, out and lse."""
+    out, lse = _attend()(query, cache, _batch(query, table, length))
+    held = np.asarray(cache.k[table[0]], np.float32)
+    if cache.k_scale is not None:
+        own = cache.k_scale[table[0]] if cache.k_scale.ndim == 3 else cache.k_scale
+        held = held * np.asarray(own)[..., None]
+    return held.reshape(-1, *held.shape[-2:])[:length], out, lse

@@ -1,0 +1,173 @@
+"""Adapter of the Hopper kernels with split-KV: pages of latent vectors, pages of keys and values, few dense queries.
+
+The Triton kernels plan their work items where lengths are known on the device alone, merge their partial results, and
+recompute what masked NaN reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jflex._call.sinks import fold_sinks
+from jflex.backends.base import Inputs, PagedInputs, Plan, Saved, Splits
+from jflex.backends.gpu import triton
+from jflex.backends.gpu.isolated_trace import isolated_trace
+from jflex.backends.gpu.official_triton import triton_here
+from jflex.backends.gpu.operands import operands_of
+from pallas_kernels.plan import Refusal
+from pallas_kernels.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic_gpu.decode.plan import DecodePlan
+    from pallas_kernels.mosaic_gpu.latent.plan import LatentPlan
+    from pallas_kernels.triton.paged.work import PagedOperands, Work
+
+# --- plans
+
+
+@functools.lru_cache(maxsize=256)
+def plan_paged(spec: AttentionSpec) -> Plan | Refusal:
+    """The plan of a paged call."""
+    from pallas_kernels.mosaic_gpu.decode import plan as decode_plan
+    from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
+
+    own = (latent_plan if spec.values_in_keys else decode_plan).plan(spec)
+    if isinstance(own, Refusal):
+        return own
+    refusal, work = _limit_of_triton(spec, own.spec), _work(own)
+    return refusal or Plan(own.describe, (own, work), count_splits=functools.partial(_count_splits, own.spec, work))
+
+
+@functools.lru_cache(maxsize=256)
+def plan_decode(spec: AttentionSpec) -> Plan | Refusal:
+    """The plan of a dense call with few queries."""
+    from pallas_kernels.mosaic_gpu.decode.plan import plan
+
+    own = plan(spec)
+    if isinstance(own, Refusal):
+        return own
+    return _limit_of_triton(spec, own.spec) or Plan(own.describe, (own, _work(own)))
+
+
+def _limit_of_triton(spec: AttentionSpec, own: AttentionSpec) -> Refusal | None:
+    """Why the kernels of Triton cannot do their part of a call."""
+    others = triton_here(spec)
+    missing = others.limit_of_compiler(spec)
+    if missing is None and own.needs_marks:
+        repairs = others.plan(spec, None)
+        missing = repairs.sentence(spec) if isinstance(repairs, Refusal) else None
+    if missing is None:
+        return None
+    return Refusal(f"the kernels of Triton merge its partial results and repair them, and {missing}")
+
+
+def _work(own: LatentPlan | DecodePlan) -> Work:
+    from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
+    from pallas_kernels.triton.paged.for_hopper import work_of
+
+    return work_of(own.rows, TILE_KEYS, own.queries)
+
+
+@isolated_trace
+def _count_splits(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
+    """Tiles of queries, and the splits of their keys, for each group of heads."""
+    from pallas_kernels.triton.paged.work import requests_on_host
+
+    with jax.ensure_compile_time_eval():
+        of = requests_on_host(spec, work, indptr, lengths)
+        return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
+
+
+# --- pages
+
+
+def attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
+    """Runs the kernel of a paged call that `plan_paged` supports."""
+    from pallas_kernels.triton.paged import for_hopper
+    from pallas_kernels.triton.paged.work import RequestExtents
+
+    plan = plan_paged(spec)
+    assert isinstance(plan, Plan), plan
+    own, work = plan.kernels
+    arrays = triton.paged_operands(inputs)
+    extents = RequestExtents(arrays.indptr, arrays.lengths)
+    items = for_hopper.work_items(own.spec, work, extents, arrays.mask_operands)
+    slots = work.slots(own.spec) if work.max_splits(own.spec) > 1 else 0
+    run = _attend_latent if spec.values_in_keys else _attend_pages
+    result = run(own, arrays, items, (work.num_items(own.spec), slots))
+    result = for_hopper.merge(own.spec, work, extents, result)
+    return Saved(*(triton.repair_paged(spec, arrays, result) if own.spec.needs_marks else result))
+
+
+def _attend_latent(
+    own: LatentPlan, arrays: PagedOperands[jax.Array], items: jax.Array, sizes: tuple[int, int]
+) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu.latent import kernel
+
+    rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
+    captured = arrays.score_operands, arrays.mask_operands
+    operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
+    return kernel.attend(own.spec, kernel.Sizes(own.heads, *sizes), operands)
+
+
+def _attend_pages(
+    own: DecodePlan, arrays: PagedOperands[jax.Array], items: jax.Array, sizes: tuple[int, int]
+) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu.decode import kernel
+
+    pages = arrays.table, arrays.first_page
+    captured = arrays.score_operands, arrays.mask_operands
+    operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, *captured)
+    return kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), operands)
+
+
+# --- few queries against contiguous keys
+
+
+def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
+    """Runs the kernel of a dense call that `plan_decode` supports: each batch entry is a request with T queries."""
+    from pallas_kernels.mosaic_gpu.decode import kernel
+    from pallas_kernels.triton.paged import for_hopper
+    from pallas_kernels.triton.paged.work import RequestExtents
+
+    plan = plan_decode(spec)
+    assert isinstance(plan, Plan), plan
+    (own, work), operands = plan.kernels, operands_of(inputs)
+    packed = dataclasses.replace(own.spec, T=spec.B * spec.T)  # to the plan and the merge
+    indptr, whole = np.arange(spec.B + 1, dtype=np.int32) * spec.T, np.full(spec.B, spec.S, np.int32)
+    extents = RequestExtents(
+        jnp.asarray(indptr), jnp.asarray(whole) if inputs.kv_lengths is None else inputs.kv_lengths
+    )
+    if inputs.kv_lengths is None and spec.mask_mod is None:
+        known = for_hopper.items_on_host(packed, work, RequestExtents(indptr, whole))
+        items, sizes = jnp.asarray(known), (len(known), 1 + int(known[:, _SLOT].max(initial=-1)))
+    else:
+        items = for_hopper.work_items(packed, work, extents, operands.mask_operands, per_request=spec.T)
+        sizes = work.num_items(packed), work.slots(packed) if work.max_splits(packed) > 1 else 0
+    captured = operands.score_operands, operands.mask_operands
+    query = _packed(spec, operands.query)
+    arrays = kernel.DecodeOperands(query, operands.key, operands.value, None, None, items, *captured)
+    out, lse = for_hopper.merge(
+        packed, work, extents, kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), arrays)
+    )
+    by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
+    out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)
+    result = [out if spec.layout == "BTNH" else out.swapaxes(1, 2), lse]
+    if own.spec.needs_marks:
+        result = triton.repair_decoded(spec, operands, inputs.kv_lengths, result)
+    return fold_sinks(spec, Saved(*result), inputs.sinks)
+
+
+_SLOT = 6  # field of a work item
+
+
+def _packed(spec: AttentionSpec, query: jax.Array) -> jax.Array:
+    """Queries [N, Hq, D], those of a batch entry side by side."""
+    tokens_first = query if spec.layout == "BTNH" else query.swapaxes(1, 2)
+    return tokens_first.reshape(spec.B * spec.T, *tokens_first.shape[2:])

@@ -1,0 +1,1 @@
+"""The kernel for few queries against keys and values, contiguous or in pages, for Hopper."""

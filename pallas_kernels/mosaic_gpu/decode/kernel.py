@@ -1,0 +1,355 @@
+"""Attention of few queries over keys and values, contiguous or in pages, for Hopper: split-KV with TMA and wgmma.
+
+The rows of a tile are queries of one request, of all query heads that share a key head, so that keys are read once for
+them. Persistent CTAs take work items (a tile of queries, one split of its keys, a key head) in order. A producer warp
+group looks up pages and loads tiles of keys and values by TMA into a ring, across items. Loading bounds the time, so
+the ring is as deep as shared memory allows. Two consumer warp groups take every other tile, each with a softmax state
+of its own, and merge the two at the end of an item: while one waits for a GEMM or computes weights, the other goes on.
+
+Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plg
+from jax.typing import DTypeLike
+
+from pallas_kernels.marks import mark
+from pallas_kernels.mosaic_gpu import inline_ptx, key_tail, scores, smem
+from pallas_kernels.mosaic_gpu.decode import step
+from pallas_kernels.mosaic_gpu.decode.sizes import (
+    Packing,
+    Rows,
+    first_query,
+    merged_columns,
+    num_queries,
+    stages_of,
+)
+from pallas_kernels.mosaic_gpu.forward.step import normalised
+from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
+from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
+from pallas_kernels.mosaic_gpu.tile import ROW, TILE
+from pallas_kernels.mosaic_gpu.work_items import (
+    TILE_KEYS,
+    Item,
+    PageRows,
+    num_ctas,
+    over_items,
+    page_rows,
+    pieces_of_tile,
+)
+from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.types import A, Index, Ref
+
+CONSUMERS = 2
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
+_FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of what one consumer hands to the other
+
+
+class DecodeOperands(NamedTuple, Generic[A]):
+    """The inputs of the kernel (in it: the refs to them).
+
+    Attributes:
+      query: [N, Hq, D], packed: the queries of one request after those of the other.
+      key: [pages of all layers, page_size, Hkv, D]; of a dense call, in its layout.
+      value: Likewise, with Dv.
+      table: int32 [R, max_pages], the page table; None for a dense call.
+      first_page: int32 [1], the first page of the layer; None for a dense call.
+      items: int32 [items, 8], the work items (`pallas_kernels.mosaic_gpu.work_items`).
+      score_operands: Captured arrays of the score mod; booleans as int8.
+      mask_operands: Captured arrays of the mask mod; booleans as int8.
+    """
+
+    query: A
+    key: A
+    value: A
+    table: A | None
+    first_page: A | None
+    items: A
+    score_operands: tuple[A, ...]
+    mask_operands: tuple[A, ...]
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA.
+
+    Attributes:
+      queries: [consumers, 64, D]: each has a copy.
+      ring: A stage holds keys [64, D] and values [64, Dv]; even ones are read by the first consumer, odd ones by the
+        second.
+      out: [64, columns] float32: output of the second consumer, which the first merges.
+      vectors: [2, 64] float32: its row_max and row_sum.
+    """
+
+    queries: Ref
+    ring: Ring
+    out: Ref
+    vectors: Ref
+
+
+def declare(spec: AttentionSpec, dtype: DTypeLike) -> Scratch:
+    """The scratch of a CTA."""
+    stages, rows = stages_of(spec), smem.WARP_GROUP_ROWS
+    tiles = tuple(smem.tiled((stages, TILE_KEYS, size), dtype) for size in (spec.D, spec.Dv))
+    pieces = 1 if spec.paging is None else pieces_of_tile(spec)
+    barrier = lambda arrivals: smem.declared(plg.Barrier(num_arrivals=arrivals, num_barriers=stages))
+    return Scratch(
+        smem.tiled((CONSUMERS, rows, spec.D), dtype),
+        Ring(tiles, barrier(len(tiles) * pieces), barrier(1)),
+        smem.tiled((rows, merged_columns(spec)), jnp.float32),
+        smem.declared(plg.SMEM((2, rows), jnp.float32)),
+    )
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a launch.
+
+    Attributes:
+      packing: How queries are packed into tiles.
+      items: Upper bound on the work items.
+      slots: Upper bound on partial results; 0 if no keys are split.
+    """
+
+    packing: Packing
+    items: int
+    slots: int
+
+
+def attend(spec: AttentionSpec, sizes: Sizes, arrays: DecodeOperands[jax.Array]) -> list[jax.Array]:
+    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq], of the tiles of queries whose keys are not split.
+
+    After them come the partial results of the others, if there may be any: out [slots, Hkv, rows, Dv] and lse [slots,
+    Hkv, rows], float32, where the first rows are the heads of the first query, then of the next.
+
+    Args:
+      spec: Its programs are traced with heads in rows.
+      sizes: Of the launch.
+      arrays: The inputs; captured arrays have their shapes.
+    """
+    n, packing = num_queries(spec), sizes.packing
+    outputs = [
+        jax.ShapeDtypeStruct((n, spec.Hq, spec.Dv), spec.out_dtype),
+        jax.ShapeDtypeStruct((n, spec.Hq), jnp.float32),
+    ]
+    if sizes.slots:
+        slots = (sizes.slots, spec.Hkv, packing.rows)
+        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
+    of_mods = _operands(arrays)
+    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
+    return launch(
+        functools.partial(_kernel, spec, packing, captured),
+        arrays._replace(score_operands=flat.score_operands, mask_operands=flat.mask_operands),
+        outputs,
+        declare(spec, arrays.query.dtype),
+        name="jflex_decode_sm90",
+        num_ctas=num_ctas(sizes.items, spec.Hkv),
+        warp_groups=CONSUMERS + 1,
+    )
+
+
+def _operands(arrays: DecodeOperands[A]) -> Operands[A]:
+    """In the form in which all kernels take them; what scores are computed from."""
+    return Operands(arrays.query, arrays.key, arrays.value, None, arrays.score_operands, arrays.mask_operands)
+
+
+class Static(NamedTuple):
+    """What producer and consumers share.
+
+    Attributes:
+      spec: The spec.
+      packing: How queries are packed.
+      captured: Shapes of the captured arrays.
+      arrays: The inputs.
+      outputs: Out, lse, and partial results.
+      scratch: Shared memory and barriers.
+      cta_id: Of this CTA.
+    """
+
+    spec: AttentionSpec
+    packing: Packing
+    captured: scores.Captured
+    arrays: DecodeOperands[Ref]
+    outputs: tuple[Ref, ...]
+    scratch: Scratch
+    cta_id: Index
+
+    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
+        """Runs ``done = body(i, item, done)`` for the items of this CTA; `done` counts the tiles of keys so far."""
+        over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
+
+
+def _kernel(
+    spec: AttentionSpec,
+    packing: Packing,
+    captured: scores.Captured,
+    cta_id: Index,
+    arrays: DecodeOperands[Ref],
+    outputs: tuple[Ref, ...],
+    scratch: Scratch,
+) -> None:
+    static = Static(spec, packing, captured, arrays, tuple(outputs), scratch, cta_id)
+    group = lax.axis_index(WARP_GROUP)
+    pl.when(group == CONSUMERS)(lambda: _produce(static))
+    for number in range(CONSUMERS):
+        pl.when(group == number)(functools.partial(_consume, static, number))
+
+
+# --- producer
+
+
+def _produce(static: Static) -> None:
+    """Producer warp group: loads tiles of keys and values by TMA."""
+    plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+    def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        def tile(j: jax.Array, done: jax.Array) -> jax.Array:
+            _load(static, item, item.begin + j, done)
+            return done + 1
+
+        return lax.fori_loop(0, item.tiles, tile, done)
+
+    static.over_items(item_)
+
+
+def _load(static: Static, item: Item, tile: jax.Array, number: jax.Array) -> None:
+    """Loads a tile into the ring, as the one of this number, once its stage is empty."""
+    ring, places = static.scratch.ring, _places(static, item, tile)
+    slot, stages = ring.slot(number), ring.tiles[0].shape[0]
+    pl.when(number >= stages)(lambda: plg.barrier_wait(ring.empty.at[slot]))
+    for source, tiles in zip((static.arrays.key, static.arrays.value), ring.tiles, strict=True):
+        for at, rows in places:
+            plg.copy_gmem_to_smem(source.at[at], tiles.at[slot, rows], ring.full.at[slot])
+
+
+def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple, object]]:
+    """Where the rows of a tile lie in the arrays, and which of the tile they are."""
+    spec, arrays, head = static.spec, static.arrays, item.group
+    if arrays.table is None or arrays.first_page is None:
+        b = item.request if spec.Bkv > 1 else 0
+        return [(smem.rows_at(spec, b, head, tile * TILE_KEYS, TILE_KEYS), pl.ds(0, TILE_KEYS))]
+    pages: list[PageRows] = page_rows(spec, arrays.table, arrays.first_page, item, tile)
+    return [((*at, head), rows) for at, rows in pages]
+
+
+# --- consumers
+
+
+def _consume(static: Static, number: int) -> None:
+    """Consumer warp group: computes every other tile of keys of each item."""
+    plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    scratch, spec = static.scratch, static.spec
+    queries = scratch.queries.at[number]
+    if number == 0:
+        _barrier("arrive", _FREE)
+
+    def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        rows = static.packing.rows_of(spec, item)
+        queries[...] = inline_ptx.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
+        plg.commit_smem()
+        prepared = scores.prepare(
+            spec,
+            _operands(static.arrays),
+            static.captured,
+            (smem.WARP_GROUP_ROWS, TILE_KEYS),
+            item.request,
+            rows.h,
+            q=rows.q,
+            q_first=first_query(spec, item),
+            may_end=False,
+        )
+        run = step.Step(prepared, queries, scratch.ring, item.length)
+        first = lax.rem(done + number, jnp.int32(CONSUMERS))  # of the tiles of the item that are its own
+        count = lax.div(jnp.maximum(item.tiles - first, 0) + 1, jnp.int32(CONSUMERS))
+        own = lambda j: first + CONSUMERS * j
+        state = lax.fori_loop(
+            0, count, lambda j, state: run(state, done + own(j), item.begin + own(j)), step.start(spec)
+        )
+        if number == 0:
+            _finish(static, item, rows, state)
+        else:
+            _hand_over(static, state)
+        return done + item.tiles
+
+    static.over_items(item_)
+    if number == 1:
+        _barrier("sync", _FREE)
+
+
+def _hand_over(static: Static, state: step.State) -> None:
+    """Second consumer: hands its state to the first."""
+    scratch, width = static.scratch, merged_columns(static.spec)
+    row_sum = jnp.sum(state.row_sum, axis=1)
+    for first in range(0, static.spec.Dv, width):
+        _barrier("sync", _FREE)
+        if first == 0:
+            scratch.vectors[0, :] = state.row_max
+            scratch.vectors[1, :] = row_sum
+        scratch.out[...] = _columns(state.out, first, width)
+        _barrier("arrive", _FILLED)
+
+
+def _finish(static: Static, item: Item, rows: Rows, state: step.State) -> None:
+    """First consumer, epilogue: merges the states of both, and stores output and lse."""
+    scratch, spec, width = static.scratch, static.spec, merged_columns(static.spec)
+    _barrier("sync", _FILLED)
+    other_max, other_sum = (key_tail.load(scratch.vectors.at[i], ROW) for i in range(2))
+    row_max = jnp.maximum(state.row_max, other_max)
+    safe_max = step.finite(row_max)
+    alpha, other_alpha = (inline_ptx.exp2(ROW, x - safe_max) for x in (state.row_max, other_max))
+    row_sum = jnp.sum(state.row_sum, axis=1) * alpha + other_sum * other_alpha
+    lse = None
+    for first in range(0, spec.Dv, width):
+        if first:
+            _barrier("sync", _FILLED)
+        own, other = _columns(state.out, first, width), key_tail.load(scratch.out, TILE)
+        _barrier("arrive", _FREE)
+        spread = lambda x, shape=own.shape: step.over_columns(x, shape)
+        out, found = normalised(
+            own * spread(alpha) + other * spread(other_alpha), row_max, row_sum, None, marks=spec.needs_marks
+        )
+        if lse is None:
+            lse = found
+        elif spec.needs_marks:
+            lse = lse + mark(out)
+        _store(static, item, rows, first, out)
+    assert lse is not None  # there are columns
+    _store_lse(static, item, rows, lse)
+
+
+def _columns(x: jax.Array, first: int, width: int) -> jax.Array:
+    return lax.slice(x, (0, first), (x.shape[0], first + width))
+
+
+def _barrier(operation: str, number: int) -> None:
+    inline_ptx.hardware_barrier(operation, jnp.int32(number), CONSUMERS * WARP_GROUP_THREADS)
+
+
+def _store(static: Static, item: Item, rows: Rows, first: int, out: jax.Array) -> None:
+    """Stores columns from `first` on to the result or to the partial results."""
+    store = lambda ref, line: inline_ptx.store_rows(ref, line, first, out.astype(ref.dtype))
+    _where(static, item, rows, 0, store)
+
+
+def _store_lse(static: Static, item: Item, rows: Rows, lse: jax.Array) -> None:
+    _where(static, item, rows, 1, lambda ref, line: inline_ptx.store_values(ref, line, lse))
+
+
+def _where(static: Static, item: Item, rows: Rows, output: int, store: Callable[[Ref, jax.Array], None]) -> None:
+    """Calls `store` with the ref and the line of each row: of the result, or of the partial result."""
+    spec, outputs = static.spec, static.outputs
+    exists = lambda line: jnp.where(rows.exists, line, -1)
+    whole = lambda: store(outputs[output], exists(rows.n * spec.Hq + rows.h))
+    if len(outputs) == 2:
+        whole()
+        return
+    first = (item.slot * spec.Hkv + item.group) * static.packing.rows
+    pl.when(item.slot < 0)(whole)
+    pl.when(item.slot >= 0)(lambda: store(outputs[2 + output], exists(first + rows.line)))

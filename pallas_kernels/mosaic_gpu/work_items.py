@@ -1,0 +1,119 @@
+"""Work items of the kernels with split-KV: a tile of queries of a request, one split of its keys, a group of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic_gpu.tile_order import NUM_SMS
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.types import Axis, Index, Ref
+
+TILE_KEYS = 64  # of a tile of keys
+TILED_ROWS = 8  # of a swizzled tile: what TMA writes to shared memory is a multiple
+FIELDS = 8  # of an item in memory: those of `Item` but its group, and of the first how many items are not padding
+PageRows: TypeAlias = "tuple[tuple[jax.Array, Axis], Axis]"  # a page and its rows, and which rows of a tile they are
+
+
+class Item(NamedTuple):
+    """One work item of one group of heads, as scalars.
+
+    Attributes:
+      group: The group of heads: those that share a key head, or some heads of a latent cache.
+      request: The request.
+      first: The first query, packed.
+      queries: Queries from there to the end of the request.
+      length: Keys of the request.
+      begin: The first tile of keys.
+      end: One past the last.
+      slot: Of the partial result; -1 where the keys of the tile of queries are not split.
+    """
+
+    group: jax.Array
+    request: jax.Array
+    first: jax.Array
+    queries: jax.Array
+    length: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    slot: jax.Array
+
+    @property
+    def tiles(self) -> jax.Array:
+        """Tiles of keys."""
+        return jnp.maximum(self.end - self.begin, 0)
+
+    @property
+    def pairs(self) -> jax.Array:
+        """Pairs of tiles of keys; the last may have but one."""
+        return lax.div(self.end - self.begin + 1, jnp.int32(2))
+
+
+def over_items(
+    items: Ref, groups: int, cta_id: Index, body: Callable[[jax.Array, Item, jax.Array], jax.Array]
+) -> jax.Array:
+    """Runs ``count = body(i, item, count)`` for the items of a persistent CTA; `count` is the caller's, from 0 on.
+
+    The groups of heads of an item lie side by side, so that CTAs that run at once read the same keys from L2, or
+    neighbouring ones.
+
+    Args:
+      items: int32 [items, FIELDS].
+      groups: Groups of heads.
+      cta_id: Of the CTA.
+      body: Computes an item; `i` is its number in the CTA.
+    """
+    heads = jnp.int32(groups)
+    total, step_size = items[0, FIELDS - 1] * heads, jnp.int32(NUM_SMS)
+
+    def run(i: jax.Array, count: jax.Array) -> jax.Array:
+        number = cta_id + i * step_size
+        at, group = lax.div(number, heads), lax.rem(number, heads)
+        return body(i, Item(group, *(items[at, field] for field in range(FIELDS - 1))), count)
+
+    rounds = lax.div(jnp.maximum(total - cta_id, 0) + (step_size - 1), step_size)
+    return lax.fori_loop(0, rounds, run, jnp.int32(0))
+
+
+def num_ctas(items: int, groups: int) -> int:
+    """CTAs of a launch: one on each SM, if there is work for so many."""
+    return min(NUM_SMS, items * groups)
+
+
+def page_rows(spec: AttentionSpec, table: Ref, first_page: Ref, item: Item, tile: jax.Array) -> list[PageRows]:
+    """Where the keys of a tile lie; what lies past the length of the request is read from its last page.
+
+    Args:
+      spec: The spec, of a paged call.
+      table: int32 [R, max_pages].
+      first_page: int32 [1].
+      item: The work item.
+      tile: Which tile of keys.
+    """
+    size = spec.page_size
+    physical = lambda at: jnp.clip(table[item.request, at], 0, spec.num_pages - 1) + first_page[0]
+    if size >= TILE_KEYS:
+        per_page = jnp.int32(size // TILE_KEYS)
+        row = lax.rem(tile, per_page) * TILE_KEYS
+        return [((physical(lax.div(tile, per_page)), pl.ds(row, TILE_KEYS)), pl.ds(0, TILE_KEYS))]
+    pieces, last = pieces_of_tile(spec), lax.div(item.length - 1, jnp.int32(size))
+    pages = [physical(jnp.minimum(tile * pieces + i, last)) for i in range(pieces)]
+    return [((page, pl.ds(0, size)), pl.ds(i * size, size)) for i, page in enumerate(pages)]
+
+
+def pieces_of_tile(spec: AttentionSpec) -> int:
+    """Pages of a tile of keys: each is a TMA copy."""
+    return TILE_KEYS // min(TILE_KEYS, spec.page_size)
+
+
+def limit_of_pages(spec: AttentionSpec) -> str | None:
+    """Why pages of a size do not make up tiles, as a sentence, or None."""
+    size = spec.page_size
+    if size % TILED_ROWS == 0 and (TILE_KEYS % size == 0 or size % TILE_KEYS == 0):
+        return None
+    return f"its kernel takes pages of 8, 16 or 32 keys or of a multiple of {TILE_KEYS}, not of {size}"
