@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
+from jflex.block_mask import tables
+from jflex.context_parallel import call
 from jflex.context_parallel import run as running
 from tests import captured_pairs as captured
 from tests import dropout_bits, evaluation
@@ -104,7 +106,7 @@ CASES = {
 }  # fmt: skip
 
 
-def attend_by(case, axes, order, strategy, implementation="xla"):
+def attend_by(case, axes, order, strategy, implementation="xla", interpret=True):
     """A function for `evaluation.everything_by`: queries, keys and values are in their natural order."""
     bnth = case.layout == "BNTH"
     length = 2 if bnth else 1
@@ -126,7 +128,7 @@ def attend_by(case, axes, order, strategy, implementation="xla"):
             dropout_rate=case.dropout_rate,
             dropout_key=jax.random.key(dropout_bits.KEY[1]) if case.dropout_rate else None,
             implementation=implementation,
-            config=jflex.Config(interpret=True) if implementation == "triton" else None, **named,
+            config=jflex.Config(interpret=True) if implementation == "triton" and interpret else None, **named,
         )  # fmt: skip
         out, lse = results if softmax else (results, jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), F32))
         if order is not None:
@@ -245,6 +247,37 @@ def test_a_traced_mask(strategy):
     assert_close(run(ids, q, k, v), right)
     if strategy == "ring":
         assert collectives(run.lower(ids, q, k, v).compile()) == {"collective-permute": 2}
+
+
+@pytest.mark.parametrize(("strategy", "implementation"), [("all_gather", "xla"), ("ring", "xla"), ("ring", "triton")])
+@pytest.mark.parametrize("traced", [False, True])
+def test_tables_of_long_sequences_are_narrow(strategy, implementation, traced, monkeypatch):
+    """As wide as the most crowded row of a device, in which blocks in sequence at the end take one entry."""
+    monkeypatch.setattr(tables, "WIDE", 8)
+    monkeypatch.setattr(tables, "TRACED_WIDTH", 2)
+    monkeypatch.setattr(tables, "LEAST_WIDTH", 2)
+    made, listed = [], call.divided
+    monkeypatch.setattr(running, "divided", lambda *x: made.append(listed(*x)) or made[-1])
+    mesh, arrays = drawn({"context": 2})
+    ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), jnp.array([40, 100, 96, 20]), total_repeat_length=256)
+    config = jflex.Config(interpret=True) if implementation == "triton" else None
+    order = context_parallel.zigzag_order(2)
+
+    def loss(ids, q, k, v, attend=jflex.flex_attention, **options):
+        mod = jflex.and_masks(jflex.masks.causal(), jflex.masks.document(ids))
+        block_mask = jflex.create_block_mask(mod, None, None, 256, 256, block_size=16)
+        return jnp.sum(jnp.sin(attend(q, k, v, block_mask=block_mask, **options)))
+
+    options = {"mesh": mesh, "strategy": strategy, "order": order, "implementation": implementation, "config": config}
+    there = functools.partial(loss, attend=jflex.context_parallel_attention, **options)
+    reordered = [context_parallel.reorder(x, order) for x in arrays]
+    gradients = jax.grad(there, argnums=(1, 2, 3))
+    run = jax.jit(gradients) if traced else jax.jit(functools.partial(gradients, ids))
+    found = run(ids, *reordered) if traced else run(*reordered)
+    right = jax.grad(functools.partial(loss, implementation="reference"), argnums=(1, 2, 3))(ids, *arrays)
+    for a, b in zip(found, right, strict=True):
+        assert_close(context_parallel.restore(a, order), b, rtol=1e-3, atol=1e-4)
+    assert all(x.shape[-1] <= (2 if traced else 4) for x in made[-1].lists[1::2])  # of eight or more blocks
 
 
 # --- where it stands

@@ -153,6 +153,14 @@ def test_pages_show_suites_in_tables():
     assert row[1] == "1000000 µs, 0.00 TB/s"
 
 
+def test_cases_of_several_gpus_are_rows():
+    values = {"one GPU: time": 2.0, "2 GPUs, ring: time": 1.0, "2 GPUs, ring: speed-up": 2.0, "alone: sent": 3}
+    records = tuple(Record.single(name, value, "u") for name, value in values.items())
+    text = report.page({DEVICE: {"context": ResultFile("context", records, ABOUT)}})
+    assert "|  | time | speed-up |\n|---|---|---|\n| one GPU | 2 u |  |\n| 2 GPUs, ring | 1 u | 2 u |\n" in text
+    assert "|  | measured |\n|---|---|\n| alone: sent | 3 u |\n" in text
+
+
 def test_the_guide_says_what_eight_bits_cost():
     found = {record.name: record.value.median for record in schema.read(schema.FOLDER / "cpu/eight_bits.json").records}
     guide, token = (ROOT / "jflex/README.md").read_text(), eight_bits.SCALES["token"]

@@ -94,8 +94,12 @@ def test_a_step_gathers_no_keys_and_computes_in_bfloat16(mesh: str):
 
 
 def compiled_step(trainer, rows: Rows) -> Any:
+    return lowered_step(trainer, rows).compile()
+
+
+def lowered_step(trainer, rows: Rows) -> Any:
     split = Rows(*(array[None] for array in rows))
-    return trainer._step.lower(trainer.state, trainer._on_devices(split, None, ("data", "fsdp"))).compile()
+    return trainer._step.lower(trainer.state, trainer._on_devices(split, None, ("data", "fsdp")))
 
 
 def test_the_state_is_updated_in_place():

@@ -18,7 +18,7 @@ from flax_layers.train.parallel import check_length, check_strategy
 from jflex import context_parallel
 from tests import train_cases
 from tests.layer_flavours import FLAVOURS
-from tests.test_train import compiled_step
+from tests.test_train import compiled_step, lowered_step
 from tests.test_train_runs import SMALL, losses_of
 
 pytestmark = [
@@ -69,6 +69,22 @@ def test_losses_and_gradients_are_those_of_one_device(name):
     np.testing.assert_allclose(held_out, right_held_out, rtol=3e-5)
     for path, moment in right_moments.items():
         np.testing.assert_allclose(moments[path], moment, rtol=1e-3, atol=1e-5 * np.abs(moment).max(), err_msg=path)
+
+
+def test_the_order_is_zigzag_unless_another_is_named(monkeypatch):
+    """Attention of every layer gets the order. If its tokens came in another one, the losses above would differ."""
+    seen, attend = [], jflex.context_parallel_attention
+
+    def recorded(*arrays, order, **options):
+        seen.append(None if order is None else order.tolist())
+        return attend(*arrays, order=order, **options)
+
+    monkeypatch.setattr(jflex, "context_parallel_attention", recorded)
+    for how, order in ((Computation(), [0, 3, 1, 2]), (Computation(context_order="natural"), None)):
+        seen.clear()
+        lowered_step(train_cases.trainer("context=2", how, CONFIG), batch())
+        assert len(seen) >= len(CONFIG.layers)
+        assert all(found == order for found in seen)
 
 
 @pytest.mark.parametrize("name", ["zigzag gathered", "natural ring of four"])

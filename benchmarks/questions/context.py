@@ -32,7 +32,7 @@ ORDERS = ("balanced", "natural")
 STRATEGIES = ("ring", "all_gather", "ulysses")
 DIRECTIONS = ("forward", "forward and backward")
 COLLECTIVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
-_CHUNKS = 16  # of a device in the balanced order of documents
+_CHUNKS = 8  # of a device in the balanced order of documents
 _SAMPLES = 509  # rows that are compared; a prime, so that no block is left out
 _ERROR = 0.02  # relative, of bfloat16 results that were summed in another order
 _RUNS, _LEAST = 3, 2  # repetitions, and those of a call that takes longer than `_LONG`
@@ -347,6 +347,7 @@ def run(bench: Bench, chosen: Sequence[Sequence[Case]], runs: int, deadline: Dea
             except failures() as error:
                 remarks.append(f"{name}: {describe_error(error)}")
             write(records, remarks)
+    write(records, remarks)
 
 
 def main(words: Sequence[str] | None = None) -> None:

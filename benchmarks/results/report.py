@@ -273,10 +273,21 @@ def _suite(device: str, result: ResultFile) -> str:
 
 def _question(device: str, result: ResultFile) -> str:
     shown = [x for x in result.records if result.name != "numerics" or x.unit == "x"]
-    table = _markdown(_crossed(shown) if result.name in _CROSSED else [["", "measured"], *map(_named, shown)])
+    table = "\n\n".join(map(_markdown, _of_question(result.name, shown)))
     remarks = "\n".join(f"* {remark}" for remark in result.about["remarks"])
     parts = [f"### `{result.name}`: {result.about['title']}", table, *_plots(device, result), remarks]
     return "\n\n".join(filter(None, parts))
+
+
+def _of_question(name: str, records: Sequence[Record]) -> list[Table]:
+    """Of several GPUs: a row for each case with a time, and the other records in a list."""
+    if name in _CROSSED:
+        return [_crossed(records)]
+    row = lambda x: x.name.split(": ", 1)[0]
+    timed = {row(x) for x in records if name == "context" and x.name.endswith(": time")}
+    cases = [x for x in records if row(x) in timed]
+    listed = [_named(x) for x in records if row(x) not in timed]
+    return [table for table in (_crossed(cases) if cases else [], [["", "measured"], *listed]) if len(table) > 1]
 
 
 def _named(record: Record) -> list[str]:

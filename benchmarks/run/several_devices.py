@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,11 +38,6 @@ class Times(NamedTuple):
     wall: list[float]
     communication: list[Communication]
     method: str
-
-    @property
-    def hidden(self) -> float | None:
-        """The share of the communication in which kernels ran; the median."""
-        return statistics.median(x.hidden for x in self.communication) if self.communication else None
 
 
 def measure(call: Call, devices: Sequence[Any], runs: int) -> Times:

@@ -38,7 +38,9 @@ def is_compact(lengths: tuple[int, int], block_size: tuple[int, int], max_blocks
     return max_blocks is not None or max(blocks) > WIDE
 
 
-def block_lists(states: Int8[Array, "B H R C"], *, follow_mod: bool, max_blocks: int | None = None) -> BlockLists:
+def block_lists(
+    states: Int8[Array, "B H R C"], *, follow_mod: bool, max_blocks: int | None = None, whole: int = 0
+) -> BlockLists:
     """Lists the blocks of a matrix of states.
 
     Args:
@@ -46,13 +48,14 @@ def block_lists(states: Int8[Array, "B H R C"], *, follow_mod: bool, max_blocks:
       follow_mod: Whether the mask_mod alone defines the mask, so that a row may list blocks which it hides.
       max_blocks: Entries of a row of each table. None: as many as the axis has blocks up to `WIDE`; beyond, as many as
         the most crowded row needs, or `TRACED_WIDTH` where values are unknown.
+      whole: Blocks along the longer axis of a mask of which `states` are parts: what counts for `WIDE` then.
 
     Raises:
       ValueError: A known row needs more entries than `max_blocks`.
     """
     rows, columns = states.shape[2:]
     blocks = (columns, columns, rows, rows)
-    if 0 in states.shape or (max_blocks is None and max(blocks) <= WIDE):
+    if 0 in states.shape or (max_blocks is None and max(whole, *blocks) <= WIDE):
         return lists_from_states(states)
     packed = pack_states(states)
     if isinstance(states, Tracer):

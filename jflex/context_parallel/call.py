@@ -102,15 +102,15 @@ def divided(block_mask: BlockMask | None, strategy: Strategy, shards: int, order
         pairs = jnp.moveaxis(pairs.reshape(B, H, shards, R // shards, C), 2, 0)
         follow_mod = block_mask.lists_follow_mod
         if strategy == "all_gather":
-            return Tables(_listed(pairs, follow_mod))
+            return Tables(_listed(pairs, follow_mod, max(R, C)))
         pairs = jnp.moveaxis(pairs.reshape(*pairs.shape[:4], shards, C // shards), 4, 1)
         sees = jnp.any(pairs > 0, axis=(2, 3, 4, 5))
-        return Tables(_listed(pairs, follow_mod), np.asarray(sees) if known else sees)
+        return Tables(_listed(pairs, follow_mod, max(R, C)), np.asarray(sees) if known else sees)
 
 
-def _listed(states: Int8[Array, "*devices B H R C"], follow_mod: bool) -> BlockLists:
+def _listed(states: Int8[Array, "*devices B H R C"], follow_mod: bool, whole: int) -> BlockLists:
     leading, (B, H) = states.shape[:-4], states.shape[-4:-2]
-    lists = block_lists(states.reshape(-1, H, *states.shape[-2:]), follow_mod=follow_mod)
+    lists = block_lists(states.reshape(-1, H, *states.shape[-2:]), follow_mod=follow_mod, whole=whole)
     return BlockLists(*(x.reshape(*leading, B, H, *x.shape[2:]) for x in lists))
 
 
