@@ -10,7 +10,8 @@ import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS
@@ -46,6 +47,17 @@ _WHOLE_MODELS = (
         {x: f"batch 1, {name}: decode" for x, name in zip(_COLUMNS, ("jflex dense", "torch sdpa"), strict=False)},
     ),
     ("engine", "serving it to 64 clients, 1024 tokens in, 256 out, tokens/s", {"jflex": "64 clients: output"}),
+    (
+        "context",
+        "causal attention on two GPUs, S 262144, 32/8 heads, forward and backward, speed over one",
+        {"jflex": "causal, forward and backward, 2 GPUs, all_gather, balanced: speed-up"},
+    ),
+)
+# Rows of a problem that no peer of the table computes, and fields of it.
+_LATENT = "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s", {"Hq": 128, "T": 1}
+_FP8 = (
+    "causal, forward, queries and keys of eight bits, TFLOP/s",
+    {"variant": "causal", "D": 128, "keys": "float8_e4m3fn"},
 )
 _CROSSED = ("eight_bits",)  # questions whose records are named by row and column
 _METHOD = (
@@ -179,10 +191,12 @@ def speed_table(results: Results) -> str:
         suites.get("decode"), columns, "decode, one token against 16384 keys, B 8, 32/8 heads of 128", 0
     )
     rows += _served_row(suites.get("paged"), columns, "the same from pages of 64, 4096 keys, B 32", 64)
-    rows += _latent_row(suites.get("mla"), len(columns))
+    rows += _own_row(suites.get("mla"), len(columns), *_LATENT)
+    rows += _own_row(suites.get("fp8"), len(columns), *_FP8)
     for question, words, names in _WHOLE_MODELS:
         if (result := suites.get(question)) is not None:
-            found = {record.name: f"{record.value.median:,.0f}" for record in result.records}
+            shown = lambda record: f"{record.value.median:,.{2 if record.unit == 'x' else 0}f}"
+            found = {record.name: shown(record) for record in result.records}
             rows.append([words, *(found.get(names.get(column, ""), "") for column in columns)])
     about, link = main.about, PAGE.relative_to(ROOT).as_posix()
     return (
@@ -206,11 +220,11 @@ def _served_row(result: ResultFile | None, columns: Sequence[str], words: str, p
     return [row]
 
 
-def _latent_row(result: ResultFile | None, columns: int) -> Table:
-    """One row: latent attention with many heads; no peer of the table computes it."""
-    problem = next((x for x in result.problems if x.Hq == 128 and x.T == 1), None) if result else None
+def _own_row(result: ResultFile | None, columns: int, words: str, fields: Mapping[str, Any]) -> Table:
+    """One row of what no peer of the table computes: the suite's first peer at the problem with such fields."""
+    matches = lambda problem: all(getattr(problem, name) == x for name, x in fields.items())
+    problem = next(filter(matches, result.problems), None) if result else None
     record = result.find(problem, result.baseline, "forward") if result and problem else None
-    words = "latent attention (MLA), one token against 4096 keys, B 128, 128 heads, TFLOP/s"
     return [] if record is None else [[words, f"{record.tflops:.0f}", *[""] * (columns - 1)]]
 
 
