@@ -47,6 +47,7 @@ CASES = [
 ]
 DECODING = [
     Case("eight_decode", sizes=Sizes(T=1, S=300, Hq=8, Hkv=2, D=64), kv_lengths=(129, 300), **E4M3),
+    Case("eight_decode_even", sizes=Sizes(T=1, S=320, Hq=8, Hkv=2, D=64), kv_lengths=(129, 320), **E4M3),
     Case("eight_shared", sizes=Sizes(T=3, S=300, Hq=4, Hkv=2, Bkv=1, D=40), **E5M2),
 ]
 ON_HOPPER = {name: pytest.param(name, marks=[pytest.mark.gpu, NEEDS_011]) for name in ("mosaic_gpu",)}
@@ -162,7 +163,9 @@ def test_explain():
 
 def test_hopper_is_preferred():
     spec = spec_of(B=2, T=4096, Hq=8, D=128, qk_dtype="float8_e4m3fn", **HOPPER)
+    few = spec_of(T=1, S=4096, Hq=8, D=128, kv_lengths=True, qk_dtype="float8_e4m3fn", **HOPPER)
     if jax.__version_info__ >= (0, 11):
+        assert "takes no eight bits, and query and key are float8_e4m3fn" in select(None, few).rejections["mosaic_gpu"]
         selection = select(None, spec)
         assert selection.name == "mosaic_gpu"
         assert "QK^T in float8_e4m3fn" in selection.plan.describe()

@@ -73,6 +73,8 @@ def _limit(spec: AttentionSpec) -> str | None:
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
     if spec.paging is not None and spec.paging.dtype is not None:
         return f"its kernel for pages takes no eight bits, and these have {spec.paging.dtype}"
+    if spec.qk_dtype is not None:
+        return f"its kernel for few queries takes no eight bits, and query and key are {spec.qk_dtype}"
     if spec.key_mod is not None or spec.value_mod is not None:
         return "its kernel for pages loads keys and values by TMA, and so applies no `key_mod` or `value_mod`"
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE or spec.D % _STEP or spec.Dv % _STEP:
