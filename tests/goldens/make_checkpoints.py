@@ -160,10 +160,9 @@ def make(name: str, folder: pathlib.Path) -> None:
         assert short_margin >= MARGIN, f"{name}: choose another length; the margin is {short_margin}"
         expected |= {"short_logits": short_logits.numpy(), "short_greedy": short_greedy.astype(np.int32)}
     # Two files for one of them: an index names which tensor is where.
-    model = model.to(getattr(torch, dtype))
-    for path, module in model.named_modules():
-        if path.endswith(".mlp.gate"):  # that chooses experts, of which `transformers` keeps all in float32
-            module.float()
+    for path, parameter in model.named_parameters():
+        if not path.endswith(".mlp.gate.weight"):  # which selects experts: `transformers` keeps it in float32
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size="100KB" if name == "llama3" else "1GB")
     np.savez_compressed(folder / "expected.npz", **expected)
     kinds = len(np.unique(greedy))
@@ -251,7 +250,10 @@ def main() -> None:
         else:
             make(name, root / name)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
-    (root / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    path = root / "versions.json"
+    if sys.argv[2:]:  # beside those of the others
+        versions = json.loads(path.read_text() if path.exists() else "{}") | dict.fromkeys(sys.argv[2:], versions)
+    path.write_text(json.dumps(versions, indent=1) + "\n")
 
 
 if __name__ == "__main__":
