@@ -168,9 +168,7 @@ def _check_tensors(
     # Layers for multi-token prediction follow the others, and no decoder needs them.
     predicting = tuple(name.removesuffix(_PREDICTING) for name in files.shapes if name.endswith(_PREDICTING))
     unexpected = [
-        name
-        for name in files.shapes
-        if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
+        name for name in files.shapes if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
     ]
     wrong = [
         f"{name}: {list(files.shapes[name])}, not {list(tensor.shape)}"

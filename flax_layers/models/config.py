@@ -70,7 +70,8 @@ class ExpertsConfig:
             )
         if not 1 <= self.groups_per_token <= self.groups:
             raise ValueError(
-                f"`groups_per_token` must be from 1 to the {self.groups} groups. Got {self.groups_per_token}. Change it."
+                f"`groups_per_token` must be from 1 to the {self.groups} groups. Got {self.groups_per_token}. "
+                "Change it."
             )
         candidates = self.groups_per_token * (self.number // self.groups)
         if not 1 <= self.per_token <= candidates:

@@ -1,10 +1,12 @@
 """A mixture of experts, as in DeepSeek-V2 and V3, in plain JAX.
 
-Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So a token
-gets the same result whatever is computed beside it, tokens may be sharded in any way, and no token is dropped. The price
-is work: `number / per_token` times that of the selected experts. (`jax.lax.ragged_dot` would not be cheaper: for a GPU,
-XLA makes of it one GEMM over all experts for each token and selected expert, `per_token` times this work; seen in the
-compiled programs of JAX 0.10.2 and 0.12.) There is no expert parallelism and no loss that balances the experts.
+Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So the result
+of a token does not depend on what is computed beside it, tokens may be sharded in any way, and none is dropped. The
+price is work: `number / per_token` times that of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
+GPU: XLA makes of it one GEMM over all experts for each pair of a token and a selected expert, `per_token` times the
+work here, of an array `number` times as large (seen in programs that JAX 0.10.2 and 0.12.0 compile for an H200).
+
+There is no expert parallelism, no loss that balances the experts, and nothing that updates the correction.
 """
 
 from collections.abc import Callable

@@ -217,13 +217,15 @@ FAMILIES = {
 }
 """The supported families, by architecture."""
 
+_OTHER_EXPERTS = "it has a mixture of experts of another kind than DeepSeek"
+
 REFUSED = {
     "GptOssForCausalLM": "it has attention sinks, a learned term in the denominator of each softmax, and a mixture of "
     "experts",
     "Gemma3ForConditionalGeneration": "it has a vision tower. Use a text model, Gemma3ForCausalLM",
-    "MixtralForCausalLM": "it has a mixture of experts",
-    "Qwen2MoeForCausalLM": "it has a mixture of experts",
-    "Qwen3MoeForCausalLM": "it has a mixture of experts",
+    "MixtralForCausalLM": _OTHER_EXPERTS,
+    "Qwen2MoeForCausalLM": _OTHER_EXPERTS,
+    "Qwen3MoeForCausalLM": _OTHER_EXPERTS,
 }
 """Architectures similar to a supported one, and why they are not supported."""
 
