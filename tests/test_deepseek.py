@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 where they differ from other families: experts, their files, serving and training.
+"""DeepSeek-V2 and V3 where they differ from other families: configurations, files of experts, serving and training.
 
 What all families do is in `tests/test_models.py` and `tests/test_checkpoints.py`.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.generate import generate
-from flax_layers.models import Decoder, ModelConfig, from_pretrained, save_pretrained
-from flax_layers.models.config import ExpertsConfig
+from flax_layers.models import Decoder, LayerConfig, ModelConfig, from_pretrained, save_pretrained
+from flax_layers.models.config import ExpertsConfig, LatentConfig
 from flax_layers.models.config_json import read_config, write_config
-from flax_layers.models.experts import MixtureOfExperts, selected
 from flax_layers.nnx import SharedPrefix
+from flax_layers.rotary_scaling import YarnScaling
 from flax_layers.streaming_llm import Streaming
 from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, parse_mesh
 from flax_layers.train.errors import InputError
@@ -35,121 +36,24 @@ from tests.golden_models import ROOT, expected, load, logits_of, relative_error
 from tests.test_engine_speculation import Foreseeing
 
 V2, V3 = "deepseek_v2", "deepseek_v3"
-GROUPS = ExpertsConfig(number=12, width=6, per_token=3, groups=4, groups_per_token=2, scale=2.5)
-EXPERTS = {
-    "sigmoid": GROUPS,
-    "softmax": dataclasses.replace(GROUPS, scoring="softmax", normalised=False, shared=0),
-    "one group": ExpertsConfig(number=5, width=4, per_token=5, shared=2),
-}
 
 
-# --- experts
+# --- configurations and files
 
 
-@functools.cache
-def mixture(name: str) -> MixtureOfExperts:
-    linear = functools.partial(nnx.Linear, use_bias=False)
-    init = nnx.initializers.normal(0.8)
-    made = MixtureOfExperts(8, EXPERTS[name], "silu", linear, kernel_init=init, rngs=nnx.Rngs(0))
-    if made.router.correction is not None:
-        made.router.correction[...] = jnp.linspace(-0.3, 0.3, EXPERTS[name].number)
-    return made
-
-
-def plainly(made: MixtureOfExperts, token: np.ndarray) -> np.ndarray:
-    """One token in float64, by the formulas of the papers: its experts alone, one after the other."""
-    config, state = made.router.config, nnx.to_pure_dict(nnx.state(made))
-    arrays = jax.tree.map(lambda x: np.asarray(x, np.float64), state)
-    silu = lambda x: x / (1 + np.exp(-x))
-    mlp = lambda of: (silu(token @ of("gate")) * (token @ of("up"))) @ of("down")
-    logits = token @ arrays["router"]["kernel"]
-    is_sigmoid = config.scoring == "sigmoid"
-    scores = 1 / (1 + np.exp(-logits)) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
-    choice = scores + arrays["router"]["correction"] if is_sigmoid else scores
-    size = config.number // config.groups
-    of_groups = [sorted(choice[g * size : (g + 1) * size])[-2 if is_sigmoid else -1 :] for g in range(config.groups)]
-    groups = np.argsort([sum(best) for best in of_groups])[-config.groups_per_token :]
-    candidates = [e for e in range(config.number) if e // size in groups]
-    chosen = sorted(candidates, key=lambda e: choice[e])[-config.per_token :]
-    total = sum(scores[chosen]) if config.normalised else 1.0
-    out = sum(
-        config.scale * scores[e] / total * mlp(lambda name, e=e: arrays["experts"][name]["kernel"][e]) for e in chosen
-    )
-    return out + (mlp(lambda name: arrays["shared"][name]["kernel"]) if config.shared else 0)
-
-
-def tokens_of(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=(*shape, 8)).astype(np.float32)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_against_float64(name):
-    tokens = tokens_of(2, 9)
-    found = nnx.jit(lambda made, x: made(x))(mixture(name), tokens)
-    right = np.stack([plainly(mixture(name), token.astype(np.float64)) for token in tokens.reshape(-1, 8)])
-    np.testing.assert_allclose(np.asarray(found).reshape(-1, 8), right, rtol=0, atol=2e-6 * np.abs(right).max())
-
-
-@pytest.mark.parametrize("name", ["sigmoid", "softmax"])
-def test_gradients_of_experts(name):
-    """Against those of the same formulas over gathered experts, without a loop and without remat."""
-    form, state = nnx.split(mixture(name))
-    tokens = jnp.asarray(tokens_of(7))
-
-    def gathered(state, tokens):
-        made = nnx.merge(form, state)
-        weights, chosen = jax.lax.top_k(made.router(tokens), GROUPS.per_token)
-        gate, up, down = (getattr(made.experts, part).kernel[...][chosen] for part in ("gate", "up", "down"))
-        hidden = jax.nn.silu(jnp.einsum("nw,nkwh->nkh", tokens, gate)) * jnp.einsum("nw,nkwh->nkh", tokens, up)
-        routed = jnp.einsum("nkh,nkhw,nk->nw", hidden, down, weights)
-        return routed if made.shared is None else routed + made.shared(tokens)
-
-    def gradients(compute):
-        return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(compute(*args))), argnums=(0, 1)))(state, tokens)
-
-    found, right = gradients(lambda state, tokens: nnx.merge(form, state)(tokens)), gradients(gathered)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-3))
-
-
-def test_a_token_of_nan_changes_no_other():
-    """As in padding of a step, which holds whatever is in memory."""
-    made, tokens = mixture("sigmoid"), tokens_of(6)
-    broken = tokens.copy()
-    broken[2] = np.nan
-    both = [np.delete(np.asarray(nnx.jit(lambda made, x: made(x))(made, x)), 2, axis=0) for x in (tokens, broken)]
-    np.testing.assert_array_equal(*both)
-
-
-def test_equal_scores_select_as_many():
-    assert selected(jnp.zeros((3, 12)), GROUPS).sum(axis=-1).tolist() == [3, 3, 3]
-
-
-def test_experts_in_bfloat16_are_selected_in_float32():
-    model = load(V3, dtype=jnp.bfloat16)
-    router = model.blocks[1].mlp.router
-    assert router.kernel.dtype == router.correction.dtype == jnp.float32
-    assert model.blocks[1].mlp.experts.up.kernel.dtype == jnp.bfloat16
-    assert relative_error(logits_of(model, expected(V3)["tokens"]).astype(jnp.float32), expected(V3)["logits"]) < 1
-
-
-WRONG_EXPERTS = [
-    ({"scoring": "tanh"}, r"`scoring` must be sigmoid or softmax\. Got 'tanh'"),
-    ({"width": 0}, r"`width` must be at least 1\. Got 0"),
-    ({"groups": 5}, r"`groups` must divide the 12 experts into groups of at least 2\. Got 5"),
-    ({"groups": 12, "groups_per_token": 6}, r"groups of at least 2\. Got 12"),
-    ({"groups_per_token": 5}, r"`groups_per_token` must be from 1 to the 4 groups\. Got 5"),
-    ({"per_token": 7}, r"`per_token` must be from 1 to the 6 experts of 2 groups\. Got 7"),
+WRONG_MODELS = [
+    ({"num_kv_heads": 2}, r"`num_kv_heads` must be 4 with `latent`, as latent attention has it\. Got 2"),
+    ({"head_dim": 8}, r"`head_dim` must be 20 with `latent`.* Got 8"),
+    ({"qk_norm": True}, r"`qk_norm` must be False with `latent`.* Got True"),
+    ({"layers": (LayerConfig(rotary_dim=4),)}, r"`rotary_dim` must be None with `latent`, whose `rope_head_dim`"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG_EXPERTS, ids=range(len(WRONG_EXPERTS)))
-def test_wrong_experts(change, message):
+@pytest.mark.parametrize(("change", "message"), WRONG_MODELS, ids=range(len(WRONG_MODELS)))
+def test_wrong_models(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(GROUPS, **change)
+        dataclasses.replace(load(V3).config, **change)
 
-
-# --- config.json and files
 
 # As on the hub; sizes are cut, and what no family reads is left out.
 HUB = {
@@ -188,8 +92,9 @@ def test_configurations_of_the_hub():
     )
     assert of_two == ExpertsConfig(number=64, width=1408, per_token=6, shared=2, scoring="softmax", normalised=False)
     assert (three.head_dim, three.value_head_dim, three.num_kv_heads) == (192, 128, 8)
-    assert (three.latent.query_latent_dim, two.latent.query_latent_dim) == (1536, None)
-    assert three.layers[0].rotary_scaling.mscale_all_dim == 1.0
+    sizes = {"latent_dim": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
+    assert (three.latent, two.latent) == (LatentConfig(**sizes, query_latent_dim=1536), LatentConfig(**sizes))
+    assert three.layers[0].rotary_scaling == YarnScaling(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0)
     for config in (three, two):
         assert read_config(write_config(config)) == config
 
@@ -199,6 +104,8 @@ WRONG_CONFIGS = [
     (V3, {"scoring_func": "softmax"}, r"`scoring_func` .* must be 'sigmoid' for deepseek_v3\. Got 'softmax'"),
     (V2, {"topk_method": "noaux_tc"}, r"`topk_method` .* must be 'greedy' or 'group_limited_greedy' for deepseek_v2"),
     (V2, {"norm_topk_prob": True}, r"`norm_topk_prob` .* must be False for deepseek_v2\. Got True"),
+    (V2, {"rope_interleave": False}, r"`rope_interleave` .* must be True for deepseek_v2\. Got False"),
+    (V3, {"mlp_bias": True}, r"`mlp_bias` .* must be False for deepseek_v3\. Got True"),
     (V2, {"moe_layer_freq": 2}, r"`moe_layer_freq` .* must be 1 for deepseek_v2\. Got 2"),
     (V2, {"num_experts_per_tok": None}, r"lacks num_experts_per_tok\."),
     (V2, {"topk_method": "group_limited_greedy", "n_group": None}, r"lacks n_group\."),
@@ -248,7 +155,8 @@ def test_files_of_the_hub(tmp_path):
     tensors["model.layers.3.eh_proj.weight"] = np.ones((48, 96), np.float32)
     safetensors.numpy.save_file(tensors, path)
     model = from_pretrained(tmp_path / "hub")
-    assert model.blocks[1].mlp.router.kernel.dtype == jnp.float32
+    mlp: Any = model.blocks[1].mlp
+    assert mlp.router.kernel.dtype == jnp.float32
     original = from_pretrained(ROOT / V3)
     for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(original)), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
@@ -271,6 +179,14 @@ def test_a_file_for_each_expert(tmp_path):
 
 
 # --- generation and serving
+
+
+def test_experts_in_bfloat16_are_selected_in_float32():
+    model = load(V3, dtype=jnp.bfloat16)
+    mlp: Any = model.blocks[1].mlp
+    assert mlp.router.kernel.dtype == mlp.router.correction.dtype == jnp.float32
+    assert mlp.experts.up.kernel.dtype == jnp.bfloat16
+    assert relative_error(logits_of(model, expected(V3)["tokens"]).astype(jnp.float32), expected(V3)["logits"]) < 1
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
@@ -329,7 +245,7 @@ REFUSED = {
         r"`streaming` must be None for a model with latent attention.* Got Streaming\. Leave it out",
     ),
     "shared prefix": (
-        lambda model: model.decode_paged_hidden(None, None, None, SharedPrefix(None, None)),
+        lambda model: model.decode_paged_hidden(None, None, None, SharedPrefix(jnp.array(1), jnp.array(4))),
         r"`shared_prefix` must be None for a model with latent attention",
     ),
     "context": (

@@ -53,7 +53,8 @@ class Block(nnx.Module):
     ):
         norm = functools.partial(RMSNorm, config.width, **_norm_options(config), **options)
         how = {"implementation": implementation, "config": attention_config, **options}
-        self.attention = (_grouped_heads if config.latent is None else _latent)(config, layer, **how)
+        make = _grouped_heads if config.latent is None else _latent
+        self.attention: Any = make(config, layer, **how)  # each takes a cache of its own
         self.mlp = _mlp(config, layer, **options)
         self.attention_norm = norm()
         self.mlp_norm = norm()
@@ -168,6 +169,7 @@ def _grouped_heads(model: ModelConfig, layer: LayerConfig, **options: Any) -> Fl
 
 def _latent(model: ModelConfig, layer: LayerConfig, **options: Any) -> MultiHeadLatentAttention:
     assert model.latent is not None
+    # Norms of latent vectors keep their epsilon of 1e-6, as in Transformers, whatever that of the model.
     return MultiHeadLatentAttention(
         model.width,
         model.num_heads,

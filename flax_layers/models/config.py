@@ -133,6 +133,9 @@ class ModelConfig:
         eos_token_ids: The tokens that end a sequence.
         pad_token_id: The token for padding.
 
+    Raises:
+        ValueError: A field does not go with `latent`.
+
     Example:
         >>> config = ModelConfig(
         ...     vocabulary=256, width=64, mlp_width=128, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -169,6 +172,24 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.latent is None:
+            return
+        head_dim = self.latent.nope_head_dim + self.latent.rope_head_dim
+        needed = {"num_kv_heads": self.num_heads, "head_dim": head_dim}
+        needed |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias"), False)
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"`{name}` must be {value} with `latent`, as latent attention has it. Got {getattr(self, name)}. "
+                    "Change it."
+                )
+        if any(layer.rotary_dim is not None for layer in self.layers):
+            raise ValueError(
+                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` says what rotates. Got another one. "
+                "Leave it out."
+            )
 
     @property
     def value_head_dim(self) -> int:

@@ -13,10 +13,17 @@ V2, V3 = "deepseek_v2", "deepseek_v3"
 _SCORING = {V2: "softmax", V3: "sigmoid"}
 _GREEDY, _GROUP_LIMITED = "greedy", "group_limited_greedy"
 _SUPPORTED = {
-    V2: {"topk_method": (_GREEDY, _GROUP_LIMITED), "scoring_func": ("softmax",), "norm_topk_prob": (False,)},
+    V2: {
+        "topk_method": (_GREEDY, _GROUP_LIMITED),
+        "scoring_func": ("softmax",),
+        "norm_topk_prob": (False,),
+        "rope_interleave": (True,),
+    },
     V3: {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
 }
 """Values of keys that files may have, by family; an absent key or null is as good as any."""
+
+_OF_BOTH = {"attention_bias": (False,), "mlp_bias": (False,), "moe_layer_freq": (1,)}
 
 
 def read_fields(family: str, raw: Raw, layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
@@ -33,7 +40,7 @@ def read_fields(family: str, raw: Raw, layers: tuple[LayerConfig, ...]) -> dict[
     Raises:
         ValueError: A key is missing, or has a value that the decoder does not support.
     """
-    for key, values in {**_SUPPORTED[family], "attention_bias": (False,), "moe_layer_freq": (1,)}.items():
+    for key, values in {**_SUPPORTED[family], **_OF_BOTH}.items():
         if raw.get(key) is not None and raw[key] not in values:
             raise ValueError(
                 f"`{key}` of `config.json` must be {' or '.join(map(repr, values))} for {family}. Got {raw[key]!r}, "

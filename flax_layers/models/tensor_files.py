@@ -96,7 +96,8 @@ class TensorFiles(contextlib.ExitStack):
             return jax.block_until_ready(jax.device_put(array))
         parts: dict[str, np.ndarray] = {}  # devices with equal shards share a copy
 
-        def part(index: Index) -> np.ndarray:
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None  # of an array with axes
             if str(index) not in parts:
                 parts[str(index)] = of_piece(pieces[0], index) if tensor.expert is None else of_experts(index)
             return parts[str(index)]
