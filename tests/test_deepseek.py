@@ -92,7 +92,7 @@ def test_configurations_of_the_hub():
     )
     assert of_two == ExpertsConfig(number=64, width=1408, per_token=6, shared=2, scoring="softmax", normalised=False)
     assert (three.head_dim, three.value_head_dim, three.num_kv_heads) == (192, 128, 8)
-    sizes = {"latent_dim": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
+    sizes: Any = {"latent_dim": 512, "nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
     assert (three.latent, two.latent) == (LatentConfig(**sizes, query_latent_dim=1536), LatentConfig(**sizes))
     assert three.layers[0].rotary_scaling == YarnScaling(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0)
     for config in (three, two):
