@@ -19,8 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.generate import generate
-from flax_layers.models import Decoder, LayerConfig, ModelConfig, from_pretrained, save_pretrained
-from flax_layers.models.config import ExpertsConfig, LatentConfig
+from flax_layers.models import (
+    Decoder,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    ModelConfig,
+    from_pretrained,
+    save_pretrained,
+)
 from flax_layers.models.config_json import read_config, write_config
 from flax_layers.nnx import SharedPrefix
 from flax_layers.rotary_scaling import YarnScaling

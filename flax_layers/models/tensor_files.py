@@ -210,7 +210,7 @@ def write_files(
 
 def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
     """The tensor of one or more parameters, on the host."""
-    which = ... if tensor.expert is None else tensor.expert
-    parts = [np.asarray(values[path][which]) for path in tensor.parts]
+    arrays = [values[path] if tensor.expert is None else values[path][tensor.expert] for path in tensor.parts]
+    parts = [np.asarray(array) for array in arrays]
     parts = [part.T if tensor.transposed else part for part in parts]
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
