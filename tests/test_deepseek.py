@@ -3,6 +3,7 @@
 What all families do is in `tests/test_models.py` and `tests/test_checkpoints.py`.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -36,6 +37,7 @@ from flax_layers.train import Recipe, Rows, Trainer, create_model, make_mesh, pa
 from flax_layers.train.errors import InputError
 from flax_layers.train.flops import multiplied_parameters, step_flops, visible_pairs
 from flax_layers.train.parallel import check_strategy
+from flax_layers.train.setup import description
 from flax_layers.train.trainer import parameter_shapes
 from jflex.paged import PagedBatch
 from tests.engine_cases import Client, engine_of, run
@@ -323,3 +325,13 @@ def test_flops_count_the_experts_of_a_token():
 def test_tokens_are_not_divided_among_devices():
     with pytest.raises(InputError, match=r"context=2.* divides the tokens of a row, which latent attention does not"):
         check_strategy(make_mesh(parse_mesh("context=2")), load(V3).config, "ring")
+
+
+def test_runs_of_other_families_are_described_as_before_there_were_experts():
+    """So that they go on from their checkpoints."""
+    corpus = argparse.Namespace(end_token=None, size=0, fingerprint="")
+    options: Any = argparse.Namespace(bias=None, batch=1, length=1, seed=0, dtype="float32")
+    batches: Any = argparse.Namespace(corpus=corpus, rows=())
+    for name, has_both in (("llama3", False), (V3, True)):
+        model, _ = description(options, Recipe(steps=1), load(name).config, batches)
+        assert ("model.latent" in model, "experts" in model["attention of each layer"][-1]) == (has_both, has_both)
