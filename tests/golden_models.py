@@ -12,7 +12,10 @@ from flax_layers.models import Decoder, from_pretrained
 from jflex.paged import PagedBatch
 
 ROOT = pathlib.Path(__file__).parent / "goldens"
-NAMES = ("llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "phi3")
+NAMES = (
+    "llama2", "llama3", "llama_linear", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "phi3",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 STEPS, PAGE = 32, 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from flax_layers.models import Decoder
+from flax_layers.models.block import Pages
 from flax_layers.models.decoder import Caches
-from flax_layers.nnx import DenseCache
-from jflex.paged import PagedBatch, PagedCache, PagePool, token_requests
+from jflex.paged import PagedBatch, PagePool, token_requests
 
 PAGE_SIZE = 16
 """Pages of 16 and of 64 tokens decode within 1% of one another on an H200 (`benchmarks/results/h200/paged.json`)."""
@@ -52,35 +52,33 @@ class DenseSequences:
     """Sequences in dense caches, with a row for each sequence.
 
     Attributes:
-        keys_and_values: Of each layer.
+        caches: Of each layer, without their lengths.
         lengths: Number of tokens of each sequence in the caches. Stored once: a loop over decoding steps would copy
             those of each layer, in a kernel for each.
     """
 
-    keys_and_values: tuple[tuple[Array, Array], ...]
+    caches: Caches
     lengths: Int32[Array, " B"]
 
     @classmethod
     def empty(cls, model: Decoder, batch_size: int, max_length: int) -> DenseSequences:
         """See `Sequences.empty`."""
         caches = model.init_caches(batch_size, max_length)
-        return cls(_keys_and_values(caches), caches[0].lengths)
+        return cls(_with_lengths(caches, None), caches[0].lengths)
 
     def read(
         self, model: Decoder, tokens: Int[Array, "B T"], counts: Int32[Array, " B"]
     ) -> tuple[Float[Array, "B V"], DenseSequences]:
         """See `Sequences.read`. Appends the padding as well, and then drops it."""
         lengths = self.lengths + counts
-        caches = tuple(DenseCache(k, v, self.lengths) for k, v in self.keys_and_values)
-        hidden, caches = model.decode_hidden(tokens, caches)
+        hidden, caches = model.decode_hidden(tokens, _with_lengths(self.caches, self.lengths))
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model.logits(last), DenseSequences(_keys_and_values(caches), lengths)
+        return model.logits(last), DenseSequences(_with_lengths(caches, None), lengths)
 
 
-def _keys_and_values(caches: Caches) -> tuple[tuple[Array, Array], ...]:
-    dense = [cache for cache in caches if isinstance(cache, DenseCache)]
-    assert len(dense) == len(caches)  # no other is made for the dtype of a computation
-    return tuple((cache.k, cache.v) for cache in dense)
+def _with_lengths(caches: Caches, lengths: Int32[Array, " B"] | None) -> Caches:
+    changed: Any = {"lengths": lengths}
+    return tuple(dataclasses.replace(cache, **changed) for cache in caches)
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +92,7 @@ class PagedSequences:
         lengths: Number of tokens of each sequence in the cache.
     """
 
-    cache: PagedCache
+    cache: Pages
     page_table: Int32[Array, "B max_pages"]
     lengths: Int32[Array, " B"]
 

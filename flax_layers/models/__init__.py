@@ -2,7 +2,7 @@
 
 from flax_layers.models.block import Block
 from flax_layers.models.checkpoint import from_pretrained, save_pretrained
-from flax_layers.models.config import LayerConfig, ModelConfig
+from flax_layers.models.config import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 from flax_layers.models.decoder import Decoder
 from flax_layers.models.folders import CheckpointError
 from flax_layers.models.sharding import RULES, parameter_shardings
@@ -14,6 +14,8 @@ __all__ = [
     "Block",
     "CheckpointError",
     "Decoder",
+    "ExpertsConfig",
+    "LatentConfig",
     "LayerConfig",
     "ModelConfig",
     "TextStream",

@@ -1,10 +1,10 @@
 """A transformer block of the decoder of all families."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -13,42 +13,24 @@ from flax_layers.attention_methods import Cache
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
 from flax_layers.models.config import LayerConfig, ModelConfig
-from flax_layers.nnx import FlexAttention, RMSNorm, SharedPrefix
+from flax_layers.models.experts import MixtureOfExperts
+from flax_layers.models.mlp import MLP
+from flax_layers.nnx import DenseLatentCache, FlexAttention, MultiHeadLatentAttention, RMSNorm, SharedPrefix
 from flax_layers.streaming_llm import Streaming
-from jflex.paged import PagedBatch, PagedCache
+from jflex.paged import LatentCache, PagedBatch, PagedCache
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": jax.nn.gelu,
-}
-"""Activations, by their names in Transformers."""
+AnyCache = Cache | DenseLatentCache
+"""The dense cache of a layer."""
+
+Pages = PagedCache | LatentCache
+"""The paged cache of all layers."""
 
 MakeScoreMod = Callable[..., nnx.Module]
 """Takes `rngs` and returns a callable module, such as `functools.partial(flax_layers.nnx.AlibiBias, num_heads)`."""
 
 
-class MLP(nnx.Module):
-    """A gated MLP.
-
-    Args:
-        config: The configuration of the model.
-        linear: Makes a projection with given input and output sizes.
-    """
-
-    def __init__(self, config: ModelConfig, linear: Callable[..., nnx.Linear]):
-        self.gate = linear(config.width, config.mlp_width, use_bias=config.mlp_bias)
-        self.up = linear(config.width, config.mlp_width, use_bias=config.mlp_bias)
-        self.down = linear(config.mlp_width, config.width, use_bias=config.mlp_bias)
-        self.activation = config.activation
-
-    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """Returns the output, which is added to the residual stream."""
-        return self.down(ACTIVATIONS[self.activation](self.gate(inputs)) * self.up(inputs))
-
-
 class Block(nnx.Module):
-    """A transformer block: attention and an MLP, each added to the residual stream.
+    """A transformer block: attention and an MLP or a mixture of experts, each added to the residual stream.
 
     Args:
         config: The configuration of the model.
@@ -69,28 +51,11 @@ class Block(nnx.Module):
         attention_config: jflex.Config | None = None,
         **options: Any,
     ):
-        normal = nnx.initializers.normal(config.initializer_range)
-        norm_options = {"epsilon": config.norm_epsilon, "offset": config.norm_offset}
-        norm = functools.partial(RMSNorm, config.width, **norm_options, **options)
-        self.attention = FlexAttention(
-            config.width,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-            rotary_base=layer.rotary_base,
-            rotary_scaling=layer.rotary_scaling,
-            rotary_dim=layer.rotary_dim,
-            qk_norm=config.qk_norm,
-            qk_norm_options=norm_options,
-            use_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            kernel_init=normal,
-            implementation=implementation,
-            config=attention_config,
-            **options,
-        )
-        self.mlp = MLP(config, functools.partial(nnx.Linear, kernel_init=normal, **options))
+        norm = functools.partial(RMSNorm, config.width, **_norm_options(config), **options)
+        how = {"implementation": implementation, "config": attention_config, **options}
+        make = _grouped_heads if config.latent is None else _latent
+        self.attention: Any = make(config, layer, **how)  # each takes a cache of its own
+        self.mlp = _mlp(config, layer, **options)
         self.attention_norm = norm()
         self.mlp_norm = norm()
         self.post_attention_norm = nnx.data(norm() if config.post_norms else None)
@@ -114,39 +79,36 @@ class Block(nnx.Module):
             positions: Positions for the rotary embedding. Default: 0, 1, 2, ...
             context: How tokens are divided among devices. Default: they are not.
         """
-        mask_mod = mods.mask_mod(self.layer.window) if block_mask is None else None
         attended = self.attention(
             self.attention_norm(stream),
             score_mod=mods.score_mod(self.config, self.score_mod),
-            mask_mod=mask_mod,
-            block_mask=block_mask,
             positions=positions,
-            context=context,
+            **self._mask(block_mask),
+            **_given(context=context),
         )
         return self._add_both(stream, attended)
 
     def decode(
-        self, stream: Float[Array, "B T width"], cache: Cache, block_mask: jflex.BlockMask | None = None
-    ) -> tuple[Float[Array, "B T width"], Cache]:
+        self, stream: Float[Array, "B T width"], cache: AnyCache, block_mask: jflex.BlockMask | None = None
+    ) -> tuple[Float[Array, "B T width"], AnyCache]:
         """Appends tokens to each sequence. Returns their residual stream after this block, and the cache."""
         attended, cache = self.attention.decode(
             self.attention_norm(stream),
             cache,
             score_mod=mods.score_mod(self.config, self.score_mod),
-            mask_mod=mods.mask_mod(self.layer.window) if block_mask is None else None,
-            block_mask=block_mask,
+            **self._mask(block_mask),
         )
         return self._add_both(stream, attended), cache
 
     def decode_paged(
         self,
         stream: Float[Array, "N width"],
-        cache: PagedCache,
+        cache: Pages,
         batch: PagedBatch,
         layer: int | Int[Array, ""],
         shared_prefix: SharedPrefix | None = None,
         streaming: Streaming | None = None,
-    ) -> tuple[Float[Array, "N width"], PagedCache]:
+    ) -> tuple[Float[Array, "N width"], Pages]:
         """Appends packed tokens to layer `layer` of the cache. Returns their residual stream after this block."""
         reads_all = shared_prefix is not None and self.layer.window is None  # the last token of a request sees all keys
         attended, cache = self.attention.decode_paged(
@@ -156,10 +118,13 @@ class Block(nnx.Module):
             layer=layer,
             score_mod=mods.score_mod(self.config, self.score_mod),
             mask_mod=None if reads_all else mods.paged_mask(self.layer.window, streaming),
-            shared_prefix=shared_prefix if reads_all else None,
-            streaming=streaming,
+            **_given(shared_prefix=shared_prefix if reads_all else None, streaming=streaming),
         )
         return self._add_both(stream, attended), cache
+
+    def _mask(self, block_mask: jflex.BlockMask | None) -> dict[str, Any]:
+        """The mask of a call, of one of its forms."""
+        return {"mask_mod": mods.mask_mod(self.layer.window)} if block_mask is None else {"block_mask": block_mask}
 
     def _add_both(
         self, stream: Float[Array, "*batch width"], attended: Float[Array, "*batch width"]
@@ -172,3 +137,55 @@ class Block(nnx.Module):
         if self.post_mlp_norm is not None:
             added = self.post_mlp_norm(added)
         return stream + added
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Options but for those that are None. Latent attention lacks some; `Decoder` refuses them by name."""
+    return {name: option for name, option in options.items() if option is not None}
+
+
+def _norm_options(config: ModelConfig) -> dict[str, Any]:
+    return {"epsilon": config.norm_epsilon, "offset": config.norm_offset}
+
+
+def _grouped_heads(model: ModelConfig, layer: LayerConfig, **options: Any) -> FlexAttention:
+    return FlexAttention(
+        model.width,
+        model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scale=model.attention_scale,
+        rotary_base=layer.rotary_base,
+        rotary_scaling=layer.rotary_scaling,
+        rotary_dim=layer.rotary_dim,
+        qk_norm=model.qk_norm,
+        qk_norm_options=_norm_options(model),
+        use_bias=model.qkv_bias,
+        out_bias=model.out_bias,
+        kernel_init=nnx.initializers.normal(model.initializer_range),
+        **options,
+    )
+
+
+def _latent(model: ModelConfig, layer: LayerConfig, **options: Any) -> MultiHeadLatentAttention:
+    assert model.latent is not None
+    # Norms of latent vectors keep their epsilon of 1e-6, as in Transformers, whatever that of the model.
+    return MultiHeadLatentAttention(
+        model.width,
+        model.num_heads,
+        **dataclasses.asdict(model.latent),
+        scale=model.attention_scale,
+        rotary_base=layer.rotary_base,
+        rotary_scaling=layer.rotary_scaling,
+        kernel_init=nnx.initializers.normal(model.initializer_range),
+        **options,
+    )
+
+
+def _mlp(config: ModelConfig, layer: LayerConfig, **options: Any) -> MLP | MixtureOfExperts:
+    normal = nnx.initializers.normal(config.initializer_range)
+    linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, kernel_init=normal, **options)
+    if layer.experts is None:
+        return MLP(config.width, config.mlp_width, config.activation, linear)
+    rngs = options["rngs"]
+    return MixtureOfExperts(config.width, layer.experts, config.activation, linear, kernel_init=normal, rngs=rngs)

@@ -10,18 +10,22 @@ from flax.typing import Dtype
 from jax.sharding import Mesh
 
 import jflex
-from flax_layers.models import families
 from flax_layers.models.config import ModelConfig
 from flax_layers.models.config_json import read_config, write_config
 from flax_layers.models.decoder import Decoder
+from flax_layers.models.families import family_named
 from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, replaced_folder
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.models.tensor_files import TensorFiles, write_files
+from flax_layers.models.tensor_names import Tensor, pieces_of, tensors_of
 
 Folder = str | pathlib.Path
 
 _IGNORED = (".rotary_emb.inv_freq",)
 """Suffixes of tensors in old Llama files that are not parameters."""
+
+_PREDICTING = "eh_proj.weight"
+"""The tensor of a layer of DeepSeek-V3 that predicts further tokens, and of no other layer."""
 
 
 def from_pretrained(
@@ -44,6 +48,7 @@ def from_pretrained(
         folder: A folder with `config.json` and one or more `*.safetensors`.
         dtype: Dtype of the computation. Default: `param_dtype`.
         param_dtype: Dtype of the parameters, float32 for training. Default: `dtype`, or else the dtype in the files.
+            What selects experts is float32 in any case.
         mesh: Devices to shard the parameters over. Default: all parameters are on JAX's default device.
         rules: How each parameter is sharded over the mesh.
         implementation: The jflex backend.
@@ -71,19 +76,14 @@ def from_pretrained(
         leaves = dict(nnx.to_flat_state(state))
         paths = {".".join(map(str, path)): path for path in leaves}
         shapes = {name: leaves[path].shape for name, path in paths.items()}
-        tensors = families.tensors_of(families.family_named(config.family), shapes)
+        tensors = tensors_of(family_named(config.family), shapes)
         _check_tensors(folder, config, tensors, files)
         shardings = None
         if mesh is not None:
             shardings = parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
-        for name, tensor in tensors.items():
-            start = 0
-            for path, size in zip(tensor.parts, tensor.sizes, strict=True):
-                sharding = None if shardings is None else shardings[path]
-                rows = slice(start, start + size)
-                array = files.read(name, rows, param_dtype, transposed=tensor.transposed, sharding=sharding)
-                leaves[paths[path]] = leaves[paths[path]].replace(array)
-                start += size
+        for path, pieces in pieces_of(tensors).items():
+            leaf, sharding = leaves[paths[path]], None if shardings is None else shardings[path]
+            leaves[paths[path]] = leaf.replace(files.read(pieces, leaf.dtype, tensors[pieces[0].name], sharding))
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -129,7 +129,7 @@ def save_pretrained(
     or writes `folder` restores the earlier checkpoint.
 
     Args:
-        model: The model. Tensors are saved in the dtype of its parameters.
+        model: The model. Tensors are saved in the dtypes of its parameters.
         folder: Where to save it. An earlier checkpoint there is replaced.
         source: A folder whose tokenizer files are copied. Default: `folder` itself, if it has any.
         max_file_bytes: Maximum size of a file. The host holds the tensors of one file at a time.
@@ -150,7 +150,7 @@ def save_pretrained(
         )
     raw["torch_dtype"] = str(values["norm.scale"].dtype)
     shapes = {path: value.shape for path, value in values.items()}
-    tensors = families.tensors_of(families.family_named(model.config.family), shapes)
+    tensors = tensors_of(family_named(model.config.family), shapes)
     with replaced_folder(folder) as room:
         (room / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_files(room, tensors, values, max_file_bytes)
@@ -158,14 +158,18 @@ def save_pretrained(
 
 
 def _check_tensors(
-    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, families.Tensor], files: TensorFiles
+    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, Tensor], files: TensorFiles
 ) -> None:
     """Raises one error that lists all differences between the tensors of the model and of the files."""
     known = set(tensors)
     if config.tied_embeddings:
         known.add("lm_head.weight")  # some files hold a copy of the embeddings
     missing = [name for name in tensors if name not in files.shapes]
-    unexpected = [name for name in files.shapes if name not in known and not name.endswith(_IGNORED)]
+    # Layers for multi-token prediction follow the others, and no decoder needs them.
+    predicting = tuple(name.removesuffix(_PREDICTING) for name in files.shapes if name.endswith(_PREDICTING))
+    unexpected = [
+        name for name in files.shapes if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
+    ]
     wrong = [
         f"{name}: {list(files.shapes[name])}, not {list(tensor.shape)}"
         for name, tensor in tensors.items()

@@ -1,25 +1,103 @@
-"""The configuration of a decoder: sizes, norms, and how each layer attends."""
+"""The configuration of a decoder: sizes, norms, and how each layer attends and feeds forward."""
 
 import dataclasses
 
 from flax_layers.rotary_scaling import LongRopeScaling, RotaryScaling
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Latent attention (MLA): sizes of `flax_layers.nnx.MultiHeadLatentAttention`, by the same names.
+
+    Attributes:
+        latent_dim: Size of the latent vector of keys and values.
+        nope_head_dim: Size of the part of a query and key that is not rotated.
+        rope_head_dim: Size of the part that is rotated, whose key all heads share.
+        value_head_dim: Size of the value of a head.
+        query_latent_dim: Size of the latent vector of queries. None: queries are projected directly.
+        rotary_interleaved: Whether a pair of rotated features is two neighbours.
+    """
+
+    latent_dim: int
+    nope_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+    query_latent_dim: int | None = None
+    rotary_interleaved: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts, as in DeepSeek-V2 and V3: each token goes through a few of many small MLPs.
+
+    Attributes:
+        number: Routed experts.
+        width: Size of the hidden layer of an expert.
+        per_token: Experts that a token goes through.
+        shared: Experts that every token goes through; they form one MLP of the sum of their sizes.
+        groups: Groups of consecutive experts.
+        groups_per_token: Groups with the highest scores, from which the experts of a token are selected.
+        scoring: `sigmoid`, as in DeepSeek-V3: with a learned correction that selects experts and weighs none; the score
+            of a group is the sum of its two best. `softmax`, as in V2: a group has the score of its best expert.
+        normalised: Whether the scores of the selected experts are divided by their sum.
+        scale: Factor of the scores that weigh the outputs.
+
+    Raises:
+        ValueError: A size is out of range, or the scoring is not supported.
+    """
+
+    number: int
+    width: int
+    per_token: int
+    shared: int = 1
+    groups: int = 1
+    groups_per_token: int = 1
+    scoring: str = "sigmoid"
+    normalised: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scoring not in ("sigmoid", "softmax"):
+            raise ValueError(f"`scoring` must be sigmoid or softmax. Got {self.scoring!r}. Use one of them.")
+        for name, least in {"number": 1, "width": 1, "shared": 0, "groups": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}. Got {getattr(self, name)}. Change it.")
+        smallest = 2 if self.scoring == "sigmoid" else 1
+        if self.number % self.groups or self.number // self.groups < smallest:
+            raise ValueError(
+                f"`groups` must divide the {self.number} experts into groups of at least {smallest}. Got "
+                f"{self.groups}. Use a smaller divisor."
+            )
+        if not 1 <= self.groups_per_token <= self.groups:
+            raise ValueError(
+                f"`groups_per_token` must be from 1 to the {self.groups} groups. Got {self.groups_per_token}. "
+                "Change it."
+            )
+        candidates = self.groups_per_token * (self.number // self.groups)
+        if not 1 <= self.per_token <= candidates:
+            raise ValueError(
+                f"`per_token` must be from 1 to the {candidates} experts of {self.groups_per_token} groups. Got "
+                f"{self.per_token}. Change it."
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """The attention of one layer.
+    """The attention and the MLP of one layer.
 
     Attributes:
         window: Number of keys that a query attends to, including its own position. None: all keys up to it.
         rotary_base: Base of the rotary embedding. None: no rotary embedding.
         rotary_scaling: Scaling of its frequencies for long contexts.
         rotary_dim: Number of features of a head that rotate. None: all.
+        experts: A mixture of experts in place of the MLP.
     """
 
     window: int | None = None
     rotary_base: float | None = 10000.0
     rotary_scaling: RotaryScaling | None = None
     rotary_dim: int | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +111,10 @@ class ModelConfig:
         mlp_width: Size of the hidden layer of the MLP.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_dim: Size of a head.
-        layers: The attention of each layer.
+        head_dim: Size of a head; with `latent`, of a query and key.
+        layers: The attention and the MLP of each layer.
         max_positions: The longest context.
-        activation: Activation of the gate of the MLP: a name in `flax_layers.models.block.ACTIVATIONS`.
+        activation: Activation of the gate of the MLP: a name in `flax_layers.models.mlp.ACTIVATIONS`.
         norm_epsilon: Epsilon of all RMS norms.
         norm_offset: Added to the scales of all RMS norms: 1 in Gemma.
         post_norms: Whether the outputs of attention and MLP are normalised before they are added to the stream.
@@ -44,7 +122,8 @@ class ModelConfig:
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether the output projection of attention has a bias.
         mlp_bias: Whether the projections of the MLP have biases.
-        attention_scale: Factor of the scores. None: `head_dim ** -0.5`.
+        latent: Latent attention (MLA) in place of keys and values of heads.
+        attention_scale: Factor of the scores. None: `head_dim ** -0.5`, and with `latent` that of its layer.
         attention_softcap: Soft cap of the scores. None: no cap.
         logits_softcap: Soft cap of the logits. None: no cap.
         embedding_scale: Factor of the embeddings.
@@ -53,6 +132,9 @@ class ModelConfig:
         bos_token_id: The token that begins a sequence.
         eos_token_ids: The tokens that end a sequence.
         pad_token_id: The token for padding.
+
+    Raises:
+        ValueError: A field does not go with `latent`.
 
     Example:
         >>> config = ModelConfig(
@@ -80,6 +162,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    latent: LatentConfig | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None
@@ -89,6 +172,29 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.latent is None:
+            return
+        head_dim = self.latent.nope_head_dim + self.latent.rope_head_dim
+        needed = {"num_kv_heads": self.num_heads, "head_dim": head_dim}
+        needed |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias"), False)
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"`{name}` must be {value} with `latent`, as latent attention has it. Got {getattr(self, name)}. "
+                    "Change it."
+                )
+        if any(layer.rotary_dim is not None for layer in self.layers):
+            raise ValueError(
+                "`rotary_dim` must be None with `latent`, whose `rope_head_dim` says what rotates. Got another one. "
+                "Leave it out."
+            )
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of the value of a head."""
+        return self.head_dim if self.latent is None else self.latent.value_head_dim
 
     @property
     def context_limits(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from flax_layers.models import config_deepseek
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
@@ -53,7 +54,7 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
         ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 500000.0,
         ... })
         >>> config.head_dim, config.layers[0]
-        (16, LayerConfig(window=None, rotary_base=500000.0, rotary_scaling=None, rotary_dim=None))
+        (16, LayerConfig(window=None, rotary_base=500000.0, rotary_scaling=None, rotary_dim=None, experts=None))
     """
     family = family_of(raw)
     _check_keys(raw)
@@ -87,6 +88,8 @@ def read_config(raw: Raw, max_positions: int | None = None) -> ModelConfig:
     if family.gemma:
         fields["attention_scale"] = raw["query_pre_attn_scalar"] ** -0.5
         fields["embedding_scale"] = math.sqrt(raw["hidden_size"])
+    if family.deepseek:
+        fields |= config_deepseek.read_fields(family.name, raw, fields["layers"])
     return ModelConfig(family=family.name, **{**fields, **family.traits})
 
 
@@ -143,7 +146,7 @@ def layer_kinds(family: Family, raw: Raw) -> list[str]:
         ValueError: A layer is of another kind, or the number of kinds is not the number of layers.
     """
     layers, kinds = raw["num_hidden_layers"], raw.get("layer_types")
-    if family.name == "llama":
+    if family.name == "llama" or family.deepseek:
         return [FULL] * layers
     if family.name in ("mistral", "phi3"):
         return [FULL if raw.get("sliding_window") is None else SLIDING] * layers
@@ -286,6 +289,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         raw["query_pre_attn_scalar"] = _whole((config.attention_scale or config.head_dim**-0.5) ** -2)
         raw["attn_logit_softcapping"] = config.attention_softcap
         raw["final_logit_softcapping"] = config.logits_softcap
+    if family.deepseek:
+        raw |= config_deepseek.written_fields(config)
     if read_config(raw) != config:
         differ = [key for key, value in vars(read_config(raw)).items() if value != getattr(config, key)]
         raise ValueError(
@@ -298,7 +303,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 def _written_windows(family: Family, config: ModelConfig) -> dict[str, Any]:
     windows = [layer.window for layer in config.layers]
     size = next((window for window in windows if window is not None), None)
-    if family.name == "llama":
+    if family.name == "llama" or family.deepseek:
         return {}
     if family.name in ("mistral", "phi3"):
         return {"sliding_window": size}

@@ -11,16 +11,16 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float, Int
 
 import jflex
-from flax_layers.attention_methods import Cache
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models import mods
-from flax_layers.models.block import ACTIVATIONS, Block, MakeScoreMod
+from flax_layers.models.block import AnyCache, Block, MakeScoreMod, Pages
 from flax_layers.models.config import ModelConfig
+from flax_layers.models.mlp import ACTIVATIONS
 from flax_layers.nnx import RMSNorm, SharedPrefix
 from flax_layers.streaming_llm import Streaming
-from jflex.paged import PagedBatch, PagedCache
+from jflex.paged import PagedBatch
 
-Caches = tuple[Cache, ...]
+Caches = tuple[AnyCache, ...]
 """The caches of all layers."""
 
 
@@ -115,8 +115,9 @@ class Decoder(nnx.Module):
             One vector for each token, in the dtype of the computation.
 
         Raises:
-            ValueError: Rows are longer than the model's positions.
+            ValueError: Rows are longer than the model's positions, or there is a `context` with latent attention.
         """
+        self._check_latent("context", context)
         rows, length = tokens.shape
         self._check_length("tokens", length)
         masks = mods.training_masks(self.config, rows, length, documents, context)
@@ -153,7 +154,8 @@ class Decoder(nnx.Module):
         Args:
             batch: Number of sequences.
             max_length: Capacity of each, in tokens. It selects the factors of LongRoPE.
-            dtype: Dtype of keys and values, of eight bits too. Default: that of the computation.
+            dtype: Dtype of keys and values, of eight bits too but for latent attention. Default: that of the
+                computation.
 
         Returns:
             The caches.
@@ -186,7 +188,7 @@ class Decoder(nnx.Module):
             written.append(cache)
         return self.norm(stream), tuple(written)
 
-    def init_paged_cache(self, num_pages: int, page_size: int, *, dtype: Dtype | None = None) -> PagedCache:
+    def init_paged_cache(self, num_pages: int, page_size: int, *, dtype: Dtype | None = None) -> Pages:
         """A paged cache that all layers share, for `decode_paged`.
 
         Args:
@@ -201,8 +203,8 @@ class Decoder(nnx.Module):
         return attention.init_paged_cache(num_pages, page_size, layers=len(self.blocks), dtype=dtype)
 
     def decode_paged(
-        self, tokens: Int[Array, " N"], cache: PagedCache, batch: PagedBatch, streaming: Streaming | None = None
-    ) -> tuple[Float[Array, "N vocabulary"], PagedCache]:
+        self, tokens: Int[Array, " N"], cache: Pages, batch: PagedBatch, streaming: Streaming | None = None
+    ) -> tuple[Float[Array, "N vocabulary"], Pages]:
         """Appends to requests, each by as many tokens as it has in `tokens`.
 
         Args:
@@ -217,7 +219,7 @@ class Decoder(nnx.Module):
             For each token the logits of the token after it, and the cache with the tokens.
 
         Raises:
-            ValueError: Sinks and window together are longer than the model's positions.
+            ValueError: Sinks and window together are longer than the model's positions, or with latent attention.
         """
         hidden, cache = self.decode_paged_hidden(tokens, cache, batch, streaming=streaming)
         return self.logits(hidden), cache
@@ -225,11 +227,11 @@ class Decoder(nnx.Module):
     def decode_paged_hidden(
         self,
         tokens: Int[Array, " N"],
-        cache: PagedCache,
+        cache: Pages,
         batch: PagedBatch,
         shared_prefix: SharedPrefix | None = None,
         streaming: Streaming | None = None,
-    ) -> tuple[Float[Array, "N width"], PagedCache]:
+    ) -> tuple[Float[Array, "N width"], Pages]:
         """See `decode_paged`; returns hidden states.
 
         Args:
@@ -239,7 +241,12 @@ class Decoder(nnx.Module):
             shared_prefix: The first requests begin with the same pages, and each request has one token in this call:
                 layers without a window read these pages once for all.
             streaming: As for `decode_paged`.
+
+        Raises:
+            ValueError: As for `decode_paged`; or either of the last two with latent attention.
         """
+        self._check_latent("shared_prefix", shared_prefix)
+        self._check_latent("streaming", streaming)
         if streaming is not None:
             self._check_length("streaming", streaming.size)
         stream = self._embed(tokens)
@@ -252,6 +259,13 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"`{name}` must not be longer than the {self.config.max_positions} positions of the model. Got "
                 f"{length}. Truncate rows, or set `max_positions` and a `rotary_scaling` for longer contexts."
+            )
+
+    def _check_latent(self, name: str, option: object) -> None:
+        if option is not None and self.config.latent is not None:
+            raise ValueError(
+                f"`{name}` must be None for a model with latent attention, which does not take it. Got "
+                f"{type(option).__name__}. Leave it out."
             )
 
     def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:

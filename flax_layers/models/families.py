@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-Shape = tuple[int, ...]
-
 LLAMA_MODULES = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -40,8 +38,40 @@ PHI3_MODULES = {
     "mlp.up": "mlp.gate_up_proj",
 }
 
+DEEPSEEK_MODULES = {
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.latent": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.up": "self_attn.kv_b_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""With `{}` in a name, the parameters of all experts are stacked, and each expert is a tensor: `{}` is its number."""
+
+LATENT_QUERY_MODULES = {"attention.query": "self_attn.q_b_proj"}
+"""Other names, in layers with `attention.query_down`."""
+
 TOP_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+LEAVES = {
+    "kernel": "weight",
+    "embedding": "weight",
+    "scale": "weight",
+    "bias": "bias",
+    "correction": "e_score_correction_bias",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +97,11 @@ class Family:
         """Whether scores and embeddings are scaled as in Gemma."""
         return "query_pre_attn_scalar" in self.defaults
 
+    @property
+    def deepseek(self) -> bool:
+        """Whether it has latent attention and mixtures of experts."""
+        return "kv_lora_rank" in self.defaults
+
 
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
@@ -80,6 +115,15 @@ _GEMMA_DEFAULTS = {
     "default_activation": "gelu_pytorch_tanh",
 }
 _GEMMA_TRAITS = {"norm_offset": 1.0, "post_norms": True}
+
+_DEEPSEEK_DEFAULTS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+}
 
 FAMILIES = {
     family.architecture: family
@@ -127,17 +171,61 @@ FAMILIES = {
             {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
             {},
         ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            DEEPSEEK_MODULES,
+            {
+                **_DEEPSEEK_DEFAULTS,
+                "first_k_dense_replace": 0,
+                "n_routed_experts": 64,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 1407,
+                "num_experts_per_tok": None,
+                "n_group": None,
+                "topk_group": None,
+                "topk_method": "greedy",
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            {},
+        ),
+        Family(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            DEEPSEEK_MODULES,
+            {
+                **_DEEPSEEK_DEFAULTS,
+                "first_k_dense_replace": 3,
+                "n_routed_experts": 256,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 2048,
+                "num_experts_per_tok": 8,
+                "n_group": 8,
+                "topk_group": 4,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "max_position_embeddings": 4096,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            },
+            {},
+        ),
     )
 }
 """The supported families, by architecture."""
+
+_OTHER_EXPERTS = "it has a mixture of experts of another kind than DeepSeek"
 
 REFUSED = {
     "GptOssForCausalLM": "it has attention sinks, a learned term in the denominator of each softmax, and a mixture of "
     "experts",
     "Gemma3ForConditionalGeneration": "it has a vision tower. Use a text model, Gemma3ForCausalLM",
-    "MixtralForCausalLM": "it has a mixture of experts",
-    "Qwen2MoeForCausalLM": "it has a mixture of experts",
-    "Qwen3MoeForCausalLM": "it has a mixture of experts",
+    "MixtralForCausalLM": _OTHER_EXPERTS,
+    "Qwen2MoeForCausalLM": _OTHER_EXPERTS,
+    "Qwen3MoeForCausalLM": _OTHER_EXPERTS,
 }
 """Architectures similar to a supported one, and why they are not supported."""
 
@@ -163,63 +251,3 @@ def family_named(name: str) -> Family:
             return family
     known = ", ".join(family.name for family in FAMILIES.values())
     raise ValueError(f"`family` must be one of {known}. Got {name!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor in a file: one parameter, or several that are concatenated along the first axis.
-
-    Attributes:
-        parts: Paths of the parameters.
-        sizes: Size of each along the first axis of the tensor.
-        shape: Shape of the tensor.
-        transposed: Whether the tensor is `[out, in]` and the parameters are `[in, out]`.
-    """
-
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]
-    shape: Shape
-    transposed: bool
-
-
-def tensors_of(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """The tensors in the files of a model.
-
-    Args:
-        family: The family of the model.
-        shapes: Shape of each parameter, by path, such as `blocks.0.attention.query.kernel`.
-
-    Returns:
-        The tensors, by their names in files.
-
-    Example:
-        >>> phi3 = family_named("phi3")
-        >>> shapes = {f"blocks.0.attention.{name}.kernel": (64, size) for name, size in (("query", 64), ("key", 16))}
-        >>> for name, tensor in tensors_of(phi3, shapes).items():
-        ...     print(name, tensor.shape, tensor.sizes)
-        model.layers.0.self_attn.qkv_proj.weight (80, 64) (64, 16)
-    """
-    order = {module: number for number, module in enumerate((*TOP_MODULES, *family.modules))}
-    parts: dict[str, list[str]] = {}
-    for path in sorted(shapes, key=lambda path: order[_module(path)]):
-        parts.setdefault(_file_name(family, path), []).append(path)
-    tensors = {}
-    for name, paths in parts.items():
-        transposed = paths[0].endswith(".kernel")
-        rows = [shapes[path][::-1] if transposed else shapes[path] for path in paths]
-        sizes = tuple(row[0] for row in rows)
-        tensors[name] = Tensor(tuple(paths), sizes, (sum(sizes), *rows[0][1:]), transposed)
-    return tensors
-
-
-def _module(path: str) -> str:
-    """The module of a parameter: `attention.query` for `blocks.0.attention.query.kernel`."""
-    names = path.split(".")[:-1]
-    return ".".join(names[2:] if names[0] == "blocks" else names)
-
-
-def _file_name(family: Family, path: str) -> str:
-    leaf = LEAVES[path.rpartition(".")[2]]
-    if not path.startswith("blocks."):
-        return f"{TOP_MODULES[_module(path)]}.{leaf}"
-    return f"model.layers.{path.split('.')[1]}.{family.modules[_module(path)]}.{leaf}"

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 import jflex
-from flax_layers.attention_methods import Cache
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.models.config import ModelConfig
-from flax_layers.nnx import EightBitCache
+from flax_layers.nnx import DenseCache
+from flax_layers.owned_pages import OwnedPages
 from flax_layers.streaming_llm import Streaming
 from jflex.masks import causal, document, sliding_window
 from jflex.scores import softcap
@@ -103,7 +103,7 @@ def training_masks(
     return {window: made[_within(window, length)] for window in config.windows}
 
 
-def cache_masks(config: ModelConfig, cache: Cache, tokens: int) -> Masks:
+def cache_masks(config: ModelConfig, cache: DenseCache | OwnedPages, tokens: int) -> Masks:
     """Masks of the next tokens and a dense cache: layers read only the listed blocks.
 
     A few tokens without a window attend to the whole cache and need no BlockMask. With a window, the block size of
@@ -116,9 +116,10 @@ def cache_masks(config: ModelConfig, cache: Cache, tokens: int) -> Masks:
         tokens: Number of tokens that are appended to each sequence.
 
     Returns:
-        The masks; None where the mask_mod is sufficient, as over eight bits, whose kernels bound it tile by tile.
+        The masks; None where the mask_mod is sufficient, as over eight bits and latent vectors, whose kernels bound it
+        tile by tile.
     """
-    if isinstance(cache, EightBitCache):
+    if isinstance(cache, OwnedPages):
         return dict.fromkeys(config.windows)
     made: Masks = {None: None} if tokens <= FEW_TOKENS else {}
     for window in config.windows:

@@ -12,13 +12,19 @@ Rules = Sequence[tuple[str, PartitionSpec]]
 RULES: Rules = (
     (r"embed\.embedding$", PartitionSpec("model", "fsdp")),
     (r"head\.kernel$", PartitionSpec("fsdp", "model")),
-    (r"(attention\.(query|key|value)|mlp\.(gate|up))\.kernel$", PartitionSpec("fsdp", "model")),
+    (r"(attention\.(query|key|value|up)|mlp\.(shared\.)?(gate|up))\.kernel$", PartitionSpec("fsdp", "model")),
     (r"(attention\.(query|key|value)|mlp\.(gate|up))\.bias$", PartitionSpec("model")),
-    (r"(attention\.out|mlp\.down)\.kernel$", PartitionSpec("model", "fsdp")),
+    (r"(attention\.out|mlp\.(shared\.)?down)\.kernel$", PartitionSpec("model", "fsdp")),
+    (r"attention\.(query_down|latent)\.kernel$", PartitionSpec("fsdp", None)),
+    (r"mlp\.experts\.(gate|up)\.kernel$", PartitionSpec(None, "fsdp", "model")),
+    (r"mlp\.experts\.down\.kernel$", PartitionSpec(None, "model", "fsdp")),
 )
-"""Tensor parallel over `model`, by heads and hidden features; fully sharded over `fsdp`; all others replicated."""
+"""Tensor parallel over `model`, by heads and hidden features; fully sharded over `fsdp`; all others replicated.
 
-_HEADS = r"attention\.(query|key|value)\.kernel$"
+Every device has a part of each expert; no rule divides experts among devices.
+"""
+
+_HEADS = r"attention\.(query|key|value|up)\.kernel$"
 
 
 def parameter_shardings(

@@ -2,8 +2,9 @@
 
 import contextlib
 import json
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ from flax.typing import Dtype
 from jax.sharding import Sharding
 from jaxtyping import Array
 
-from flax_layers.models.families import Shape, Tensor
 from flax_layers.models.folders import CheckpointError
 from flax_layers.models.optional import needs
+from flax_layers.models.tensor_names import Piece, Shape, Tensor
 
 INDEX = "model.safetensors.index.json"
+Index = tuple[slice, ...]
 CHUNK_BYTES = 16 << 20
 """Bytes that are converted to another dtype at a time."""
 
@@ -60,31 +62,47 @@ class TensorFiles(contextlib.ExitStack):
         names = [name for name in self.dtypes.values() if name in _DTYPES]
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
-    def read(self, name: str, rows: slice, dtype: Dtype, *, transposed: bool, sharding: Sharding | None) -> Array:
-        """Reads rows of a tensor to devices.
+    def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
+        """Reads a parameter to devices.
 
         Args:
-            name: Name of the tensor.
-            rows: Rows along its first axis.
+            pieces: Where it lies.
             dtype: Dtype of the result.
-            transposed: Whether the tensor is `[out, in]` and the result `[in, out]`.
+            tensor: The tensor of the first piece.
             sharding: Sharding of the result. Each device gets only its own shard. Default: JAX's default device.
 
         Returns:
             The array, when it is on its devices and the host copy is no longer needed.
         """
-        piece, shape = self._slices[name], (rows.stop - rows.start, *self.shapes[name][1:])
+        rows = pieces[0].rows
+        shape = (rows.stop - rows.start, *tensor.shape[1:])
+        final = shape[::-1] if tensor.transposed else shape
+
+        def of_piece(piece: Piece, index: Index) -> np.ndarray:
+            return _part(self._slices[piece.name], piece.rows.start, shape, dtype, tensor.transposed, index)
+
+        def of_experts(index: Index) -> np.ndarray:
+            chosen, index = pieces[index[0]], index[1:]
+            sizes = [len(range(*x.indices(size))) for x, size in zip(index, final, strict=True)]
+            out = np.empty((len(chosen), *sizes), dtype)
+            for number, piece in enumerate(chosen):
+                out[number] = of_piece(piece, index)
+            return out
+
+        whole = final if tensor.expert is None else (len(pieces), *final)
         if sharding is None:
-            return jax.block_until_ready(jax.device_put(_part(piece, rows.start, shape, dtype, transposed)))
+            index = (slice(None),) * len(whole)
+            array = of_piece(pieces[0], index) if tensor.expert is None else of_experts(index)
+            return jax.block_until_ready(jax.device_put(array))
         parts: dict[str, np.ndarray] = {}  # devices with equal shards share a copy
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None  # of an array with axes
             if str(index) not in parts:
-                parts[str(index)] = _part(piece, rows.start, shape, dtype, transposed, index)
+                parts[str(index)] = of_piece(pieces[0], index) if tensor.expert is None else of_experts(index)
             return parts[str(index)]
 
-        final = shape[::-1] if transposed else shape
-        return jax.block_until_ready(jax.make_array_from_callback(final, sharding, part))
+        return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
 
 
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -96,10 +114,9 @@ def _part(
     shape: Shape,
     dtype: Dtype,
     transposed: bool,
-    index: tuple[slice, ...] | None = None,
+    index: Index,
 ) -> np.ndarray:
     """One shard of the result, read, cast and transposed a few rows at a time."""
-    index = (slice(None),) * len(shape) if index is None else index
     index = index[::-1] if transposed else index
     ranges = [range(*x.indices(size)) for x, size in zip(index, shape, strict=True)]
     sizes = [len(x) for x in ranges]
@@ -167,7 +184,7 @@ def write_files(
     with needs("safetensors"):
         import safetensors
         import safetensors.numpy
-    size = {name: sum(values[path].nbytes for path in tensor.parts) for name, tensor in tensors.items()}
+    size = {name: math.prod(x.shape) * values[x.parts[0]].dtype.itemsize for name, x in tensors.items()}
     groups, total = [[]], 0
     for name in tensors:
         if groups[-1] and total + size[name] > max_file_bytes:
@@ -193,6 +210,7 @@ def write_files(
 
 def _joined(tensor: Tensor, values: Mapping[str, Array]) -> np.ndarray:
     """The tensor of one or more parameters, on the host."""
-    parts = [np.asarray(values[path]) for path in tensor.parts]
+    arrays = [values[path] if tensor.expert is None else values[path][tensor.expert] for path in tensor.parts]
+    parts = [np.asarray(array) for array in arrays]
     parts = [part.T if tensor.transposed else part for part in parts]
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))

@@ -95,7 +95,7 @@ class Engine:
         self._executor = Executor(model, options) if executor is None else executor
         windows = model.config.windows
         self._prefixes = SharedPrefixes(options, self._executor.token_bytes)
-        can_share = None in windows and options.streaming is None and not options.batch_invariant
+        can_share = None in windows and not (options.streaming or options.batch_invariant or model.config.latent)
         self._cascades = self._prefixes.shapes(options.shapes(model.config)) if can_share else []
         self._pages = Pages(options, model.config, None if None in windows else max(filter(None, windows)))
         self._scheduler = Scheduler(options, self._pages)

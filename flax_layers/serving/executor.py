@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -38,18 +40,17 @@ class Executor:
         self._model, self._options = model, options
         graph, state = nnx.split(model)
         self._parameters, form = jax.tree.flatten(state)
-        self._sharding = cache_sharding(self._parameters, model.config.num_kv_heads)
+        heads = model.config.num_kv_heads if model.config.latent is None else None
+        self._sharding = cache_sharding(self._parameters, heads)
         _check_invariant(model, options, self._sharding)
         self._step = make_step(graph, form, self._sharding, options.streaming)
         self._state = self._empty_state()
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in one layer, on one device."""
-        cache, mesh = self._state.cache, {} if self._sharding is None else self._sharding.mesh.shape
-        return (cache.k.itemsize * cache.k.shape[-1] + cache.v.itemsize * cache.v.shape[-1]) * (
-            cache.num_kv_heads // mesh.get("model", 1)
-        )
+        """Bytes of a token's keys and values, or of its latent vector, in one layer, on one device."""
+        arrays = jax.tree.leaves(self._state.cache)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)[3:]) * x.dtype.itemsize for x in arrays)
 
     def lower(self, packed: Int32[AnyArray, " words"], program: Program) -> jax.stages.Lowered | None:
         """Lowers a step. Once the result is compiled, in any thread, `run` need not compile it.

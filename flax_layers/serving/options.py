@@ -160,7 +160,7 @@ class EngineOptions:
             `context`, or the positions of the model.
 
         Raises:
-            ValueError: `context` is out of range.
+            ValueError: `context` is out of range, or there is `streaming` for a model with latent attention.
         """
         context = config.max_positions if self.context is None else self.context
         if self.streaming is not None:
@@ -174,6 +174,11 @@ class EngineOptions:
 
     def _streamed(self, context: int, config: ModelConfig) -> int:
         assert self.streaming is not None
+        if config.latent is not None:
+            raise ValueError(
+                "`streaming` must be None for a model with latent attention, whose cache holds keys that are rotated "
+                f"already. Got {self.streaming}. Leave it out."
+            )
         if self.streaming.size > config.max_positions:
             raise ValueError(
                 f"`sinks` and `window` of `streaming` together must be at most the {config.max_positions} positions "

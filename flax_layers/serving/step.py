@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from flax_layers.compiler_options import DECODING
 from flax_layers.models import Decoder
+from flax_layers.models.block import Pages
 from flax_layers.sampling import SamplingBatch, sample
 from flax_layers.serving.options import Program
 from flax_layers.serving.packing import unpack
@@ -23,7 +24,7 @@ from flax_layers.serving.penalties import Edits, apply_penalties, keep_allowed
 from flax_layers.serving.requests import MAX_LOGPROBS, TokenLogprobs
 from flax_layers.serving.verification import DraftRows, accept, compact, sample_drafts
 from flax_layers.streaming_llm import Streaming
-from jflex.paged import PagedCache, copy_pages
+from jflex.paged import copy_pages
 from jflex.types import AnyArray
 
 
@@ -33,13 +34,13 @@ class DeviceState:
     """The state on the device, donated to each step.
 
     Attributes:
-        cache: Keys and values of all layers.
+        cache: Keys and values of all layers, or latent vectors.
         sampled: The last sampled token of each slot.
         edits: Token counts and biases of each slot.
         allowed: A bit for each token that the constraint of a slot allows next.
     """
 
-    cache: PagedCache
+    cache: Pages
     sampled: Int32[Array, " slots"]
     edits: Edits
     allowed: Int32[Array, "slots words"]
@@ -132,12 +133,14 @@ def make_step(
     return jax.jit(run, static_argnames="program", donate_argnames="state", compiler_options=DECODING)
 
 
-def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding | None:
+def cache_sharding(parameters: Items[Array], num_kv_heads: int | None) -> NamedSharding | None:
     """How a cache is sharded beside parameters: by KV heads over the axis `model` of their mesh.
+
+    Latent vectors lie on every device, as what attends to them is sharded by query heads.
 
     Args:
         parameters: Parameters of the model.
-        num_kv_heads: KV heads of the model.
+        num_kv_heads: KV heads of the model. None: it caches latent vectors, which all heads need.
 
     Returns:
         The sharding; None if the parameters are on one device.
@@ -150,6 +153,8 @@ def cache_sharding(parameters: Items[Array], num_kv_heads: int) -> NamedSharding
     if not meshes:
         return None
     [mesh] = meshes
+    if num_kv_heads is None:
+        return NamedSharding(mesh, PartitionSpec())
     parts = dict(mesh.shape).get("model", 1)
     if num_kv_heads % parts:
         raise ValueError(

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from flax_layers.models.block import Pages
 from flax_layers.sampling import SamplingBatch, sample
-from jflex.paged import PagedBatch, PagedCache, copy_slots, slots_of
+from jflex.paged import PagedBatch, copy_slots, slots_of
 
 
 class DraftRows(NamedTuple):
@@ -121,7 +122,7 @@ def sample_drafts(
     return sample(logits.reshape(-1, logits.shape[2]), of_each, positions[:, 1:].ravel()).reshape(-1, drafts)
 
 
-def compact(cache: PagedCache, batch: PagedBatch, nodes: DraftRows, accepted: Accepted) -> PagedCache:
+def compact(cache: Pages, batch: PagedBatch, nodes: DraftRows, accepted: Accepted) -> Pages:
     """Moves keys and values of accepted drafts to the rows that follow the known tokens, in all layers.
 
     The accepted path of a chain is there already, and nothing is written.

@@ -73,6 +73,8 @@ def measured_flops(size: int = 8192, repeats: int = 10) -> float:
 def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> int:
     """Parameters that each token is multiplied by: all projections with the output head, not the embedding lookup.
 
+    Of a mixture of experts it is those that a token goes through. (The decoder computes the others, too.)
+
     Args:
         shapes: Of all parameters, by path.
         config: The model.
@@ -80,7 +82,11 @@ def multiplied_parameters(shapes: Mapping[str, tuple[int, ...]], config: ModelCo
     Returns:
         Their number.
     """
-    kernels = sum(math.prod(shape) for path, shape in shapes.items() if path.endswith(".kernel"))
+    kernels = 0
+    for path, shape in shapes.items():
+        if path.endswith(".kernel"):
+            experts = config.layers[int(path.split(".")[1])].experts if ".mlp.experts." in path else None
+            kernels += math.prod(shape if experts is None else (experts.per_token, *shape[1:]))
     return kernels + (config.vocabulary * config.width if config.tied_embeddings else 0)
 
 
@@ -110,8 +116,8 @@ def visible_pairs(documents: Int[np.ndarray, "B T"], window: int | None = None) 
 def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, "B T"]) -> float:
     """Model FLOPs of the forward and backward pass of a batch.
 
-    Each token takes 6 FLOPs for each parameter that it is multiplied by, and each attended pair 12 for each feature of
-    each head: two matrix products forward, four backward. Recomputation by remat does not count.
+    Each token takes 6 FLOPs for each parameter that it is multiplied by, and each attended pair 6 for each feature of a
+    key and of a value of each head: a matrix product forward, two backward. Recomputation by remat does not count.
 
     Args:
         config: The model.
@@ -123,4 +129,6 @@ def step_flops(config: ModelConfig, multiplied: int, documents: Int[np.ndarray, 
     """
     by_window = {window: visible_pairs(documents, window) for window in config.windows}
     pairs = sum(by_window[layer.window] for layer in config.layers)
-    return 6.0 * multiplied * documents.size + 12.0 * config.num_heads * config.head_dim * pairs
+    return (
+        6.0 * multiplied * documents.size + 6.0 * config.num_heads * (config.head_dim + config.value_head_dim) * pairs
+    )

@@ -133,7 +133,7 @@ def check_length(mesh: Mesh, length: int, order: str) -> None:
 
 
 def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
-    """Refuses a strategy that would cut a head.
+    """Refuses a strategy that would cut a head, and to divide tokens for latent attention.
 
     Args:
         mesh: The devices.
@@ -144,6 +144,11 @@ def check_strategy(mesh: Mesh, config: ModelConfig, strategy: str) -> None:
         InputError: It would.
     """
     shards, heads = context_shards(mesh), config.num_kv_heads // mesh.shape["model"]
+    if shards > 1 and config.latent is not None:
+        raise InputError(
+            f"`--mesh` {_named(mesh.shape)} divides the tokens of a row, which latent attention does not. Got {shards} "
+            "devices of `context`. Leave it out."
+        )
     if strategy == "ulysses" and heads % shards:
         raise InputError(
             f"`--context-strategy ulysses` divides the key heads of a device among the {shards} devices of `context`. "

@@ -170,8 +170,8 @@ def description(
         Values by the names of sizes and options: first those of the model, which fix the shapes of its parameters or
         what they mean; then the others, which `--accept-changes` may change.
     """
-    sizes = {name: value for name, value in dataclasses.asdict(config).items() if "token_id" not in name}
-    layers = sizes.pop("layers")
+    sizes = {name: value for name, value in _described(dataclasses.asdict(config)).items() if "token_id" not in name}
+    layers = [_described(layer) for layer in sizes.pop("layers")]
     model = {f"model.{name}": value for name, value in sizes.items()}
     model |= {"model.layers": len(layers), "attention of each layer": layers, "--bias": options.bias}
     return model, {
@@ -190,6 +190,11 @@ def description(
         "fingerprint of --data": batches.corpus.fingerprint,
         "rows to train on": len(batches.rows),
     }
+
+
+def _described(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields but for those that a model lacks and that older checkpoints do not name."""
+    return {name: value for name, value in fields.items() if value is not None or name not in ("latent", "experts")}
 
 
 def all_peak_flops(text: str | None, mesh: Mesh) -> float | None:

@@ -57,6 +57,21 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 16,
 }
+_DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "truncate": True}
+_DEEPSEEK = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+}
 _GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 12, "sliding_window": 7, "tie_word_embeddings": True}
 
 # The length of the shorter prompts.
@@ -98,6 +113,28 @@ CASES = {
         "bfloat16",
         {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16, "sliding_window": 11},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        "bfloat16",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        "bfloat16",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "rms_norm_eps": 1e-2,  # but for the latent vectors, whose norms have 1e-6
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
 }
 
 
@@ -123,7 +160,9 @@ def make(name: str, folder: pathlib.Path) -> None:
         assert short_margin >= MARGIN, f"{name}: choose another length; the margin is {short_margin}"
         expected |= {"short_logits": short_logits.numpy(), "short_greedy": short_greedy.astype(np.int32)}
     # Two files for one of them: an index names which tensor is where.
-    model = model.to(getattr(torch, dtype))
+    for path, parameter in model.named_parameters():
+        if not path.endswith(".mlp.gate.weight"):  # which selects experts: `transformers` keeps it in float32
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size="100KB" if name == "llama3" else "1GB")
     np.savez_compressed(folder / "expected.npz", **expected)
     kinds = len(np.unique(greedy))
@@ -146,6 +185,9 @@ def draw_parameters(model: torch.nn.Module, generator: torch.Generator, dtype: t
                 scales, spread = True, 4.0
         parameter.normal_(1.0 if scales else 0.0, spread, generator=generator)
         parameter.copy_(parameter.to(dtype))
+    for path, buffer in sorted(model.named_buffers()):
+        if path.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2, generator=generator)
 
 
 def continue_greedily(model, tokens: torch.Tensor) -> tuple[np.ndarray, float]:
@@ -208,7 +250,10 @@ def main() -> None:
         else:
             make(name, root / name)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
-    (root / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    path = root / "versions.json"
+    if sys.argv[2:]:  # beside those of the others
+        versions = json.loads(path.read_text() if path.exists() else "{}") | dict.fromkeys(sys.argv[2:], versions)
+    path.write_text(json.dumps(versions, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""A mixture of experts, as in DeepSeek-V2 and V3, in plain JAX.
+
+Every expert computes all tokens, one expert after the other, and those that did not select it as zeros. So the result
+of a token does not depend on what is computed beside it, tokens may be sharded in any way, and none is dropped. The
+price is work: `number / per_token` times that of the selected experts. `jax.lax.ragged_dot` would not be cheaper on a
+GPU: XLA makes of it one GEMM over all experts for each pair of a token and a selected expert, `per_token` times the
+work here, of an array `number` times as large (seen in programs that JAX 0.10.2 and 0.12.0 compile for an H200).
+
+There is no expert parallelism, no loss that balances the experts, and nothing that updates the correction.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32
+
+from flax_layers.models.config import ExpertsConfig
+from flax_layers.models.mlp import MLP
+
+
+class Router(nnx.Module):
+    """Weighs the experts of each token, in float32 with float32 parameters, whatever the dtype of the model.
+
+    Args:
+        width: Size of the residual stream.
+        config: The experts.
+        kernel_init: Initializer of the projection to scores.
+        rngs: Source of its key.
+    """
+
+    def __init__(self, width: int, config: ExpertsConfig, kernel_init: nnx.Initializer, *, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, config.number), jnp.float32))
+        has_correction = config.scoring == "sigmoid"
+        self.correction = nnx.data(nnx.Param(jnp.zeros(config.number, jnp.float32)) if has_correction else None)
+        self.config = config
+
+    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float32[Array, "*batch number"]:
+        """The weight of each expert; 0 for those that are not selected."""
+        config = self.config
+        logits = jnp.matmul(inputs.astype(jnp.float32), self.kernel[...], precision=jax.lax.Precision.HIGHEST)
+        if self.correction is None:
+            scores = choice = jax.nn.softmax(logits, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(logits)
+            choice = scores + jnp.broadcast_to(self.correction[...], scores.shape)
+        weights = jnp.where(selected(choice, config), scores, 0.0)
+        if config.normalised:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return config.scale * weights
+
+
+def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bool[Array, "*batch number"]:
+    """The experts of each token: the best ones of its best groups.
+
+    Args:
+        choice: What each expert is selected by.
+        config: The experts.
+
+    Returns:
+        True for `config.per_token` experts of each token.
+
+    Example:
+        >>> config = ExpertsConfig(number=4, width=8, per_token=1, groups=2)
+        >>> selected(jnp.array([0.1, 0.9, 0.6, 0.6]), config).astype(int).tolist()
+        [0, 0, 1, 0]
+    """
+    grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
+    of_group = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
+    kept = _best(of_group, config.groups_per_token)[..., None]
+    return _best(jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape), config.per_token)
+
+
+def _best(values: Float[Array, "*batch n"], count: int) -> Bool[Array, "*batch n"]:
+    """True at the largest values; of equal ones at the first."""
+    which = jax.lax.top_k(values, count)[1]
+    return jnp.any(jax.nn.one_hot(which, values.shape[-1], dtype=bool), axis=-2)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Routed experts, and one MLP of the shared ones.
+
+    Args:
+        width: Size of the residual stream.
+        config: The experts.
+        activation: As for `MLP`.
+        linear: Makes a projection with given input and output sizes, and `rngs`.
+        kernel_init: Initializer of the router.
+        rngs: Source of the keys of the initializers.
+
+    Example:
+        >>> import functools
+        >>> linear = functools.partial(nnx.Linear, use_bias=False)
+        >>> config = ExpertsConfig(number=4, width=8, per_token=2)
+        >>> init = nnx.initializers.normal(0.1)
+        >>> experts = MixtureOfExperts(16, config, "silu", linear, kernel_init=init, rngs=nnx.Rngs(0))
+        >>> experts.experts.up.kernel.shape, experts(jnp.ones((2, 3, 16))).shape
+        ((4, 16, 8), (2, 3, 16))
+    """
+
+    def __init__(
+        self,
+        width: int,
+        config: ExpertsConfig,
+        activation: str,
+        linear: Callable[..., nnx.Module],
+        *,
+        kernel_init: nnx.Initializer,
+        rngs: nnx.Rngs,
+    ):
+        def mlp(hidden: int, rngs: nnx.Rngs) -> MLP:
+            return MLP(width, hidden, activation, lambda *sizes: linear(*sizes, rngs=rngs))
+
+        self.router = Router(width, config, kernel_init, rngs=rngs)
+        keys = jax.random.split(rngs.params(), config.number)
+        self.experts = nnx.vmap(lambda key: mlp(config.width, nnx.Rngs(key)))(keys)
+        self.shared = nnx.data(mlp(config.shared * config.width, rngs) if config.shared else None)
+
+    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Returns the output, which is added to the residual stream."""
+        form, kernels = nnx.split(self.experts)
+
+        def add(total: Array, expert: tuple[nnx.State, Array]) -> tuple[Array, None]:
+            of_one, weight = expert[0], expert[1][..., None]
+            out = nnx.merge(form, of_one)(jnp.where(weight == 0, 0, inputs))
+            return total + weight * out.astype(jnp.float32), None
+
+        # Of each expert, the backward pass keeps its weights alone: activations of all would take their number as much.
+        body = jax.checkpoint(add, prevent_cse=False)
+        weights = jnp.moveaxis(self.router(inputs), -1, 0)
+        routed, _ = jax.lax.scan(body, jnp.zeros(inputs.shape, jnp.float32), (kernels, weights))
+        routed = routed.astype(inputs.dtype)
+        return routed if self.shared is None else routed + self.shared(inputs)

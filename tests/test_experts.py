@@ -1,0 +1,117 @@
+"""Mixtures of experts of DeepSeek-V2 and V3: outputs against float64, gradients, selection, messages."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_layers.models.config import ExpertsConfig
+from flax_layers.models.experts import MixtureOfExperts, selected
+
+GROUPS = ExpertsConfig(number=12, width=6, per_token=3, groups=4, groups_per_token=2, scale=2.5)
+EXPERTS = {
+    "sigmoid": GROUPS,
+    "softmax": dataclasses.replace(GROUPS, scoring="softmax", normalised=False, shared=0),
+    "one group": ExpertsConfig(number=5, width=4, per_token=5, shared=2),
+}
+
+
+@functools.cache
+def mixture(name: str) -> MixtureOfExperts:
+    linear = functools.partial(nnx.Linear, use_bias=False)
+    init = nnx.initializers.normal(0.8)
+    made = MixtureOfExperts(8, EXPERTS[name], "silu", linear, kernel_init=init, rngs=nnx.Rngs(0))
+    if made.router.correction is not None:
+        made.router.correction[...] = jnp.linspace(-0.3, 0.3, EXPERTS[name].number)
+    return made
+
+
+def plainly(made: MixtureOfExperts, token: np.ndarray) -> np.ndarray:
+    """One token in float64, by the formulas of the papers: its experts alone, one after the other."""
+    config, state = made.router.config, nnx.to_pure_dict(nnx.state(made))
+    arrays = jax.tree.map(lambda x: np.asarray(x, np.float64), state)
+    silu = lambda x: x / (1 + np.exp(-x))
+    mlp = lambda of: (silu(token @ of("gate")) * (token @ of("up"))) @ of("down")
+    logits = token @ arrays["router"]["kernel"]
+    is_sigmoid = config.scoring == "sigmoid"
+    scores = 1 / (1 + np.exp(-logits)) if is_sigmoid else np.exp(logits) / np.exp(logits).sum()
+    choice = scores + arrays["router"]["correction"] if is_sigmoid else scores
+    size = config.number // config.groups
+    of_groups = [sorted(choice[g * size : (g + 1) * size])[-2 if is_sigmoid else -1 :] for g in range(config.groups)]
+    groups = np.argsort([sum(best) for best in of_groups])[-config.groups_per_token :]
+    candidates = [e for e in range(config.number) if e // size in groups]
+    chosen = sorted(candidates, key=lambda e: choice[e])[-config.per_token :]
+    total = sum(scores[chosen]) if config.normalised else 1.0
+    out = np.zeros_like(token)
+    for e in chosen:
+        out += config.scale * scores[e] / total * mlp(lambda name, e=e: arrays["experts"][name]["kernel"][e])
+    return out + (mlp(lambda name: arrays["shared"][name]["kernel"]) if config.shared else 0)
+
+
+def tokens_of(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(*shape, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_against_float64(name):
+    tokens = tokens_of(2, 9)
+    found = nnx.jit(lambda made, x: made(x))(mixture(name), tokens)
+    right = np.stack([plainly(mixture(name), token.astype(np.float64)) for token in tokens.reshape(-1, 8)])
+    np.testing.assert_allclose(np.asarray(found).reshape(-1, 8), right, rtol=0, atol=2e-6 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softmax"])
+def test_gradients_of_experts(name):
+    """Against those of the same formulas over gathered experts, without a loop and without remat."""
+    form, state = nnx.split(mixture(name))
+    tokens = jnp.asarray(tokens_of(7))
+
+    def gathered(state, tokens):
+        made = nnx.merge(form, state)
+        weights, chosen = jax.lax.top_k(made.router(tokens), GROUPS.per_token)
+        gate, up, down = (getattr(made.experts, part).kernel[...][chosen] for part in ("gate", "up", "down"))
+        hidden = jax.nn.silu(jnp.einsum("nw,nkwh->nkh", tokens, gate)) * jnp.einsum("nw,nkwh->nkh", tokens, up)
+        routed = jnp.einsum("nkh,nkhw,nk->nw", hidden, down, weights)
+        return routed if made.shared is None else routed + made.shared(tokens)
+
+    def gradients(compute):
+        return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(compute(*args))), argnums=(0, 1)))(state, tokens)
+
+    found, right = gradients(lambda state, tokens: nnx.merge(form, state)(tokens)), gradients(gathered)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(np.abs(other).max(), 1e-3))
+
+
+def test_a_token_of_nan_changes_no_other():
+    """As in padding of a step, which holds whatever is in memory."""
+    made, tokens = mixture("sigmoid"), tokens_of(6)
+    broken = tokens.copy()
+    broken[2] = np.nan
+    one, other = (nnx.jit(lambda made, x: made(x))(made, x) for x in (tokens, broken))
+    assert np.isnan(other[2]).all()
+    others = np.array([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(one[others], other[others])
+
+
+def test_equal_scores_select_as_many():
+    assert selected(jnp.zeros((3, 12)), GROUPS).sum(axis=-1).tolist() == [3, 3, 3]
+
+
+WRONG_EXPERTS = [
+    ({"scoring": "tanh"}, r"`scoring` must be sigmoid or softmax\. Got 'tanh'"),
+    ({"width": 0}, r"`width` must be at least 1\. Got 0"),
+    ({"groups": 5}, r"`groups` must divide the 12 experts into groups of at least 2\. Got 5"),
+    ({"groups": 12, "groups_per_token": 6}, r"groups of at least 2\. Got 12"),
+    ({"groups_per_token": 5}, r"`groups_per_token` must be from 1 to the 4 groups\. Got 5"),
+    ({"per_token": 7}, r"`per_token` must be from 1 to the 6 experts of 2 groups\. Got 7"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_EXPERTS, ids=range(len(WRONG_EXPERTS)))
+def test_wrong_experts(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(GROUPS, **change)
