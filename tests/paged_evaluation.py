@@ -230,7 +230,7 @@ def exact(case: PagedCase) -> Right:
         row_max[rows], entropy[rows] = oracle.row_max(found, score, {})[0].T, oracle.entropy(found)[0].T
         if length:
             sizes = SimpleNamespace(
-                sizes=SimpleNamespace(D=case.D), dtype=case.dtype, scale=case.scale, score=case.score
+                sizes=SimpleNamespace(D=case.D), dtype=case.dtype, qk_dtype="", scale=case.scale, score=case.score
             )
             moved = tolerance.score_rounding(SimpleNamespace(query=arrays[0], key=arrays[1]), found, sizes)
             moves = found.weights if case.normalize == "softmax" else found.visible  # no weight moves by more
