@@ -46,7 +46,7 @@ CASES = [
     Case("eight_lengths", mask=masks.causal, sizes=Sizes(3, 140, 200, Hq=2, D=64), kv_lengths=(99, 0, 200), **E4M3),
 ]
 DECODING = [
-    Case("eight_decode", sizes=Sizes(T=1, S=300, Hq=8, Hkv=2, D=64), kv_lengths=(129, 300), **E4M3),
+    Case("eight_decode", sizes=Sizes(T=1, S=304, Hq=8, Hkv=2, D=64), kv_lengths=(129, 300), **E4M3),
     Case("eight_shared", sizes=Sizes(T=3, S=300, Hq=4, Hkv=2, Bkv=1, D=40), **E5M2),
 ]
 ON_HOPPER = {name: pytest.param(name, marks=[pytest.mark.gpu, NEEDS_011]) for name in ("mosaic_gpu",)}
@@ -166,6 +166,17 @@ def test_hopper_is_preferred():
         selection = select(None, spec)
         assert selection.name == "mosaic_gpu"
         assert "QK^T in float8_e4m3fn" in selection.plan.describe()
+
+
+@NEEDS_011
+def test_few_queries_on_hopper():
+    """The kernel for few queries of 16 bits would read them wrongly: `triton` is preferred, and else `forward` runs."""
+    spec = spec_of(T=1, S=512, D=64, qk_dtype="float8_e4m3fn", **HOPPER)
+    chosen, named = select(None, spec), select("mosaic_gpu", spec)
+    assert chosen.name == "triton"
+    reason = "takes no queries and keys of eight bits, and these have float8_e4m3fn"
+    assert reason in chosen.rejections["mosaic_gpu"]
+    assert named.plan.describe().startswith("forward ")
 
 
 @pytest.mark.parametrize(("dtype", "refuses"), [("float8_e4m3fn", True), ("float8_e5m2", False)])

@@ -71,6 +71,8 @@ def plan(spec: AttentionSpec) -> DecodePlan | Refusal:
 def _limit(spec: AttentionSpec) -> str | None:
     if spec.dtype not in ("bfloat16", "float16"):
         return f"its kernels compute in bfloat16 or float16, not {spec.dtype}"
+    if spec.qk_dtype is not None:
+        return f"its kernel for few queries takes no queries and keys of eight bits, and these have {spec.qk_dtype}"
     if spec.paging is not None and spec.paging.dtype is not None:
         return f"its kernel for pages takes no eight bits, and these have {spec.paging.dtype}"
     if spec.key_mod is not None or spec.value_mod is not None:
