@@ -171,6 +171,17 @@ def test_hopper_is_preferred():
         assert "QK^T in float8_e4m3fn" in selection.plan.describe()
 
 
+@NEEDS_011
+def test_few_queries_on_hopper():
+    """The kernel for few queries of 16 bits would read them wrongly: `triton` is preferred, and else `forward` runs."""
+    spec = spec_of(T=1, S=512, D=64, qk_dtype="float8_e4m3fn", **HOPPER)
+    chosen, named = select(None, spec), select("mosaic_gpu", spec)
+    assert chosen.name == "triton"
+    reason = "takes no eight bits, and query and key are float8_e4m3fn"
+    assert reason in chosen.rejections["mosaic_gpu"]
+    assert named.plan.describe().startswith("forward ")
+
+
 @pytest.mark.parametrize(("dtype", "refuses"), [("float8_e4m3fn", True), ("float8_e5m2", False)])
 def test_what_ampere_lacks(dtype, refuses):
     assert select("triton", spec_of(T=512, qk_dtype=dtype, **AMPERE)).name == "triton"
