@@ -81,8 +81,8 @@ def _kernel(
         items[number, i] = field
 
 
-def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.ndarray]) -> np.ndarray:
-    """The same for extents that are known, and no mask: without padding, so that no kernel plans."""
+def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.ndarray]) -> tuple[np.ndarray, int]:
+    """The same, without padding, for extents that are known, and no mask; and how many partial results there are."""
     assert spec.programs.mask is None  # it bounds the tiles that are visited
     with jax.ensure_compile_time_eval():
         of = requests_on_host(spec, work, extents.indptr, extents.lengths)
@@ -98,7 +98,7 @@ def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.nd
             owner = min(request, spec.B - 1)
             found.append([owner, start[request] + done, max(queries[request] - done, 0), length[request], *bounds, at])
         slot += tiles[request] * splits[request] if splits[request] > 1 else 0
-    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS)
+    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS), int(slot)
 
 
 def merge(
