@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline, preference, smem
+from pallas_kernels.mosaic_gpu import pipeline, preference, smem, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
@@ -320,5 +320,22 @@ def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):
     items, slots = for_hopper.items_on_host(spec, work, extents)
     planned = np.asarray(for_hopper.work_items(spec, work, RequestExtents(*map(jnp.asarray, extents)), ()))
     np.testing.assert_array_equal(planned[: len(items)], items)
-    assert slots == 1 + items[:, 6].max()
+    assert slots == 1 + max(items[:, 6].max(), -1)
     assert slots <= work.slots(spec)
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 6, 11, 12, 13])
+def test_every_item_is_taken_once(monkeypatch, total):
+    """Also of a last round that is not full, in either direction."""
+    monkeypatch.setattr(work_items, "NUM_SMS", 3)
+    items, taken = jnp.full((max(total, 1), work_items.FIELDS), total, jnp.int32), []
+    items = items.at[:, 0].set(jnp.arange(max(total, 1)))
+
+    def body(i, item, count):
+        taken.append((int(item.request), int(item.group)))
+        return count + 1
+
+    with jax.disable_jit():
+        counts = [int(work_items.over_items(items, 2, jnp.int32(cta), body)) for cta in range(3)]
+    assert sorted(taken) == [(request, group) for request in range(total) for group in range(2)]
+    assert max(counts) - min(counts) <= 1
