@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import inline_ptx, key_tail, scores, smem
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, key_tail, scores, smem
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
     Packing,
@@ -253,7 +253,7 @@ def _consume(static: Static, number: int) -> None:
 
     def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         rows = static.packing.rows_of(spec, item)
-        queries[...] = inline_ptx.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
+        queries[...] = global_rows.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
         plg.commit_smem()
         prepared = scores.prepare(
             spec,
@@ -335,12 +335,12 @@ def _barrier(operation: str, number: int) -> None:
 
 def _store(static: Static, item: Item, rows: Rows, first: int, out: jax.Array) -> None:
     """Stores columns from `first` on to the result or to the partial results."""
-    store = lambda ref, line: inline_ptx.store_rows(ref, line, first, out.astype(ref.dtype))
+    store = lambda ref, line: global_rows.store_rows(ref, line, first, out.astype(ref.dtype))
     _where(static, item, rows, 0, store)
 
 
 def _store_lse(static: Static, item: Item, rows: Rows, lse: jax.Array) -> None:
-    _where(static, item, rows, 1, lambda ref, line: inline_ptx.store_values(ref, line, lse))
+    _where(static, item, rows, 1, lambda ref, line: global_rows.store_values(ref, line, lse))
 
 
 def _where(static: Static, item: Item, rows: Rows, output: int, store: Callable[[Ref, jax.Array], None]) -> None:
