@@ -85,6 +85,34 @@ def test_where_pages_lie_changes_no_bit():
         np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), np.asarray(y.astype(jnp.float32)))
 
 
+WINDOW_OF_20 = lambda b, h, i, j: (i >= j) & (i - j < 20)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
+def test_nan_that_a_window_hides(paged):
+    """The kernels of Triton repair what it reaches."""
+    rng, S = np.random.default_rng(2), 192
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    q, k, v = draw(1, 2, 4, 64), draw(1, S, 2, 64), draw(1, S, 2, 64)
+    options = {"return_lse": True, **paged_evaluation.options_of(f"{BACKEND}-interpret")}
+
+    def found(value):
+        keys, values = (x.at[:, 128:170].set(value) for x in (k, v))
+        with emulated():
+            if not paged:
+                mask = jflex.with_offset(WINDOW_OF_20, S - 2)
+                return jflex.flex_attention(q, keys, values, mask_mod=mask, **options)
+            integers = lambda *x: jnp.asarray(x, jnp.int32)
+            pages = (jnp.pad(x.reshape(-1, 16, 2, 64), ((1, 0), (0, 0), (0, 0), (0, 0))) for x in (keys, values))
+            table = 1 + jnp.arange(S // 16, dtype=jnp.int32)[None]
+            batch = jflex.paged.PagedBatch(integers(0, 2), integers(S), table)
+            return jflex.paged_attention(q[0], jflex.paged.PagedCache(*pages), batch, mask_mod=WINDOW_OF_20, **options)
+
+    for x, y in zip(found(np.nan), found(0), strict=True):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-2, atol=1e-2)
+
+
 # --- order
 
 
