@@ -308,7 +308,7 @@ def _pair_bias() -> list[Problem]:
 
 @_suite(
     "one token against long keys, and keys of uneven lengths",
-    "jflex jax-cudnn sdpa-cudnn sdpa-flash torch-decode-mask torch-decode",
+    "jflex jflex-mosaic jflex-triton jax-cudnn sdpa-cudnn sdpa-flash torch-decode-mask torch-decode",
     served=True,
 )
 def _decode() -> list[Problem]:
@@ -325,7 +325,7 @@ def _decode() -> list[Problem]:
 
 @_suite(
     "one token against pages at random places, beside the same keys contiguous",
-    "jflex jflex-contiguous flashinfer",
+    "jflex jflex-mosaic jflex-triton jflex-contiguous flashinfer",
     served=True,
 )
 def _paged() -> list[Problem]:

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
 from jflex.paged import run as paged_run
-from pallas_kernels.mosaic_gpu import inline_ptx, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
 from pallas_kernels.mosaic_gpu.decode import kernel as decode_kernel
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
@@ -308,10 +308,6 @@ def _store_rows(ref: Memory, line: jax.Array, first: int, x: jax.Array) -> None:
     lines[np.asarray(line)[stored], first : first + x.shape[1]] = np.asarray(x)[stored]
 
 
-def _load_rows(ref: Memory, line: jax.Array) -> jax.Array:
-    return jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)])
-
-
 def _store_values(ref: Memory, at: jax.Array, x: jax.Array) -> None:
     stored = np.asarray(at) >= 0
     ref.array.reshape(-1)[np.asarray(at)[stored]] = np.asarray(x)[stored]
@@ -348,12 +344,12 @@ _FUNCTIONS = {
     ),
     "sum_columns": lambda layout, x: x.reshape(x.shape[0], -1, inline_ptx.TILE_COLUMNS).sum(axis=1),
     "atomic_increment": _increment,
-    "load_rows": _load_rows,
-    "store_rows": _store_rows,
-    "store_values": _store_values,
     "differ_in_warp": lambda layout, x, y: jnp.any(x != y),
     "unknown_zero": lambda: jnp.int32(0),
 }
+
+_ROWS = {"load_rows": lambda ref, line: jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line)]),
+         "store_rows": _store_rows, "store_values": _store_values}  # fmt: skip
 
 
 def _after_barrier(barrier: Any, threads: int, layout: Any, x: jax.Array, operation: str = "sync") -> jax.Array:
@@ -375,8 +371,9 @@ def emulated() -> Iterator[None]:
     that each computes several tiles.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in _FUNCTIONS.items():
-            patch.setattr(inline_ptx, name, function)
+        for module, functions in ((inline_ptx, _FUNCTIONS), (global_rows, _ROWS)):
+            for name, function in functions.items():
+                patch.setattr(module, name, function)
         patch.setattr(inline_ptx, "after_barrier", _after_barrier)
         patch.setattr(inline_ptx, "before_barrier", _before_barrier)
         for name, function in {

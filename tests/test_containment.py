@@ -181,9 +181,7 @@ def test_sigmoid_attention(backend):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decoding_from_a_dense_cache(backend, queries, lengths):
-    S, D, dtype = 170, 64, sizes_of(backend)[3]
-    if backend == "mosaic_gpu":
-        pytest.skip("decoding belongs to `triton`")
+    S, D, dtype = 176 if backend == "mosaic_gpu" else 170, 64, sizes_of(backend)[3]  # TMA loads 8 keys at once
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(B, n, heads, D)), dtype) for n, heads in ((queries, H), (S, HKV), (S, HKV)))
     ends = jnp.asarray((S, S) if lengths is None else lengths, jnp.int32)
@@ -202,9 +200,11 @@ def test_decoding_from_a_dense_cache(backend, queries, lengths):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("queries", [(1, 1), (3, 40)], ids=["decode", "mixed"])
-@pytest.mark.parametrize("backend", [x for x in BACKENDS if x != BACKENDS[-1]])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_that_a_window_no_longer_shows(backend, queries, page_size):
     """Pages go from one sequence to another, and NaN with them."""
+    if backend == "mosaic_gpu" and page_size == 1:
+        pytest.skip("its pages have 8 keys at least")
     lengths, D, dtype = (170, 300), 64, sizes_of(backend)[3]
     rng = np.random.default_rng(2)
     per = [-(-n // page_size) for n in lengths]

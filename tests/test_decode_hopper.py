@@ -1,5 +1,6 @@
 """The decoding kernel for Hopper, over contiguous keys and over pages: emulated, compiled without a GPU, refused."""
 
+import dataclasses
 import functools
 import threading
 
@@ -9,12 +10,17 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import smem
+from pallas_kernels.mosaic_gpu import pipeline, preference, smem, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
+from pallas_kernels.mosaic_gpu.decode.sizes import Packing
+from pallas_kernels.spec import Paging
+from pallas_kernels.triton.paged import for_hopper
+from pallas_kernels.triton.paged.work import RequestExtents
 from tests import evaluation, gpu_compile, hopper_emulator, paged_evaluation
 from tests.decode_hopper_cases import DENSE, PAGED
 from tests.hopper_emulator import emulated
 from tests.paged_cases import PagedCase
+from tests.specs import spec_of
 
 NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 BACKEND = "mosaic_gpu"
@@ -77,6 +83,34 @@ def test_where_pages_lie_changes_no_bit():
     first, second = (attend(DIVIDED, seed) for seed in (0, 1))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), np.asarray(y.astype(jnp.float32)))
+
+
+WINDOW_OF_20 = lambda b, h, i, j: (i >= j) & (i - j < 20)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages"])
+def test_nan_that_a_window_hides(paged):
+    """The kernels of Triton repair what it reaches."""
+    rng, S = np.random.default_rng(2), 192
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    q, k, v = draw(1, 2, 4, 64), draw(1, S, 2, 64), draw(1, S, 2, 64)
+    options = {"return_lse": True, **paged_evaluation.options_of(f"{BACKEND}-interpret")}
+
+    def found(value):
+        keys, values = (x.at[:, 128:170].set(value) for x in (k, v))
+        with emulated():
+            if not paged:
+                mask = jflex.with_offset(WINDOW_OF_20, S - 2)
+                return jflex.flex_attention(q, keys, values, mask_mod=mask, **options)
+            integers = lambda *x: jnp.asarray(x, jnp.int32)
+            pages = (jnp.pad(x.reshape(-1, 16, 2, 64), ((1, 0), (0, 0), (0, 0), (0, 0))) for x in (keys, values))
+            table = 1 + jnp.arange(S // 16, dtype=jnp.int32)[None]
+            batch = jflex.paged.PagedBatch(integers(0, 2), integers(S), table)
+            return jflex.paged_attention(q[0], jflex.paged.PagedCache(*pages), batch, mask_mod=WINDOW_OF_20, **options)
+
+    for x, y in zip(found(np.nan), found(0), strict=True):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-2, atol=1e-2)
 
 
 # --- order
@@ -177,3 +211,159 @@ def test_spills_nothing(name):
     planned = {"jflex_paged_plan"} if "paged" in name or name.startswith("pages") or "lengths" in name else set()
     assert {"jflex_paged_merge", *planned} <= merged_and_planned
     assert bool(planned) == ("jflex_paged_plan" in merged_and_planned)  # without lengths and a mask, the host plans
+
+
+@NEEDS_011
+@pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
+def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
+    known, launch = [], kernel.launch
+
+    def noted(*args, **more):
+        known.append(smem.bytes_of(jax.tree.leaves(args[3])))
+        return launch(*args, **more)
+
+    monkeypatch.setattr(kernel, "launch", noted)
+    [found] = [x for x in gpu_compile.compile_kernels(*paged_program(Hkv=4)) if "decode_sm90" in x.name]
+    assert known[-1] == found.shared
+    registers = kernel.CONSUMERS * kernel.CONSUMER_REGISTERS + kernel.PRODUCER_REGISTERS
+    assert registers <= 65536 // pipeline.WARP_GROUP_THREADS
+
+
+# --- what is selected, and what is refused
+
+
+@NEEDS_011
+@pytest.mark.parametrize("program", [paged_program, dense_program])
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_is_preferred_once_it_is_measured(monkeypatch, program, is_measured):
+    monkeypatch.setattr(preference, "IS_DECODING_MEASURED", is_measured)
+    _, *arrays = program()
+    with gpu_compile.absent_gpu():
+        account = jflex.explain(attention_of(program), *arrays, implementation=None)
+    assert account.backend == (BACKEND if is_measured else "triton")
+    assert is_measured or "was not measured" in account.reasons[BACKEND]
+
+
+def attention_of(program):
+    return jflex.paged_attention if program is paged_program else jflex.flex_attention
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("program", "sizes", "tiles"),
+    [
+        (paged_program, {}, "paged 64 x 64 (8 warps that compute, 4 stages, 4 heads)"),
+        (dense_program, {"T": 4}, "decode 64 x 64 (8 warps that compute, 4 stages, 4 heads)"),
+        (dense_program, {"D": 64}, "decode 64 x 64 (8 warps that compute, 8 stages, 4 heads)"),
+    ],
+)
+def test_explain_names_the_tiles(program, sizes, tiles):
+    _, *arrays = program(**sizes)
+    with gpu_compile.absent_gpu():
+        found = jflex.explain(attention_of(program), *arrays, implementation=BACKEND).tiles
+    assert found.startswith(tiles)
+    assert ("dkv" in found, "forward" in found) == (program is dense_program, False)  # gradients have kernels, too
+
+
+ROTATED = {"key_mod": jflex.rope()}
+REFUSALS = [
+    ("dtype", {"dtype": jnp.float32}, "compute in bfloat16 or float16, not float32"),
+    ("head size", {"D": 72}, "head sizes that are a multiple of 16 up to 256, not 72 and 72"),
+    ("large head", {"D": 272}, "up to 256, not 272 and 272"),
+    ("page size", {"page": 4}, "takes pages of 8, 16 or 32 keys or of a multiple of 64, not of 4"),
+    ("odd page size", {"page": 48}, "not of 48"),
+    ("group", {"Hq": 128, "Hkv": 1}, "tiles hold 64 query heads of a key head, not 128"),
+    ("vector mod", ROTATED, "loads keys and values by TMA, and so applies no `key_mod` or `value_mod`"),
+    ("statistics", {"return_stats": ("max",)}, "neither dropout, statistics of rows nor weights without a softmax"),
+    ("sigmoid", {"normalize": "none"}, "nor weights without a softmax"),
+    ("tiles", {"config": jflex.Config(decode=jflex.Tiles(64, 32, 8))}, "`config` sets tiles, .*: 64 rows by 64 keys"),
+    ("invariant", {"config": jflex.Config(batch_invariant=True)}, "divide keys by the number of SMs"),
+    (
+        "a primitive",
+        {"score_mod": lambda s, b, h, q, k: s + jax.lax.population_count(q ^ k).astype(jnp.float32)},
+        "`score_mod` .* primitive `population_count` has no lowering for Mosaic GPU",
+    ),
+]
+
+
+@NEEDS_011
+@pytest.mark.parametrize(("sizes", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
+def test_refuses_pages(sizes, message):
+    call, *arrays = paged_program(**sizes)
+    with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
+        jax.jit(call).trace(*arrays)
+
+
+@NEEDS_011
+def test_refuses_eight_bits():
+    call, q, _, batch = paged_program()
+    cache = jax.eval_shape(lambda: jflex.paged.PagedCache.create(9, 64, 8, 128, dtype=jnp.float8_e4m3fn))
+    message = "takes no eight bits, and these have float8_e4m3fn"
+    with pytest.raises(jflex.UnsupportedError, match=message), gpu_compile.absent_gpu():
+        jax.jit(call).trace(q, cache, batch)
+
+
+@NEEDS_011
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"S": 1000 + 4}, "TMA loads 8 keys at once, and S is 1004"),
+        ({"block_mask": jflex.BlockMask}, "takes no lists of blocks"),
+        ({"return_stats": ("max",)}, "neither dropout, statistics of rows"),
+        ({"config": jflex.Config(batch_invariant=True)}, "is not batch invariant"),
+    ],
+    ids=["odd length", "block mask", "statistics", "invariant"],
+)
+def test_of_contiguous_keys_the_forward_kernel_runs_the_rest(sizes, reason):
+    _, *arrays = dense_program(**{"S": 1024, **({} if "block_mask" in sizes else sizes)})
+    options = {name: x for name, x in sizes.items() if name != "S"}
+    if "block_mask" in options:
+        options["block_mask"] = jflex.create_block_mask(lambda b, h, q, k: k < 700, None, None, 1, 1024)
+    with gpu_compile.absent_gpu():
+        named = jflex.explain(jflex.flex_attention, *arrays, implementation=BACKEND, **options)
+        chosen = jflex.explain(jflex.flex_attention, *arrays, **options)
+    assert named.tiles.startswith("forward ")
+    assert (chosen.backend, reason in chosen.reasons[BACKEND]) == ("triton", True)
+
+
+def test_packing():
+    spec = lambda **sizes: dataclasses.replace(spec_of(S=4096), **sizes)
+    paged = {"paging": Paging(64, 8193)}
+    assert Packing.of(spec(Hq=32, Hkv=8, T=32, **paged)) == (4, 16)
+    assert Packing.of(spec(Hq=5, Hkv=1, T=32, **paged)) == (5, 12)
+    assert Packing.of(spec(Hq=32, Hkv=8, B=20, T=30, **paged)) == (4, 2)
+    assert Packing.of(spec(Hq=32, Hkv=8, T=3)) == (4, 3)
+    assert [Packing(4, 1).rows, Packing(4, 16).rows, Packing(5, 12).rows] == [16, 64, 64]
+
+
+@pytest.mark.parametrize("lengths", [(4096,) * 8, (16384,), (64, 0, 4096, 700)])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_items_of_the_host_are_those_of_the_kernel(lengths, queries):
+    """Of lengths that are known, without a mask: items, splits, slots."""
+    R, indptr = len(lengths), np.arange(len(lengths) + 1, dtype=np.int32) * queries
+    config = jflex.Config(interpret=True)
+    spec = dataclasses.replace(spec_of(B=R, T=R * queries, S=max(lengths), Hq=32, Hkv=8), config=config)
+    work = for_hopper.work_of(16, 64, queries)
+    extents = RequestExtents(indptr, np.array(lengths, np.int32))
+    items, slots = for_hopper.items_on_host(spec, work, extents)
+    planned = np.asarray(for_hopper.work_items(spec, work, RequestExtents(*map(jnp.asarray, extents)), ()))
+    np.testing.assert_array_equal(planned[: len(items)], items)
+    assert slots == 1 + max(items[:, 6].max(), -1)
+    assert slots <= work.slots(spec)
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 6, 11, 12, 13])
+def test_every_item_is_taken_once(monkeypatch, total):
+    """Also of a last round that is not full, in either direction."""
+    monkeypatch.setattr(work_items, "NUM_SMS", 3)
+    items, taken = jnp.full((max(total, 1), work_items.FIELDS), total, jnp.int32), []
+    items = items.at[:, 0].set(jnp.arange(max(total, 1)))
+
+    def body(i, item, count):
+        taken.append((int(item.request), int(item.group)))
+        return count + 1
+
+    with jax.disable_jit():
+        counts = [int(work_items.over_items(items, 2, jnp.int32(cta), body)) for cta in range(3)]
+    assert sorted(taken) == [(request, group) for request in range(total) for group in range(2)]
+    assert max(counts) - min(counts) <= 1

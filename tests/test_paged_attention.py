@@ -71,6 +71,20 @@ def test_bfloat16_on_a_gpu(case, backend):
     paged_evaluation.check(case, run(case, backend))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [in_bfloat16(case) for case in CASES], ids=str)
+def test_bfloat16_on_hopper(case):
+    """Its kernel takes pages, sizes and options of its own; what it refuses, `triton` runs."""
+    has_pages = case.page_size % 8 == 0 and (64 % case.page_size == 0 or case.page_size % 64 == 0)
+    has_sizes = case.D % 16 == (case.Dv or case.D) % 16 == 0
+    is_plain = case.normalize == "softmax" and not (case.dropout or case.held or case.key or case.value)
+    if has_pages and has_sizes and is_plain:
+        paged_evaluation.check(case, run(case, "mosaic_gpu"))
+        return
+    with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu"):
+        run(case, "mosaic_gpu")
+
+
 @backends
 def test_one_visible_key_gives_its_value_to_the_last_bit(backend):
     """However small its score is: what is hidden counts as minus infinity, not as some small number."""

@@ -50,6 +50,7 @@ SHORT = {
     "test_context_parallel_paged": r"wrong|only_states",
     "test_constraints": r"refused(?!.*slow)",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
+    "test_decode_hopper": r"refuses|packing|tiles|once|rest|one_tile|float64\[hopper_head_sizes",
     "test_determinism": r"adds_like.*\[7|by_name.*distances|never_refused|run\[rows-xla",
     "test_deepseek": r"wrong|hub|not_written|not_hold|refused\[|flops|divided",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",

@@ -9,6 +9,7 @@ from benchmarks.problems import SUITES, Problem
 
 _MAX_SCORES = 8 * 2**30  # bytes of float32 scores that a dense peer may materialize
 _MAX_MASK = 2**31  # bytes of a materialized mask
+_DECODED, _TILED_ROWS = 16, 8  # of the Mosaic GPU kernel for few queries: queries, and what pages are a multiple of
 Refuses = Callable[[Problem], str | None]
 
 
@@ -48,8 +49,12 @@ def _serving(problem: Problem) -> str | None:
     return None if problem.served else "is measured with decoding"
 
 
-def _full_length_or_latent(problem: Problem) -> str | None:
-    return None if problem.keys == "latent" else _full_length(problem)
+def _mosaic(problem: Problem) -> str | None:
+    if not problem.served or problem.keys == "latent":
+        return None
+    if problem.keys or problem.prefix or problem.T > _DECODED:
+        return "is measured with few queries, against keys in 16 bits that are loaded as they are"
+    return f"has no pages of {problem.page}" if problem.page % _TILED_ROWS else None
 
 
 def _even(problem: Problem) -> str | None:
@@ -112,8 +117,8 @@ _FLASH = _only("noop", "causal", "softcap", "sliding_window")
 _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefix_lm", "document_mask")
 _ALL = (
     Peer("jflex", "jflex", "jax", _none),
-    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _full_length_or_latent),
-    Peer("jflex-triton", "jflex triton", "jax", _full_length_or_latent),
+    Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _mosaic),
+    Peer("jflex-triton", "jflex triton", "jax", _none),
     Peer("jflex-official", "jflex official_triton", "jax", _none),
     Peer("jflex-xla", "jflex xla", "jax", _full_length),
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),

@@ -68,15 +68,18 @@ def over_items(
       cta_id: Of the CTA.
       body: Computes an item; `i` is its number in the CTA.
     """
-    heads = jnp.int32(groups)
-    total, step_size = items[0, FIELDS - 1] * heads, jnp.int32(NUM_SMS)
+    heads, ctas = jnp.int32(groups), jnp.int32(NUM_SMS)
+    total = items[0, FIELDS - 1] * heads
+    # Every other round in reverse: where the longest items come first, a CTA with a long one gets a short one next.
+    place = lambda i: jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta_id, ctas - 1 - cta_id)
 
     def run(i: jax.Array, count: jax.Array) -> jax.Array:
-        number = cta_id + i * step_size
+        number = place(i) + i * ctas
         at, group = lax.div(number, heads), lax.rem(number, heads)
         return body(i, Item(group, *(items[at, field] for field in range(FIELDS - 1))), count)
 
-    rounds = lax.div(jnp.maximum(total - cta_id, 0) + (step_size - 1), step_size)
+    whole = lax.div(total, ctas)
+    rounds = whole + (place(whole) < lax.rem(total, ctas)).astype(jnp.int32)
     return lax.fori_loop(0, rounds, run, jnp.int32(0))
 
 

@@ -11,13 +11,11 @@ import functools
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jflex._call.sinks import fold_sinks
-from jflex.backends.base import Inputs, PagedInputs, Plan, Saved, Splits
+from jflex.backends.base import Inputs, PagedInputs, Plan, Saved
 from jflex.backends.gpu import triton
-from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.official_triton import triton_here
 from jflex.backends.gpu.operands import operands_of
 from pallas_kernels.plan import Refusal
@@ -41,7 +39,8 @@ def plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     if isinstance(own, Refusal):
         return own
     refusal, work = _limit_of_triton(spec, own.spec), _work(own)
-    return refusal or Plan(own.describe, (own, work), count_splits=functools.partial(_count_splits, own.spec, work))
+    count = functools.partial(triton.count_splits_for_hopper, own.spec, work)
+    return refusal or Plan(own.describe, (own, work), count_splits=count)
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,19 +68,8 @@ def _limit_of_triton(spec: AttentionSpec, own: AttentionSpec) -> Refusal | None:
 
 def _work(own: LatentPlan | DecodePlan) -> Work:
     from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS
-    from pallas_kernels.triton.paged.for_hopper import work_of
 
-    return work_of(own.rows, TILE_KEYS, own.queries)
-
-
-@isolated_trace
-def _count_splits(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
-    """Tiles of queries, and the splits of their keys, for each group of heads."""
-    from pallas_kernels.triton.paged.work import requests_on_host
-
-    with jax.ensure_compile_time_eval():
-        of = requests_on_host(spec, work, indptr, lengths)
-        return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
+    return triton.work_for_hopper(own.rows, TILE_KEYS, own.queries)
 
 
 # --- pages
@@ -89,19 +77,14 @@ def _count_splits(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: 
 
 def attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     """Runs the kernel of a paged call that `plan_paged` supports."""
-    from pallas_kernels.triton.paged import for_hopper
-    from pallas_kernels.triton.paged.work import RequestExtents
-
     plan = plan_paged(spec)
     assert isinstance(plan, Plan), plan
     own, work = plan.kernels
     arrays = triton.paged_operands(inputs)
-    extents = RequestExtents(arrays.indptr, arrays.lengths)
-    items = for_hopper.work_items(own.spec, work, extents, arrays.mask_operands)
-    slots = work.slots(own.spec) if work.max_splits(own.spec) > 1 else 0
+    extents = arrays.indptr, arrays.lengths
+    items, sizes = triton.items_for_hopper(own.spec, work, extents, arrays.mask_operands)
     run = _attend_latent if spec.values_in_keys else _attend_pages
-    result = run(own, arrays, items, (work.num_items(own.spec), slots))
-    result = for_hopper.merge(own.spec, work, extents, result)
+    result = triton.merge_for_hopper(own.spec, work, extents, run(own, arrays, items, sizes))
     return Saved(*(triton.repair_paged(spec, arrays, result) if own.spec.needs_marks else result))
 
 
@@ -133,38 +116,24 @@ def _attend_pages(
 def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
     """Runs the kernel of a dense call that `plan_decode` supports: each batch entry is a request with T queries."""
     from pallas_kernels.mosaic_gpu.decode import kernel
-    from pallas_kernels.triton.paged import for_hopper
-    from pallas_kernels.triton.paged.work import RequestExtents
 
     plan = plan_decode(spec)
     assert isinstance(plan, Plan), plan
-    (own, work), operands = plan.kernels, operands_of(inputs)
+    (own, work), arrays = plan.kernels, operands_of(inputs)
     packed = dataclasses.replace(own.spec, T=spec.B * spec.T)  # to the plan and the merge
-    indptr, whole = np.arange(spec.B + 1, dtype=np.int32) * spec.T, np.full(spec.B, spec.S, np.int32)
-    extents = RequestExtents(
-        jnp.asarray(indptr), jnp.asarray(whole) if inputs.kv_lengths is None else inputs.kv_lengths
-    )
-    if inputs.kv_lengths is None and spec.mask_mod is None:
-        known = for_hopper.items_on_host(packed, work, RequestExtents(indptr, whole))
-        items, sizes = jnp.asarray(known), (len(known), 1 + int(known[:, _SLOT].max(initial=-1)))
-    else:
-        items = for_hopper.work_items(packed, work, extents, operands.mask_operands, per_request=spec.T)
-        sizes = work.num_items(packed), work.slots(packed) if work.max_splits(packed) > 1 else 0
-    captured = operands.score_operands, operands.mask_operands
-    query = _packed(spec, operands.query)
-    arrays = kernel.DecodeOperands(query, operands.key, operands.value, None, None, items, *captured)
-    out, lse = for_hopper.merge(
-        packed, work, extents, kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), arrays)
-    )
+    indptr, lengths = np.arange(spec.B + 1, dtype=np.int32) * spec.T, inputs.kv_lengths
+    extents = indptr, np.full(spec.B, spec.S, np.int32) if lengths is None else lengths
+    items, sizes = triton.items_for_hopper(packed, work, extents, arrays.mask_operands, per_request=spec.T)
+    captured, query = (arrays.score_operands, arrays.mask_operands), _packed(spec, arrays.query)
+    operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, items, *captured)
+    found = kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), operands)
+    out, lse = triton.merge_for_hopper(packed, work, extents, found)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
     out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)
     result = [out if spec.layout == "BTNH" else out.swapaxes(1, 2), lse]
     if own.spec.needs_marks:
-        result = triton.repair_decoded(spec, operands, inputs.kv_lengths, result)
+        result = triton.repair_decoded(spec, arrays, lengths, result)
     return fold_sinks(spec, Saved(*result), inputs.sinks)
-
-
-_SLOT = 6  # field of a work item
 
 
 def _packed(spec: AttentionSpec, query: jax.Array) -> jax.Array:

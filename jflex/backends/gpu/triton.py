@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jflex._call import kv_lengths
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pallas_kernels.marks import Repairs
     from pallas_kernels.program.build import Derivative
     from pallas_kernels.triton import plan as triton_plan
-    from pallas_kernels.triton.paged.work import PagedOperands
+    from pallas_kernels.triton.paged.work import PagedOperands, Work
 
 
 class TritonKernels(Backend):
@@ -225,6 +226,68 @@ def paged_operands(inputs: PagedInputs) -> PagedOperands[jax.Array]:
         value_scale=inputs.value_scale,
         rope_key=inputs.rope_key,
     )
+
+
+# --- what the Hopper kernels with split-KV leave to these
+
+
+Extents = tuple["jax.Array | np.ndarray", "jax.Array | np.ndarray"]
+"""Where the queries of each request begin and the last ones end, int32 [R + 1], and its keys, [R]."""
+
+
+def work_for_hopper(rows: int, keys: int, queries: int) -> Work:
+    """Their one launch, with tiles of so many rows and keys, which hold so many queries."""
+    from pallas_kernels.triton.paged.for_hopper import work_of
+
+    return work_of(rows, keys, queries)
+
+
+def items_for_hopper(
+    spec: AttentionSpec,
+    work: Work,
+    extents: Extents,
+    mask_operands: tuple[jax.Array, ...],
+    per_request: int | None = None,
+) -> tuple[jax.Array, tuple[int, int]]:
+    """Their work items, and upper bounds on these and on partial results (0 if no keys are split).
+
+    Where the extents are known, and no mask bounds the tiles that are visited, no kernel plans them.
+
+    Args:
+      spec: Of the kernel; its T counts packed queries.
+      work: The launch.
+      extents: Queries and keys of the requests; in numpy if they are known.
+      mask_operands: What the mask captures.
+      per_request: Queries of each request, if the mask counts them from the first of its own (dense calls).
+    """
+    from pallas_kernels.triton.paged import for_hopper
+    from pallas_kernels.triton.paged.work import RequestExtents
+
+    indptr, lengths = extents
+    if isinstance(indptr, np.ndarray) and isinstance(lengths, np.ndarray) and spec.mask_mod is None:
+        items, slots = for_hopper.items_on_host(spec, work, RequestExtents(indptr, lengths))
+        return jnp.asarray(items), (len(items), slots)
+    arrays = RequestExtents(jnp.asarray(indptr), jnp.asarray(lengths))
+    items = for_hopper.work_items(spec, work, arrays, mask_operands, per_request)
+    return items, (work.num_items(spec), work.slots(spec) if work.max_splits(spec) > 1 else 0)
+
+
+def merge_for_hopper(spec: AttentionSpec, work: Work, extents: Extents, result: Sequence[jax.Array]) -> list[jax.Array]:
+    """Out [N, Hq, Dv] and lse [N, Hq], from these and the partial results that may follow them."""
+    from pallas_kernels.triton.paged.for_hopper import merge
+    from pallas_kernels.triton.paged.work import RequestExtents
+
+    return merge(spec, work, RequestExtents(*map(jnp.asarray, extents)), result)
+
+
+@isolated_trace
+def count_splits_for_hopper(spec: AttentionSpec, work: Work, indptr: np.ndarray, lengths: np.ndarray) -> Splits:
+    """Tiles of queries, and the splits of their keys, for each group of heads."""
+    from pallas_kernels.triton.paged.work import requests_on_host
+
+    with jax.ensure_compile_time_eval():
+        of = requests_on_host(spec, work, indptr, lengths)
+        return Splits(int(of.tiles.sum()), int((of.tiles * of.splits).sum()))
 
 
 def repair_paged(spec: AttentionSpec, arrays: PagedOperands[jax.Array], result: list[jax.Array]) -> list[jax.Array]:

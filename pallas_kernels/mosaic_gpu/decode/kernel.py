@@ -1,10 +1,11 @@
 """Attention of few queries over keys and values, contiguous or in pages, for Hopper: split-KV with TMA and wgmma.
 
 The rows of a tile are queries of one request, of all query heads that share a key head, so that keys are read once for
-them. Persistent CTAs take work items (a tile of queries, one split of its keys, a key head) in order. A producer warp
-group looks up pages and loads tiles of keys and values by TMA into a ring, across items. Loading bounds the time, so
-the ring is as deep as shared memory allows. Two consumer warp groups take every other tile, each with a softmax state
-of its own, and merge the two at the end of an item: while one waits for a GEMM or computes weights, the other goes on.
+them. Persistent CTAs take work items (a tile of queries, one split of its keys, a key head), the longest first where
+requests are few. A producer warp group looks up pages, and loads tiles of keys and values by TMA into a ring, across
+items. Loading bounds the time, so the ring holds 128 KiB. Two consumer warp groups take every other tile, each with a
+softmax state of its own, and merge the two at the end of an item: while one waits for a GEMM or computes weights, the
+other goes on.
 
 Of an item whose keys are not split the output is stored; of the others, partial results, which a second kernel merges.
 """
@@ -23,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import inline_ptx, key_tail, scores, smem
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, key_tail, scores, smem
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
     Packing,
@@ -47,7 +48,7 @@ from pallas_kernels.mosaic_gpu.work_items import (
     pieces_of_tile,
 )
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import A, Index, Ref
+from pallas_kernels.types import A, Axis, Index, Ref
 
 CONSUMERS = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
@@ -229,7 +230,7 @@ def _load(static: Static, item: Item, tile: jax.Array, number: jax.Array) -> Non
             plg.copy_gmem_to_smem(source.at[at], tiles.at[slot, rows], ring.full.at[slot])
 
 
-def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple, object]]:
+def _places(static: Static, item: Item, tile: jax.Array) -> list[tuple[tuple[Axis, ...], Axis]]:
     """Where the rows of a tile lie in the arrays, and which of the tile they are."""
     spec, arrays, head = static.spec, static.arrays, item.group
     if arrays.table is None or arrays.first_page is None:
@@ -252,7 +253,7 @@ def _consume(static: Static, number: int) -> None:
 
     def item_(_: jax.Array, item: Item, done: jax.Array) -> jax.Array:
         rows = static.packing.rows_of(spec, item)
-        queries[...] = inline_ptx.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
+        queries[...] = global_rows.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
         plg.commit_smem()
         prepared = scores.prepare(
             spec,
@@ -334,12 +335,12 @@ def _barrier(operation: str, number: int) -> None:
 
 def _store(static: Static, item: Item, rows: Rows, first: int, out: jax.Array) -> None:
     """Stores columns from `first` on to the result or to the partial results."""
-    store = lambda ref, line: inline_ptx.store_rows(ref, line, first, out.astype(ref.dtype))
+    store = lambda ref, line: global_rows.store_rows(ref, line, first, out.astype(ref.dtype))
     _where(static, item, rows, 0, store)
 
 
 def _store_lse(static: Static, item: Item, rows: Rows, lse: jax.Array) -> None:
-    _where(static, item, rows, 1, lambda ref, line: inline_ptx.store_values(ref, line, lse))
+    _where(static, item, rows, 1, lambda ref, line: global_rows.store_values(ref, line, lse))
 
 
 def _where(static: Static, item: Item, rows: Rows, output: int, store: Callable[[Ref, jax.Array], None]) -> None:

@@ -47,7 +47,7 @@ class DecodePlan:
         """Kernel and tiles, for `jflex.explain`."""
         name = "decode" if self.spec.paging is None else "paged"
         tile = f"{smem.WARP_GROUP_ROWS} x {TILE_KEYS}"
-        return f"{name} {tile} (8 warps that compute, {stages_of(self.spec)} stages, {self.packing.queries} queries)"
+        return f"{name} {tile} (8 warps that compute, {stages_of(self.spec)} stages, {self.packing.group} heads)"
 
 
 @functools.lru_cache(maxsize=256)

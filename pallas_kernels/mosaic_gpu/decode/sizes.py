@@ -64,9 +64,12 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Packing:
-        """As many queries as a tile holds, or as a batch entry has."""
-        most = smem.WARP_GROUP_ROWS // spec.group
-        return cls(spec.group, most if spec.paging is not None else min(most, spec.T))
+        """As many queries as a batch entry has, or a request in the mean, but no more than a tile holds.
+
+        The fewer rows, the smaller are partial results, and the fewer keys a split may have.
+        """
+        mean = spec.T if spec.paging is None else -(-spec.T // max(1, spec.B))
+        return cls(spec.group, max(1, min(mean, smem.WARP_GROUP_ROWS // spec.group)))
 
     @property
     def rows(self) -> int:

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_gpu import inline_ptx, scores, smem
+from pallas_kernels.mosaic_gpu import global_rows, scores, smem
 from pallas_kernels.mosaic_gpu.latent import step
 from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, Rows
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
@@ -330,9 +330,9 @@ def _store(static: Static, item: Item, rows: Rows, group: int, out: jax.Array, l
     column = group * (spec.Dv // 2)
 
     def store(refs: tuple[Ref, ...], line: jax.Array) -> None:
-        inline_ptx.store_rows(refs[0], line, column, out.astype(refs[0].dtype))
+        global_rows.store_rows(refs[0], line, column, out.astype(refs[0].dtype))
         if group == 0:
-            inline_ptx.store_values(refs[1], line, lse)
+            global_rows.store_values(refs[1], line, lse)
 
     exists = lambda line: jnp.where(rows.exists, line, -1)
     whole = lambda: store(static.outputs[:2], exists(rows.n * spec.Hq + rows.h))

@@ -72,7 +72,7 @@ def _kernel(
 ) -> None:
     number = pl.program_id(0)
     of = requests(spec, work, extents)
-    item = item_of(spec, work, of, number)
+    item = item_of(spec, work, of, number, longest_first=True)
     walk = walk_of_all_heads(spec, work, mask_operands, item, per_request)
     begin, end = (walk.first + x for x in split_kv.split_range(walk.last - walk.first, item.split, item.splits))
     slot = jnp.where(item.splits > 1, item.slot, -1)
@@ -81,24 +81,25 @@ def _kernel(
         items[number, i] = field
 
 
-def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.ndarray]) -> np.ndarray:
-    """The same for extents that are known, and no mask: without padding, so that no kernel plans."""
+def items_on_host(spec: AttentionSpec, work: Work, extents: RequestExtents[np.ndarray]) -> tuple[np.ndarray, int]:
+    """The same, without padding, for extents that are known, and no mask; and how many partial results there are."""
     assert spec.programs.mask is None  # it bounds the tiles that are visited
     with jax.ensure_compile_time_eval():
         of = requests_on_host(spec, work, extents.indptr, extents.lengths)
         start, queries, length, tiles, splits = (np.asarray(x) for x in of)
-    found, slot, (per_tile, keys) = [], 0, (work.queries(spec), work.tiles.block_kv)
-    for request in np.flatnonzero(tiles):
-        count = -(-length[request] // keys)
-        size = -(-count // splits[request])
+    count = -(-length // work.tiles.block_kv)
+    size, slots = -(-count // np.maximum(splits, 1)), np.where(splits > 1, tiles * splits, 0)
+    order = np.argsort(-size, kind="stable") if size.size <= split_kv.MAX_SORTED_ROWS else np.arange(size.size)
+    found = []
+    for request in order:
         for within in range(tiles[request] * splits[request]):
             tile, split = divmod(within, splits[request])
-            done, bounds = tile * per_tile, (min(split * size, count), min((split + 1) * size, count))
-            at = slot + within if splits[request] > 1 else -1
-            owner = min(request, spec.B - 1)
-            found.append([owner, start[request] + done, max(queries[request] - done, 0), length[request], *bounds, at])
-        slot += tiles[request] * splits[request] if splits[request] > 1 else 0
-    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS)
+            done, end = tile * work.queries(spec), count[request]
+            bounds = min(split * size[request], end), min((split + 1) * size[request], end)
+            slot = slots[:request].sum() + within if splits[request] > 1 else -1
+            owner, left = min(request, spec.B - 1), max(queries[request] - done, 0)
+            found.append([owner, start[request] + done, left, length[request], *bounds, slot])
+    return np.array([[*row, len(found)] for row in found], np.int32).reshape(-1, FIELDS), int(slots.sum())
 
 
 def merge(

@@ -240,9 +240,13 @@ class WorkItem(NamedTuple):
         return QueryRows(n, kv_h * group + lax.rem(row, group), exists)
 
 
-def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array) -> WorkItem:
-    """The work item of an index, of planned requests."""
-    number, within = split_kv.find_work_item(of.tiles * of.splits, item)
+def item_of(spec: AttentionSpec, work: Work, of: Requests, item: jax.Array, *, longest_first: bool = False) -> WorkItem:
+    """The work item of an index, of planned requests: in their order, or those with the longest splits first."""
+    if longest_first:
+        key_tiles = lax.div(of.length + (work.tiles.block_kv - 1), work.tiles.block_kv)
+        number, within = split_kv.find_longest_first(key_tiles * of.tiles, of.tiles * of.splits, item)
+    else:
+        number, within = split_kv.find_work_item(of.tiles * of.splits, item)
     splits = jnp.maximum(split_kv.at(of.splits, number), 1)
     tile, split = lax.div(within, splits), lax.rem(within, splits)
     earlier = lax.broadcasted_iota(jnp.int32, of.splits.shape, 0) < number
