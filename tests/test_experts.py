@@ -97,6 +97,10 @@ def test_a_token_of_nan_changes_no_other():
     np.testing.assert_array_equal(one[others], other[others])
 
 
+def test_no_tokens():
+    assert mixture("sigmoid")(jnp.zeros((2, 0, 8))).shape == (2, 0, 8)
+
+
 def test_equal_scores_select_as_many():
     assert selected(jnp.zeros((3, 12)), GROUPS).sum(axis=-1).tolist() == [3, 3, 3]
 

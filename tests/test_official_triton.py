@@ -24,6 +24,7 @@ from pallas_kernels.official_triton.installed import Launcher, launcher
 from pallas_kernels.plan import Refusal, all_gradients
 from pallas_kernels.program.elementwise import ELEMENTWISE
 from pallas_kernels.spec import Paging
+from pallas_kernels.triton.limits import loads_e4m3
 from pallas_kernels.tuning import tables
 from tests import gpu_compile, official_primitives
 from tests.specs import spec_of
@@ -194,7 +195,7 @@ def test_targets_of_devices_that_are_not_there(kind, found):
 def test_pages_of_a_dtype_that_the_device_lacks_are_refused(kind, refused, dtype):
     spec = spec_of(platform="gpu", device_kind=kind)
     spec = dataclasses.replace(spec, paging=Paging(16, 4, dtype))
-    found = limits.limit_of_compiler(spec)
+    found = limits.limit_of_compiler(spec, loads_e4m3=loads_e4m3(spec))
     expected = f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {kind!r} has less"
     assert found == (expected if refused and dtype == "float8_e4m3fn" else None)
 

@@ -66,7 +66,7 @@ def selected(choice: Float[Array, "*batch number"], config: ExpertsConfig) -> Bo
         >>> selected(jnp.array([0.1, 0.9, 0.6, 0.6]), config).astype(int).tolist()
         [0, 0, 1, 0]
     """
-    grouped = choice.reshape(*choice.shape[:-1], config.groups, -1)
+    grouped = choice.reshape(*choice.shape[:-1], config.groups, config.number // config.groups)
     of_group = jnp.sum(jax.lax.top_k(grouped, 2 if config.scoring == "sigmoid" else 1)[0], axis=-1)
     kept = _best(of_group, config.groups_per_token)[..., None]
     return _best(jnp.where(kept, grouped, -jnp.inf).reshape(choice.shape), config.per_token)

@@ -5,19 +5,23 @@ from __future__ import annotations
 from pallas_kernels.official_triton.installed import launcher
 from pallas_kernels.official_triton.target import target_of
 from pallas_kernels.spec import AttentionSpec
-from pallas_kernels.triton.limits import loads_e4m3
 
 _E4M3 = 89  # the compute capability with instructions for it
 
 
-def limit_of_compiler(spec: AttentionSpec) -> str | None:
-    """What is missing, or not known of the device; Pallas' interpreter needs neither."""
+def limit_of_compiler(spec: AttentionSpec, *, loads_e4m3: bool) -> str | None:
+    """What is missing, or not known of the device; Pallas' interpreter needs neither.
+
+    Args:
+      spec: The call.
+      loads_e4m3: Whether a kernel loads float8_e4m3fn.
+    """
     if spec.config.interpret:
         return None
     target, found = target_of(spec.device_kind), launcher()
     if isinstance(found, str) or isinstance(target, str):
         return found if isinstance(found, str) else str(target)
-    if loads_e4m3(spec) and int(target.arch) < _E4M3:
+    if loads_e4m3 and int(target.arch) < _E4M3:
         return f"Triton loads float8_e4m3fn from compute capability 8.9 on, and {spec.device_kind!r} has less"
     return None
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jflex.backends.base import Plan
 from jflex.backends.gpu.isolated_trace import isolated_trace
-from jflex.backends.gpu.triton import Triton, TritonKernels
+from jflex.backends.gpu.triton import Triton, TritonKernels, loads_e4m3
 from pallas_kernels.official_triton.limits import limit_of_compiler, said_of_compiler
 from pallas_kernels.plan import GradientRequest, Refusal
 from pallas_kernels.spec import AttentionSpec, Compiler
@@ -21,7 +21,7 @@ class OfficialTriton(TritonKernels):
 
     def limit_of_compiler(self, spec: AttentionSpec) -> str | None:
         """Packages that are missing, and devices that are not known."""
-        return limit_of_compiler(spec)
+        return limit_of_compiler(spec, loads_e4m3=loads_e4m3(spec))
 
     @isolated_trace
     def plan(self, spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:

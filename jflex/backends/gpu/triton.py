@@ -21,6 +21,7 @@ from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
 from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
+from pallas_kernels.triton.limits import loads_e4m3 as loads_e4m3
 
 if TYPE_CHECKING:
     from pallas_kernels.gradients import Entropy
