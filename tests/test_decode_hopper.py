@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline, preference, smem, work_items
+from pallas_kernels.mosaic_gpu import pipeline, smem, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
@@ -234,14 +234,12 @@ def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
 
 @NEEDS_011
 @pytest.mark.parametrize("program", [paged_program, dense_program])
-@pytest.mark.parametrize("is_measured", [False, True])
-def test_is_preferred_once_it_is_measured(monkeypatch, program, is_measured):
-    monkeypatch.setattr(preference, "IS_DECODING_MEASURED", is_measured)
+def test_triton_is_preferred(program):
     _, *arrays = program()
     with gpu_compile.absent_gpu():
         account = jflex.explain(attention_of(program), *arrays, implementation=None)
-    assert account.backend == (BACKEND if is_measured else "triton")
-    assert is_measured or "was not measured" in account.reasons[BACKEND]
+    assert account.backend == "triton"
+    assert "up to a tenth longer" in account.reasons[BACKEND]
 
 
 def attention_of(program):

@@ -207,7 +207,7 @@ def chosen(T, block=None, heads=2, D=64, **arguments):
         (1024, 64, "triton", "blocks of 64 queries keep one"),
         (256, None, "triton", "4 tiles of 128 queries leave some of the 132"),
         (255, None, "triton", "below 256 queries or keys"),
-        (4, None, "triton", "for so few queries"),
+        (4, None, "triton", "for this call of few queries"),
     ],
 )
 def test_is_first_where_it_is_faster(length, block, backend, reason):

@@ -53,12 +53,14 @@ def slower_latent(spec: AttentionSpec) -> str | None:
     return f"below {LATENT_ROWS} query rows to a request (here {rows}) loading keys bounds the time"
 
 
-IS_DECODING_MEASURED = False  # True once the kernel for few queries was found to be as fast as those of `triton`
+def slower_decode() -> str:
+    """Why `triton` is preferred for few queries against keys and values, contiguous or in pages.
 
-
-def slower_decode() -> str | None:
-    """Why `triton` is preferred for few queries against keys and values, contiguous or in pages, or None."""
-    return None if IS_DECODING_MEASURED else "its kernel for few queries was not measured beside that of 'triton' yet"
+    H200, jax 0.11.2, bf16, 32 query and 8 key heads of 128, us beside those of `triton`: 8 sequences of 16384 keys, 137
+    and 132; 32 of 4096, 134 and 133, from pages of 64 140 and 139; 1 of 65536, 76 and 73; lengths up to 16384, uniform,
+    147 and 146, skewed, 166 and 149. 16 heads of 64: 4 sequences of 16384 keys, 78 and 73.
+    """
+    return "its kernel for few queries takes up to a tenth longer than those of 'triton'"
 
 
 def slower_backward(plan: Plan) -> str | None:
