@@ -322,7 +322,9 @@ def test_on_a_gpu():
     assert first.flops == 2 * 64 * 32 * 8192 * (128 + 128)
     assert account.merge_bytes == 2 * 4 * (out + 64 * 32) + 2 * out + 4 * 64 * 32
     assert account.bytes == first.bytes + second.bytes + account.merge_bytes
-    for part in ("level 1", "not mosaic_gpu: its kernel for few queries takes up to", "stages, by rule)",
+    is_new = jax.__version_info__ >= (0, 11)
+    reason = "not mosaic_gpu: it" + ("s kernel for few queries takes up to" if is_new else " needs JAX 0.11")
+    for part in ("level 1", reason, "stages, by rule)",
                  "gradients none, because `cascade_attention` has no derivative on 'triton'",
                  "splits    32 of the keys of 4 query tiles", "merge     2 partial outputs"):  # fmt: skip
         assert part in str(account)
