@@ -142,7 +142,7 @@ def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, owner, method
             impatient.now = False
 
     monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 0.05 if method == "__call__" else 0.0)
+    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 1.0 if method == "__call__" else 0.0)
     monkeypatch.setattr(
         hopper_emulator.Cta, "wait_for", lambda *x: None if getattr(impatient, "now", False) else wait_for(*x)
     )
