@@ -127,11 +127,11 @@ def test_in_time_whatever_tma_takes(monkeypatch, case):
 
 @pytest.mark.parametrize(
     ("owner", "method", "case"),
-    [(step.Step, "__call__", "divided"), (kernel, "_load", "long"), (kernel, "_finish", "divided")],
-    ids=["keys", "empty stages", "merge"],
+    [(step.Step, "__call__", "divided"), (kernel, "_load", "long")],
+    ids=["keys", "empty stages"],
 )
 def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, owner, method, case):
-    """For keys that TMA has not written, for stages that are still read, for the state of the other consumer."""
+    """For keys that TMA has not written, and for stages that are still read."""
     kept, wait_for, impatient = getattr(owner, method), hopper_emulator.Cta.wait_for, threading.local()
 
     def without_waits(*args):

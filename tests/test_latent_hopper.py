@@ -81,7 +81,7 @@ def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method):
         finally:
             impatient.now = False
 
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 0.05)
+    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 1.0)
     monkeypatch.setattr(
         hopper_emulator.Cta, "wait_for", lambda *x: None if getattr(impatient, "now", False) else wait_for(*x)
     )
