@@ -118,7 +118,7 @@ WRONG_CONFIGS = [
     (V2, {"moe_layer_freq": 2}, r"`moe_layer_freq` .* must be 1 for deepseek_v2\. Got 2"),
     (V2, {"num_experts_per_tok": None}, r"lacks num_experts_per_tok\."),
     (V2, {"topk_method": "group_limited_greedy", "n_group": None}, r"lacks n_group\."),
-    (V3, {"quantization_config": {"fmt": "e4m3"}}, r"sets `quantization_config`"),
+    (V3, {"quantization_config": {"fmt": "e4m3"}}, r"`quant_method` in `quantization_config` .* Got None"),
 ]
 
 

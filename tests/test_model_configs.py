@@ -137,7 +137,7 @@ REFUSED = [
     ),
     (lambda: read_config({}), r"must name one of .* Got \[\], with `model_type` None"),
     (lambda: read("Llama", hidden_size=None, vocab_size=None), r"`config.json` lacks vocab_size, hidden_size\."),
-    (lambda: read("Llama", quantization_config={"bits": 4}), r"sets `quantization_config`, which .* Got {'bits': 4}"),
+    (lambda: read("Llama", quantization_config={"quant_method": "gptq", "bits": 4}), r"`quant_method` .* Got 'gptq'"),
     (lambda: read("Gemma3", use_bidirectional_attention=True), r"sets `use_bidirectional_attention`"),
     (
         lambda: read("Qwen2", rope_scaling={"type": "dynamic", "factor": 4.0}),

@@ -15,6 +15,7 @@ from flax_layers.models.config_json import read_config, write_config
 from flax_layers.models.decoder import Decoder
 from flax_layers.models.families import family_named
 from flax_layers.models.folders import CheckpointError, copy_tokenizer, recover, replaced_folder
+from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, read_quantization
 from flax_layers.models.sharding import RULES, Rules, parameter_shardings
 from flax_layers.models.tensor_files import TensorFiles, write_files
 from flax_layers.models.tensor_names import Tensor, pieces_of, tensors_of
@@ -44,6 +45,9 @@ def from_pretrained(
     Files are memory-mapped. Parameters are loaded one after the other, each shard directly to its device, so the host
     holds at most one parameter at a time. All names and shapes are checked before the first is loaded.
 
+    Weights in FP8 with a scale for each block (`quant_method` fp8 of `config.json`, as of DeepSeek and Qwen) are
+    widened to the dtype of the parameters while they are read.
+
     Args:
         folder: A folder with `config.json` and one or more `*.safetensors`.
         dtype: Dtype of the computation. Default: `param_dtype`.
@@ -67,7 +71,8 @@ def from_pretrained(
     """
     folder = pathlib.Path(folder)
     config = read_folder_config(folder, max_positions)
-    with TensorFiles(folder) as files:
+    fp8 = read_quantization(_read_raw(folder))
+    with TensorFiles(folder, fp8) as files:
         if param_dtype is None:
             param_dtype = dtype or files.common_dtype()
         how: dict[str, Any] = {"implementation": implementation, "attention_config": attention_config}
@@ -77,7 +82,7 @@ def from_pretrained(
         paths = {".".join(map(str, path)): path for path in leaves}
         shapes = {name: leaves[path].shape for name, path in paths.items()}
         tensors = tensors_of(family_named(config.family), shapes)
-        _check_tensors(folder, config, tensors, files)
+        _check_tensors(folder, config, tensors, files, fp8)
         shardings = None
         if mesh is not None:
             shardings = parameter_shardings(shapes, mesh, rules, num_kv_heads=config.num_kv_heads)
@@ -105,18 +110,24 @@ def read_folder_config(folder: Folder, max_positions: int | None = None) -> Mode
     if max_positions is not None and max_positions < 1:
         raise ValueError(f"`max_positions` must be at least 1. Got {max_positions}. The default is that of the file.")
     recover(folder)
+    try:
+        return read_config(_read_raw(folder), max_positions)
+    except ValueError as error:
+        path = pathlib.Path(folder) / "config.json"
+        raise CheckpointError(f"{path} is not the configuration of a supported model: {error}") from error
+
+
+def _read_raw(folder: Folder) -> dict[str, Any]:
+    """The contents of `config.json`."""
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
         raise FileNotFoundError(
             f"`folder` must hold `config.json`. There is no {path}. Pass the folder of a checkpoint."
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"it must hold a JSON object. Got {type(raw).__name__}.")
-        return read_config(raw, max_positions)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not the configuration of a supported model: {error}") from error
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ValueError(f"it must hold a JSON object. Got {type(raw).__name__}.")
+    return raw
 
 
 def save_pretrained(
@@ -158,29 +169,44 @@ def save_pretrained(
 
 
 def _check_tensors(
-    folder: pathlib.Path, config: ModelConfig, tensors: Mapping[str, Tensor], files: TensorFiles
+    folder: pathlib.Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    files: TensorFiles,
+    fp8: BlockFP8 | None,
 ) -> None:
     """Raises one error that lists all differences between the tensors of the model and of the files."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     known = set(tensors)
     if config.tied_embeddings:
         known.add("lm_head.weight")  # some files hold a copy of the embeddings
-    missing = [name for name in tensors if name not in files.shapes]
+    quantized = [] if fp8 is None else [name for name in known if files.dtypes.get(name) == FP8]
+    known |= {name + SCALE for name in quantized}
+    if fp8 is not None:
+        matrices = [name for name in tensors if name in quantized and len(shapes[name]) == len(fp8.block)]
+        shapes |= {name + SCALE: fp8.scale_shape(shapes[name]) for name in matrices}
     # Layers for multi-token prediction follow the others, and no decoder needs them.
     predicting = tuple(name.removesuffix(_PREDICTING) for name in files.shapes if name.endswith(_PREDICTING))
-    unexpected = [
-        name for name in files.shapes if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
-    ]
-    wrong = [
-        f"{name}: {list(files.shapes[name])}, not {list(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if name in files.shapes and files.shapes[name] != tensor.shape
-    ]
-    other = [f"{name}: {dtype}" for name, dtype in files.dtypes.items() if name in tensors and dtype not in files.READ]
     problems: dict[str, list[Any]] = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "with another shape": wrong,
-        f"with a dtype other than {', '.join(files.READ)}": other,
+        "missing": [name for name in shapes if name not in files.shapes],
+        "unexpected": [
+            name
+            for name in files.shapes
+            if not (name in known or name.endswith(_IGNORED) or name.startswith(predicting))
+        ],
+        "with another shape": [
+            f"{name}: {list(files.shapes[name])}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in files.shapes and files.shapes[name] != shape
+        ],
+        f"with a dtype other than {', '.join(files.READ)}": [
+            f"{name}: {dtype}"
+            for name, dtype in files.dtypes.items()
+            if name in shapes and dtype not in files.READ and name + SCALE not in shapes
+        ],
+        "in FP8, though `modules_to_not_convert` of `config.json` names their modules": [
+            name for name in tensors if name in quantized and fp8 is not None and fp8.keeps(name)
+        ],
     }
     lists = [f"{len(names)} {what}:\n  " + "\n  ".join(names) for what, names in problems.items() if names]
     if lists:

@@ -11,6 +11,7 @@ from typing import Any
 from flax_layers.models import config_deepseek
 from flax_layers.models.config import LayerConfig, ModelConfig
 from flax_layers.models.families import FAMILIES, REFUSED, Family, family_named
+from flax_layers.models.fp8_files import read_quantization
 from flax_layers.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RotaryScaling, YarnScaling
 
 Raw = Mapping[str, Any]
@@ -97,9 +98,12 @@ def _check_keys(raw: Raw) -> None:
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise ValueError(f"`config.json` lacks {', '.join(missing)}.")
-    for key in ("quantization_config", "use_bidirectional_attention"):
-        if raw.get(key):
-            raise ValueError(f"`config.json` sets `{key}`, which the decoder does not support. Got {raw[key]!r}.")
+    if raw.get("use_bidirectional_attention"):
+        raise ValueError(
+            "`config.json` sets `use_bidirectional_attention`, which the decoder does not support. Got "
+            f"{raw['use_bidirectional_attention']!r}."
+        )
+    read_quantization(raw)  # refuses what is not read; what is, is no part of the model
 
 
 def family_of(raw: Raw) -> Family:

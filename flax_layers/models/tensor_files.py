@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 
 from flax_layers.models.folders import CheckpointError
+from flax_layers.models.fp8_files import FP8, SCALE, BlockFP8, WidenedTensor
 from flax_layers.models.optional import needs
 from flax_layers.models.tensor_names import Piece, Shape, Tensor
 
@@ -29,6 +30,7 @@ class TensorFiles(contextlib.ExitStack):
 
     Args:
         folder: A folder with `*.safetensors`, and perhaps an index.
+        fp8: How weights in FP8 are quantized. None: there are none.
 
     Raises:
         FileNotFoundError: There are no files, or a file in the index is missing.
@@ -38,9 +40,12 @@ class TensorFiles(contextlib.ExitStack):
     READ = ("F32", "F16", "BF16", "F64")
     """Supported dtypes, by their names in files."""
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, fp8: BlockFP8 | None = None):
         super().__init__()
+        self._fp8 = fp8
         self._slices: dict[str, Any] = {}
+        self._paths: dict[str, pathlib.Path] = {}
+        self._begins: dict[pathlib.Path, dict[str, int]] = {}
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, str] = {}
         for path, names in _paths(folder).items():
@@ -54,12 +59,13 @@ class TensorFiles(contextlib.ExitStack):
             for name in file.keys() if names is None else names:
                 piece = file.get_slice(name)
                 self._slices[name] = piece
+                self._paths[name] = path
                 self.shapes[name] = tuple(piece.get_shape())
                 self.dtypes[name] = piece.get_dtype()
 
     def common_dtype(self) -> Dtype:
-        """The dtype of most tensors."""
-        names = [name for name in self.dtypes.values() if name in _DTYPES]
+        """The dtype of most tensors that are neither in FP8 nor scales."""
+        names = [dtype for name, dtype in self.dtypes.items() if dtype in _DTYPES and not name.endswith(SCALE)]
         return _DTYPES[max(sorted(set(names)), key=names.count)] if names else jnp.float32
 
     def read(self, pieces: Sequence[Piece], dtype: Dtype, tensor: Tensor, sharding: Sharding | None) -> Array:
@@ -79,7 +85,7 @@ class TensorFiles(contextlib.ExitStack):
         final = shape[::-1] if tensor.transposed else shape
 
         def of_piece(piece: Piece, index: Index) -> np.ndarray:
-            return _part(self._slices[piece.name], piece.rows.start, shape, dtype, tensor.transposed, index)
+            return _part(self._tensor(piece.name), piece.rows.start, shape, dtype, tensor.transposed, index)
 
         def of_experts(index: Index) -> np.ndarray:
             chosen, index = pieces[index[0]], index[1:]
@@ -103,6 +109,16 @@ class TensorFiles(contextlib.ExitStack):
             return parts[str(index)]
 
         return jax.block_until_ready(jax.make_array_from_callback(whole, sharding, part))
+
+    def _tensor(self, name: str) -> Any:
+        """What gives parts of a tensor; of one in FP8, as float32."""
+        if self._fp8 is None or self.dtypes[name] != FP8:
+            return self._slices[name]
+        path = self._paths[name]
+        if path not in self._begins:
+            self._begins[path] = _begins(path)
+        values = np.memmap(path, np.uint8, "r", self._begins[path][name], self.shapes[name])
+        return WidenedTensor(values, self._slices[name + SCALE][:], self._fp8.block)
 
 
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -130,6 +146,14 @@ def _part(
         target = (slice(None),) * (len(sizes) - 1) + (slice(first, last),) if transposed else slice(first, last)
         out[target] = chunk.T if transposed else chunk
     return out
+
+
+def _begins(path: pathlib.Path) -> dict[str, int]:
+    """Where the tensors of a file begin, for those in FP8: `safetensors` does not read them for numpy."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if name != "__metadata__"}
 
 
 def _paths(folder: pathlib.Path) -> dict[pathlib.Path, list[str] | None]:
