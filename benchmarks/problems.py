@@ -32,11 +32,13 @@ class Problem:
       keys: ``"raw"`` or ``"raw neighbours"``: pages hold keys that a `key_mod` rotates as they are loaded, halves or
         neighbours; without pages, queries and keys that the call rotates, halves; ``"rolling"``: pages hold the cache
         of StreamingLLM, sinks and a window, S together; ``"latent"``: pages hold latent vectors, whose first `Dv`
-        columns are the values (MLA, absorbed); ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this
+        columns are the values (MLA, absorbed); ``"indexer"``: no attention, but the selection of keys for sparse
+        MLA; ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this
         dtype, with a scale for each token and head; without pages, queries and keys have it, and values `dtype`; "" for
         keys as they are, rotated before they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
-      selected: Key blocks that each query block selects in each call, by scores, its own among them; 0: no selection.
+      selected: Key blocks that each query block selects in each call, by scores, its own among them; with latent
+        vectors, keys that each query has selected, and with an indexer selects; 0: no selection.
       source: Where the problem comes from.
     """
 
@@ -72,6 +74,11 @@ class Problem:
         return self.T < self.S
 
     @property
+    def selects_keys(self) -> bool:
+        """Whether queries select keys, as in DeepSeek-V3.2, and not blocks."""
+        return bool(self.selected) and self.keys in ("latent", "indexer")
+
+    @property
     def label(self) -> str:
         """The variant and how it is given."""
         notes = {"partial": ", every block partial", "everywhere": ", mask_mod alone"}.get(self.form, "")
@@ -79,7 +86,7 @@ class Problem:
             self.weights,
             self.keys and f"{self.keys} {'keys' if self.page else 'queries and keys'}",
             self.stats and f"returning {self.stats}",
-            self.selected and f"the best {self.selected} blocks",
+            self.selected and f"the best {self.selected} {'keys' if self.selects_keys else 'blocks'}",
         )
         notes += "".join(f", {x}" for x in extra if x)
         notes += "" if self.block == 128 else f" (jflex: blocks of {self.block})"
@@ -375,6 +382,23 @@ def _mla() -> list[Problem]:
     sizes = {"Hkv": 1, "D": 576, "Dv": 512, "page": 64, "keys": "latent", "source": "FlashMLA"}
     variants = {1: "noop", 2: "causal"}
     return [Problem(128, T, 4096, Hq=heads, variant=variants[T], **sizes) for heads in (16, 128) for T in (1, 2)]
+
+
+@_suite(
+    "one token against 2048 of 65,536 latent vectors in pages, beside all of them; the indexer that selects them",
+    "jflex jax-xla-latents",
+    served=True,
+)
+def _sparse_mla() -> list[Problem]:
+    """The shapes of DeepSeek-V3.2, with all heads and with those of one of 8 devices. Target: 8 times dense attention.
+
+    The figures of a problem with a selection are of attention alone; the indexer is a problem of its own.
+    """
+    sizes = {"Hkv": 1, "D": 576, "Dv": 512, "page": 64, "keys": "latent"}
+    indexer = {"Hq": 64, "Hkv": 1, "D": 128, "keys": "indexer", "selected": 2048}
+    kinds = [{**sizes, "Hq": heads, "selected": k} for heads in (128, 16) for k in (0, 2048)]
+    source = "DeepSeek-V3.2-Exp"
+    return [Problem(B, 1, 65536, variant="noop", source=source, **x) for B in (32, 8, 1) for x in (*kinds, indexer)]
 
 
 @_suite(

@@ -17,6 +17,7 @@ from benchmarks.problems import EIGHT_BITS, Problem
 from benchmarks.requests import requests_of
 
 _ITEM = 2  # bytes of bfloat16 and float16
+_POSITION = 4  # bytes of a selected position
 
 
 class Work(NamedTuple):
@@ -62,19 +63,37 @@ def work(problem: Problem, visited: int, captured: Sequence[tuple[int, ...]] = (
 def served_work(problem: Problem) -> Work:
     """The work of a problem whose queries continue sequences: over visible elements, not over blocks.
 
-    Keys and values that sequences share count once, whether or not a peer loads them once.
+    Keys and values that sequences share count once, whether or not a peer loads them once. Of keys that are not
+    selected, nothing counts.
     """
+    if problem.keys == "indexer":
+        return _indexer_work(problem)
     requests = requests_of(problem)
     queries, keys = requests.queries.astype(np.int64), requests.keys.astype(np.int64)
     masked = queries * (queries - 1) // 2 if problem.variant == "causal" else 0 * queries
     visible = int((queries * keys - masked).sum())
     rows, distinct = int(queries.sum()), int(keys.sum()) - (problem.B - 1) * problem.prefix
-    item = 4 if problem.dtype == "float32" else _ITEM
+    if problem.selected:
+        chosen = np.minimum(keys, problem.selected)
+        visible, distinct = int((queries * chosen).sum()), int(np.minimum(keys, queries * chosen).sum())
+    item = _item(problem)
     both = problem.D + problem.value_size
     of_key = problem.D if problem.keys == "latent" else both
     of_token = both + 2 * 4 if problem.keys in EIGHT_BITS else item * of_key  # scales are float32
-    moved = item * rows * problem.Hq * both + distinct * problem.Hkv * of_token
+    moved = item * rows * problem.Hq * both + distinct * problem.Hkv * of_token + _POSITION * rows * problem.selected
     return Work(2.0 * both * problem.Hq * visible, 0.0, float(moved), 0.0)
+
+
+def _indexer_work(problem: Problem) -> Work:
+    """Of a product with each key for each head: queries, keys and weights of heads are read, positions written."""
+    rows, heads = problem.B * problem.T, problem.B * problem.T * problem.Hq
+    vectors = _item(problem) * (heads + problem.B * problem.S) * problem.D
+    moved = vectors + 4 * heads + _POSITION * rows * problem.selected  # weights are float32
+    return Work(2.0 * problem.D * heads * problem.S, 0.0, float(moved), 0.0)
+
+
+def _item(problem: Problem) -> int:
+    return 4 if problem.dtype == "float32" else _ITEM
 
 
 def share(flops: float, moved: float, seconds: float, rates: Iterable[Mapping[str, float]]) -> float | None:

@@ -11,8 +11,8 @@ import zlib
 COMPILE = {"test_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCHMARKS = {
     "test_benchmarks", "test_benchmarks_devices", "test_benchmarks_engine", "test_benchmarks_generation",
-    "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_streaming",
-    "test_benchmarks_training",
+    "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_sparse",
+    "test_benchmarks_streaming", "test_benchmarks_training",
 }  # fmt: skip
 BENCH = BENCHMARKS | {"test_demo", "test_demo_generation", "test_report", "test_tuning", "test_wheel"}
 

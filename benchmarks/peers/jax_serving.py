@@ -17,6 +17,7 @@ from benchmarks.requests import requests_of
 from benchmarks.variants import Mods
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its arguments
+QK_HEAD_DIM = 192  # of a head before absorption: 128 and 64 rotated, in DeepSeek-V2 and V3
 
 
 def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captured) -> Program:
@@ -25,6 +26,10 @@ def served_program(peer: str, problem: Problem, mods: BoundMods, captured: Captu
         from benchmarks.peers import jax_streaming  # needs Flax
 
         return jax_streaming.program(peer, problem)
+    if problem.selected:
+        from benchmarks.peers import jax_sparse  # which imports this module
+
+        return jax_sparse.program(peer, problem)
     function, inputs = _SERVED[peer](problem, mods)
     return function, (captured, *inputs)
 
@@ -43,10 +48,10 @@ def normal(number: int, shape: tuple[int, ...], problem: Problem) -> jax.Array:
     return jax.random.normal(jax.random.key(number), shape, problem.dtype)
 
 
-def _contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
+def contiguous_inputs(problem: Problem) -> tuple[Any, ...]:
     """Query, key, value and the lengths, or None; where there are pages, their contents in order."""
     if problem.page:
-        query, cache, batch = _paged_inputs(problem)
+        query, cache, batch = paged_inputs(problem)
         query = query.reshape(problem.B, problem.T, *query.shape[1:])
         rows = lambda x: x[batch.page_table].reshape(problem.B, -1, *x.shape[-2:])[:, : problem.S]
         key, value = rows(cache.keys), rows(cache.values)[..., : problem.value_size]
@@ -68,7 +73,7 @@ def _contiguous(
             query, key, value, score, mask_mod=mask, implementation=on_gpu_or_xla(on_gpu), config=config, **known
         )
 
-    return attend, _contiguous_inputs(problem)
+    return attend, contiguous_inputs(problem)
 
 
 def _served_jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Program:
@@ -77,24 +82,24 @@ def _served_jax_nn(problem: Problem, mods: BoundMods, implementation: Any) -> Pr
             query, key, value, key_value_seq_lengths=lengths, implementation=implementation
         )
 
-    return attend, _contiguous_inputs(problem)
+    return attend, contiguous_inputs(problem)
 
 
 def _latents_jax_nn(problem: Problem, mods: BoundMods) -> Program:
     """Rows of latents as keys and as values, since `jax.nn` takes one head size; their rotated columns are dropped."""
-    query, rows, _, _ = _contiguous_inputs(problem)
+    query, rows, _, _ = contiguous_inputs(problem)
 
     def attend(captured: Captured, query: Any, rows: Any) -> Any:
         begins = problem.S - problem.T
         mask = jnp.arange(problem.T)[:, None] + begins >= jnp.arange(problem.S)[None] if problem.T > 1 else None
         mask = None if mask is None else mask[None, None]
-        out = jax.nn.dot_product_attention(query, rows, rows, mask=mask, scale=192**-0.5, implementation="xla")
+        out = jax.nn.dot_product_attention(query, rows, rows, mask=mask, scale=QK_HEAD_DIM**-0.5, implementation="xla")
         return out[..., : problem.value_size]
 
     return attend, (query, rows)
 
 
-def _paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
+def paged_inputs(problem: Problem, prefix: int = 0) -> tuple[Any, ...]:
     """Packed queries, the cache and the batch; pages lie at random, and sequences share those of a prefix."""
     requests, shared = requests_of(problem), prefix // problem.page
     pages = -(-requests.keys // problem.page)
@@ -136,7 +141,7 @@ def _paged(
     def attend(captured: Captured, query: Any, cache: Any, batch: Any) -> Any:
         mask, score = _served_mods(problem, mods(captured))
         if problem.keys == "latent":
-            how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": 192, "config": config}
+            how = {"score_mod": score, "mask_mod": mask, "qk_head_dim": QK_HEAD_DIM, "config": config}
             return jflex.mla_attention(query, cache, batch, **how, implementation=on_gpu_or_xla(on_gpu))
         is_raw = problem.keys.startswith("raw")
         rotation = jflex.rope(interleaved=problem.keys == "raw neighbours") if is_raw else None
@@ -151,14 +156,14 @@ def _paged(
             config=config,
         )
 
-    return attend, _paged_inputs(problem, problem.prefix * sharing)
+    return attend, paged_inputs(problem, problem.prefix * sharing)
 
 
 def _cascade(
     problem: Problem, mods: BoundMods, on_gpu: str | None = None, config: jflex.Config | None = None
 ) -> Program:
     """The shared pages are loaded once: the same arrays as two levels."""
-    query, cache, batch = _paged_inputs(problem, problem.prefix)
+    query, cache, batch = paged_inputs(problem, problem.prefix)
     pages = problem.prefix // problem.page
     prefix = jnp.array([problem.prefix], jnp.int32)
     rows = jnp.array([0, query.shape[0]], jnp.int32)

@@ -24,6 +24,7 @@ class Peer(NamedTuple):
     title: str  # for tables
     library: str
     refuses: Refuses  # why it is not measured at a problem; None if it is
+    selects: bool = False  # whether it takes keys that are selected, though it is not jflex
 
 
 def _none(problem: Problem) -> str | None:
@@ -49,7 +50,13 @@ def _serving(problem: Problem) -> str | None:
     return None if problem.served else "is measured with decoding"
 
 
+def _kernels(problem: Problem) -> str | None:
+    return "has no indexer: it is plain JAX" if problem.keys == "indexer" else None
+
+
 def _mosaic(problem: Problem) -> str | None:
+    if problem.selects_keys:
+        return "has no selected keys"
     if not problem.served or problem.keys == "latent":
         return None
     if problem.keys or problem.prefix or problem.T > _DECODED:
@@ -85,7 +92,7 @@ def _shared(problem: Problem) -> str | None:
 
 
 def _latents(problem: Problem) -> str | None:
-    return _dense(problem) if problem.keys == "latent" else "is measured with latent vectors"
+    return _dense(problem) if problem.keys in ("latent", "indexer") else "is measured with latent vectors"
 
 
 def _dense(problem: Problem) -> str | None:
@@ -118,13 +125,13 @@ _MASKED = _only("noop", "causal", "alibi", "pair_bias", "sliding_window", "prefi
 _ALL = (
     Peer("jflex", "jflex", "jax", _none),
     Peer("jflex-mosaic", "jflex mosaic_gpu", "mosaic", _mosaic),
-    Peer("jflex-triton", "jflex triton", "jax", _none),
-    Peer("jflex-official", "jflex official_triton", "jax", _none),
+    Peer("jflex-triton", "jflex triton", "jax", _kernels),
+    Peer("jflex-official", "jflex official_triton", "jax", _kernels),
     Peer("jflex-xla", "jflex xla", "jax", _full_length),
     Peer("torch-flex", "torch FlexAttention", "torch", _full_length),
     Peer("jax-cudnn", "jax.nn cuDNN", "jax", _JAX_NN),
     Peer("jax-xla", "jax.nn XLA", "jax", _all(_JAX_NN, _dense)),
-    Peer("jax-xla-latents", "jax.nn XLA, contiguous latents", "jax", _latents),
+    Peer("jax-xla-latents", "jax.nn XLA, contiguous latents", "jax", _latents, selects=True),
     Peer("sdpa-cudnn", "torch SDPA cuDNN", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-flash", "torch SDPA flash", "torch", _all(_CAUSAL, _even)),
     Peer("sdpa-efficient", "torch SDPA mem-efficient", "torch", _all(_MASKED, _materialized, _full_length)),
@@ -153,7 +160,8 @@ def by_library(problem: Problem, peers: Sequence[Peer]) -> dict[str, list[str]]:
     """Names of the peers that a problem is measured with, by library."""
     found: dict[str, list[str]] = {}
     for peer in peers:
-        refuses = peer.refuses if peer.name.startswith("jflex") else _all(_plain_softmax, peer.refuses)
+        any_kind = peer.selects or peer.name.startswith("jflex")
+        refuses = peer.refuses if any_kind else _all(_plain_softmax, peer.refuses)
         if refuses(problem) is None:
             found.setdefault(peer.library, []).append(peer.name)
     return found

@@ -58,6 +58,7 @@ _BOTH = ("forward", "backward")
 _SPLIT, _PLAIN = {"form": "split"}, {"variant": "noop", "lengths": ""}
 _PER_D = {"variant": ("noop", "causal"), "Dv": 0}
 _GRADIENT = {"variant": "alibi", "differentiated": True}
+_SPARSE = {"keys": "latent", "selected": 2048}
 TARGETS = (
     *(Target("main", x, {}, "speed", "torch-flex", 1.0, mean=True) for x in _BOTH),
     Target("main", "forward", {}, "speed", "torch-flex", 0.9),
@@ -87,6 +88,10 @@ TARGETS = (
     Target("paged_fp8", "forward", {"keys": "float8_e4m3fn"}, "time", {"keys": ""}, at_most=0.6),
     Target("mla", "forward", {"Hq": 16}, "TB/s", None, 3.4),  # 80 % of what a copy reaches
     *(Target("mla", "forward", {"Hq": 128}, "TFLOP/s", None, x) for x in (480.0, 600.0)),
+    *(
+        Target("sparse_mla", "forward", {**_SPARSE, "B": B}, "speed", {**_SPARSE, "selected": 0}, 8.0)
+        for B in (1, 8, 32)
+    ),
     *(Target("cascade", "forward", {"Hkv": x, "prefix": 8192}, "speed", "jflex-flat", 15.0) for x in (32, 8)),
     *(Target("cascade", "forward", {"Hkv": x, "prefix": 1024}, "speed", "jflex-flat", 1.5) for x in (32, 8)),
     Target("mixed", "forward", {"lengths": "mixed"}, "time", PARTS, at_most=1.1),
@@ -275,7 +280,8 @@ def _fields(fields: Mapping[str, Any]) -> str:
         elif isinstance(value, bool):
             words.append(name if value else f"not {name}")
         elif name == "selected":
-            words.append(f"the best {value} blocks" if value else "all blocks")
+            what = "keys" if fields.get("keys") == "latent" else "blocks"
+            words.append(f"the best {value} {what}" if value else f"all {what}")
         elif value == "":
             words.append(f"plain {name}")
         elif value and name != "S":

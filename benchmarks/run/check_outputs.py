@@ -9,7 +9,8 @@ MAX_SAMPLES = 4096  # elements of an array that are compared
 TOLERANCE = 0.05  # of the norm; bfloat16 arrays computed in different orders differ by 0.01
 SERVED_TOLERANCE = 0.02  # of the norm, for outputs alone; rounding to bfloat16 makes them differ by a fifth of this
 _BASELINES = (  # the first that is there
-    "jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat", "jflex-rotating", "jflex-rerotating",
+    "jax-xla-latents", "jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat", "jflex-rotating",
+    "jflex-rerotating",
 )  # fmt: skip
 _JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys")
 
