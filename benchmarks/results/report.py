@@ -65,7 +65,7 @@ _METHOD = (
     "The backward is timed alone. FLOPs are counted alike for every peer: over the blocks of 128 x 128 that the "
     "BlockMask visits, the backward as five GEMMs (2.5 forwards where D = Dv). The roof is what the same run reached "
     "in a GEMM of matrices of side 8192, or in a copy where bandwidth is the limit. In decoding, FLOPs and bytes are "
-    "those of visible keys, and keys that sequences share count once."
+    "those of visible keys, of selected ones where keys are selected, and keys that sequences share count once."
 )
 
 
