@@ -33,9 +33,9 @@ class Problem:
         neighbours; without pages, queries and keys that the call rotates, halves; ``"rolling"``: pages hold the cache
         of StreamingLLM, sinks and a window, S together; ``"latent"``: pages hold latent vectors, whose first `Dv`
         columns are the values (MLA, absorbed); ``"indexer"``: no attention, but the selection of keys for sparse
-        MLA; ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this
-        dtype, with a scale for each token and head; without pages, queries and keys have it, and values `dtype`; "" for
-        keys as they are, rotated before they were written.
+        MLA; ``"float8_e4m3fn"`` or ``"int8"``: pages hold keys and values of this dtype, with a scale for each token
+        and head; without pages, queries and keys have it, and values `dtype`; "" for keys as they are, rotated before
+        they were written.
       stats: Names of `return_stats`, with spaces between them; their gradients are not requested.
       selected: Key blocks that each query block selects in each call, by scores, its own among them; with latent
         vectors, keys that each query has selected, and with an indexer selects; 0: no selection.

@@ -144,6 +144,7 @@ def _part(
         begin = start + ranges[0].start
         chunk = piece[(slice(begin + first, begin + last), *columns)]
         target = (slice(None),) * (len(sizes) - 1) + (slice(first, last),) if transposed else slice(first, last)
+        chunk = chunk.astype(dtype, copy=False)  # before it is transposed, which is faster
         out[target] = chunk.T if transposed else chunk
     return out
 
