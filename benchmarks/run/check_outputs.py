@@ -11,7 +11,7 @@ SERVED_TOLERANCE = 0.02  # of the norm, for outputs alone; rounding to bfloat16 
 _BASELINES = (  # the first that is there
     "jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat", "jflex-rotating", "jflex-rerotating",
 )  # fmt: skip
-_JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys")
+_JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys", "jflex-joined")
 
 Samples = Sequence[Sequence[float]]  # of each array that a call returns, `MAX_SAMPLES` elements at most
 
