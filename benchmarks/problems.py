@@ -403,7 +403,7 @@ def _sparse_mla() -> list[Problem]:
 
 @_suite(
     "64 sequences that share a prefix: a cascade loads it once, the others once per sequence",
-    "jflex jflex-flat jflex-copies",
+    "jflex jflex-joined jflex-flat jflex-copies",
     served=True,
 )
 def _cascade() -> list[Problem]:

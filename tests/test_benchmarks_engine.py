@@ -35,6 +35,22 @@ def test_clients():
     assert all(0 < value < 100 for name, value in found.items() if "roof" in name)
 
 
+def test_launches_are_those_of_clients_without_command_buffers():
+    records, _ = engine.engine(TINY, SIZES._replace(clients=(2,)), ["launches"], run=run_here)
+    assert len(records) == 2 + 1 + 8
+    assert {record.name.partition(":")[0] for record in records[2:]} == {"2 clients, no command buffers"}
+
+
+def test_flags_join_those_of_the_user(monkeypatch):
+    """XLA reads them once, when a process begins."""
+    jobs = []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder")
+    for part in ("clients", "launches"):
+        engine.engine(TINY, SIZES, [part], run=lambda job: jobs.append(job) or {"records": [], "remarks": []})
+    assert "XLA_FLAGS" not in jobs[0].variables
+    assert jobs[1].variables["XLA_FLAGS"] == "--xla_dump_to=folder --xla_gpu_enable_command_buffer="
+
+
 def test_users():
     records, remarks = engine.engine(TINY, SIZES, ["users"], run=run_here)
     assert len(records) == 3 * 8
@@ -68,7 +84,7 @@ def test_parts_keep_the_commands_of_others(monkeypatch, tmp_path):
 
 def test_wrong_options(monkeypatch, capsys):
     for words, machine, message in (
-        (["peers"], {"device": "NVIDIA H200"}, "unknown: peers; known are clients, users, transformers"),
+        (["peers"], {"device": "NVIDIA H200"}, "unknown: peers; known are clients, launches, users, transformers"),
         ([], {}, "`nvidia-smi` finds no GPU"),
     ):
         monkeypatch.setattr(engine, "gpu_facts", lambda machine=machine: machine)

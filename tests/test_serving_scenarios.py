@@ -77,17 +77,19 @@ def cancelled_prompt_leaves_no_lock():
     assert client.reason == "cancelled"
 
 
-@scenario("a hit and a cold prompt give the same bits")
-def a_hit_changes_no_bit():
-    """Of tokens and log probabilities, where one program computes both: XLA on a CPU, with buckets of equal size."""
+@scenario("a hit and a cold prompt give the same tokens, with the same log probabilities to rounding")
+def a_hit_changes_no_token():
+    """XLA adds in an order that depends on the place in a batch; `test_engine_invariance.py` asks for the same bits."""
     engine = engine_of(engine_cases.model(), max_step_tokens=32)
     found = []
     for hit in (0, 20):
         client = Client(engine, (*SYSTEM, 5, 6), logprobs=2)
         run(engine)
-        found.append([(event.tokens, event.logprobs) for event in client.events])
         assert client.ticket.hit_tokens == hit
-    assert found[0] == found[1]
+        assert client.tokens == recomputed((*SYSTEM, 5, 6))
+        logprobs = [one for event in client.events for one in event.logprobs]
+        found.append([[one.logprob, *(value for _, value in one.top)] for one in logprobs])
+    np.testing.assert_allclose(*found, atol=1e-5)
 
 
 @scenario("with windowed layers, a hit reads no page that was freed, and changes no token")

@@ -163,12 +163,7 @@ def _cascade(
     problem: Problem, mods: BoundMods, on_gpu: str | None = None, config: jflex.Config | None = None
 ) -> Program:
     """The shared pages are loaded once: the same arrays as two levels."""
-    query, cache, batch = paged_inputs(problem, problem.prefix)
-    pages = problem.prefix // problem.page
-    prefix = jnp.array([problem.prefix], jnp.int32)
-    rows = jnp.array([0, query.shape[0]], jnp.int32)
-    shared = jflex.paged.PagedBatch(rows, prefix, batch.page_table[:1, :pages])
-    own = jflex.paged.PagedBatch(batch.qo_indptr, batch.kv_lengths - problem.prefix, batch.page_table[:, pages:])
+    query, cache, shared, own = _levels(problem)
 
     def attend(captured: Captured, query: Any, cache: Any, shared: Any, own: Any) -> Any:
         level = jflex.CascadeLevel.paged
@@ -176,6 +171,37 @@ def _cascade(
         return jflex.cascade_attention(query, levels, implementation=on_gpu_or_xla(on_gpu), config=config)
 
     return attend, (query, cache, shared, own)
+
+
+def _levels(problem: Problem) -> tuple[Any, ...]:
+    """The query, the cache, and the batches of the prefix and of what each sequence has for itself."""
+    query, cache, batch = paged_inputs(problem, problem.prefix)
+    pages = problem.prefix // problem.page
+    prefix = jnp.array([problem.prefix], jnp.int32)
+    rows = jnp.array([0, query.shape[0]], jnp.int32)
+    shared = jflex.paged.PagedBatch(rows, prefix, batch.page_table[:1, :pages])
+    own = jflex.paged.PagedBatch(batch.qo_indptr, batch.kv_lengths - problem.prefix, batch.page_table[:, pages:])
+    return query, cache, shared, own
+
+
+def _joined(problem: Problem, mods: BoundMods) -> Program:
+    """Both levels in one call, where the prefix is one more sequence with all queries; their states are merged."""
+    query, cache, shared, own = _levels(problem)
+    N, pages = query.shape[0], max(shared.max_pages, own.max_pages)
+    wide = lambda table: jnp.pad(table, ((0, 0), (0, pages - table.shape[1])))
+    joined = jflex.paged.PagedBatch(
+        jnp.concatenate([shared.qo_indptr, N + own.qo_indptr[1:]]),
+        jnp.concatenate([shared.kv_lengths, own.kv_lengths]),
+        jnp.concatenate([wide(shared.page_table), wide(own.page_table)]),
+    )
+
+    def attend(captured: Captured, query: Any, cache: Any, joined: Any) -> Any:
+        twice = jnp.concatenate([query, query])
+        out, lse = jflex.paged_attention(twice, cache, joined, return_lse=True, implementation=on_gpu_or_xla(None))
+        states = [jflex.AttentionState(out[rows], lse[rows]) for rows in (slice(N), slice(N, None))]
+        return jflex.merge_all(states).out
+
+    return attend, (query, cache, joined)
 
 
 def _served_jflex(
@@ -191,6 +217,7 @@ _SERVED: dict[str, Callable[[Problem, BoundMods], Program]] = {
     "jflex-official": functools.partial(_served_jflex, on_gpu="official_triton"),
     "jflex-invariant": functools.partial(_served_jflex, config=jflex.Config(batch_invariant=True)),
     "jflex-contiguous": _contiguous,
+    "jflex-joined": _joined,
     "jflex-flat": functools.partial(_paged, sharing=True),
     "jflex-copies": _paged,
     "jax-cudnn": functools.partial(_served_jax_nn, implementation="cudnn"),

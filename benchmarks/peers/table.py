@@ -144,6 +144,7 @@ _ALL = (
     Peer("jflex-raw-keys", "jflex, raw keys rotated as loaded", "jax", _rolling),
     Peer("jflex-rerotating", "jflex, all keys rotated by XLA before", "jax", _rolling),
     Peer("jflex-contiguous", "jflex, contiguous", "jax", _paged),
+    Peer("jflex-joined", "jflex, both levels in one call", "jax", _shared),
     Peer("jflex-flat", "jflex, without cascade", "jax", _shared),
     Peer("jflex-copies", "jflex, without cascade or sharing", "jax", _shared),
     Peer("flashinfer", "FlashInfer", "torch", _paged),

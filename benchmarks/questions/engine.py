@@ -9,9 +9,10 @@ The least time of a step is the longer of two: that of reading all weights but t
 of its requests, at the rate of a copy in that process (bytes read and written); and that of its products at the rate of
 a GEMM. The share of the roof is the sum of these times over all steps, over the wall time. Keys that requests share
 count for each of them; a cascade, and in part the L2 cache, read them once, so that their share may pass 100 %. The
-device is idle when no kernel runs, by the profiler, in the middle of a closed loop. The peers are `generate` with a
-static cache, which gets all prompts of a batch at once, and `generate_batch`, the continuous batching of
-`transformers`.
+device is idle when no kernel runs, by the profiler, in the middle of a closed loop; the same profile tells which share
+of the kernels XLA launched in command buffers (CUDA graphs). The part `launches` runs the closed loops again without
+them. The peers are `generate` with a static cache, which gets all prompts of a batch at once, and `generate_batch`, the
+continuous batching of `transformers`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import pathlib
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,10 +40,22 @@ from benchmarks.run.timing import busy_seconds
 
 _HERE, _PEER = "benchmarks.questions.engine", "benchmarks.peers.torch_serving"
 _TITLE = "the serving engine with the shape of Llama 3 8B, random weights, bfloat16, greedy"
+_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+class Part(NamedTuple):
+    """A function that a process of its own runs."""
+
+    module: str
+    function: str
+    flags: str = ""  # for XLA
+
+
 PARTS = {
-    "clients": (_HERE, "jax_clients"),
-    "users": (_HERE, "jax_users"),
-    "transformers": (_PEER, "torch_serving"),
+    "clients": Part(_HERE, "jax_clients"),
+    "launches": Part(_HERE, "jax_launches", _NO_GRAPHS),
+    "users": Part(_HERE, "jax_users"),
+    "transformers": Part(_PEER, "torch_serving"),
 }
 _PROFILED = 2.0  # seconds
 _SHARES = (0.5, 0.8)
@@ -111,10 +124,17 @@ def engine(
       run: Runs a job.
     """
     arguments = {"shape": list(shape), "sizes": list(sizes)}
-    jobs = [Job(part, *PARTS[part], arguments, SHARED_GPU, seconds) for part in parts]
+    jobs = [_job(part, arguments, seconds) for part in parts]
     found, remarks = run_jobs(jobs, run, at_once=1)
     records = [Record.from_json(record) for one in found.values() for record in one["records"]]
     return records, [*remarks, *(remark for one in found.values() for remark in one["remarks"])]
+
+
+def _job(name: str, arguments: dict[str, Any], seconds: float) -> Job:
+    part, variables = PARTS[name], dict(SHARED_GPU)
+    if part.flags:
+        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
+    return Job(name, part.module, part.function, arguments, variables, seconds)
 
 
 class Results:
@@ -231,63 +251,71 @@ def rates(side: int) -> tuple[float, float]:
     return bytes_rate, queued * 2 * side**3 / (time.perf_counter() - started)
 
 
-def idle_share() -> float:
-    """Percent of two seconds in which no kernel runs on the GPU."""
-    import jax
+def record_launches(name: str, results: Results) -> None:
+    """Records in how much of two seconds no kernel runs on the GPU, and how many of the kernels CUDA graphs launch."""
+    from benchmarks.run.jax_runner import gpu_spans, profile_of
 
-    from benchmarks.run.jax_runner import gpu_spans
-
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    options.enable_hlo_proto = False
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            time.sleep(_PROFILED)
-        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
-        spans = sorted(gpu_spans(jax.profiler.ProfileData.from_file(str(path))))
+    spans = sorted(gpu_spans(profile_of(lambda: time.sleep(_PROFILED))))
     if not spans:
         raise ValueError("The profiler saw no kernel.")
     seconds = max(x.start + x.seconds for x in spans) - spans[0].start
-    return 100 * max(0.0, 1 - busy_seconds(spans) / seconds)  # overlaps below the clock's unit count twice
+    idle = max(0.0, 1 - busy_seconds(spans) / seconds)  # overlaps below the clock's unit count twice
+    results.add(f"{name}: idle GPU", 100 * idle, "%")
+    results.add(f"{name}: kernels in CUDA graphs", 100 * sum(x.in_graph for x in spans) / len(spans), "%")
 
 
-def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
-    """Closed loops and Poisson arrivals; a job."""
+def closed_loops(
+    shape: Shape, sizes: Sizes, results: Results, kind: str = "", shares: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Records closed loops, and after the last of them Poisson arrivals at shares of its rate."""
     import jax
 
-    from flax_layers.serving import EngineOptions
-
-    shape, sizes, results = Shape(*shape), Sizes(*sizes), Results()
     model, roof = jax_model(shape), Roof.of(shape, *rates(sizes.gemm))
-    results.add("copy rate", roof.bytes_rate / 1e12, "TB/s")
-    results.add("GEMM rate", roof.flops_rate / 1e12, "TFLOP/s")
-    length = sizes.prompt + sizes.output
+    results.add(f"copy rate{kind}", roof.bytes_rate / 1e12, "TB/s")
+    results.add(f"GEMM rate{kind}", roof.flops_rate / 1e12, "TFLOP/s")
     for clients in sizes.clients:
-        requests, pages = max(4, 2 * clients), -(-length // sizes.page_size)
-        options = EngineOptions(
-            max_requests=clients, max_step_tokens=max(clients, sizes.step_tokens), page_size=sizes.page_size,
-            num_pages=1 + (clients + 1) * pages, context=length, prefix_cache=False,
-        )  # fmt: skip
-        running, load = metered(model, options), Load(requests, clients, None, ((sizes.prompt, sizes.output),), 0, 0)
+        name, load = f"{clients} clients{kind}", _load(clients, sizes)
+        running = metered(model, _options(clients, sizes))
         started = time.perf_counter()
         running.warm_up()
-        results.add(f"{clients} clients: warm-up", time.perf_counter() - started, "s")
+        results.add(f"{name}: warm-up", time.perf_counter() - started, "s")
         running.start()
         drive(running, dataclasses.replace(load, requests=clients), shape.vocabulary)
-        rate = measured(running, f"{clients} clients", load, shape, roof, results)
-        if clients == sizes.clients[-1]:
-            for share in _SHARES:
-                arrivals = dataclasses.replace(load, requests=requests // 2, rate=share * rate)
-                name = f"Poisson arrivals at {share:.0%} of {clients} clients"
-                measured(running, name, arrivals, shape, roof, results)
-        if clients > 1 and jax.default_backend() == "gpu":
-            idle: list[float] = []
-            drive(running, load, shape.vocabulary, lambda idle=idle: idle.append(idle_share()))
-            results.add(f"{clients} clients: idle GPU", idle[0], "%")
+        rate = measured(running, name, load, shape, roof, results)
+        for share in shares if clients == sizes.clients[-1] else ():
+            arrivals = dataclasses.replace(load, requests=load.requests // 2, rate=share * rate)
+            measured(running, f"Poisson arrivals at {share:.0%} of {name}", arrivals, shape, roof, results)
+        if jax.default_backend() == "gpu":
+            drive(running, load, shape.vocabulary, lambda name=name: record_launches(name, results))
         running.stop()
         del running
         gc.collect()  # its cache, which cycles keep
     return results.to_json()
+
+
+def _load(clients: int, sizes: Sizes) -> Load:
+    return Load(max(4, 2 * clients), clients, None, ((sizes.prompt, sizes.output),), 0, 0)
+
+
+def _options(clients: int, sizes: Sizes) -> Any:
+    from flax_layers.serving import EngineOptions
+
+    length = sizes.prompt + sizes.output
+    pages = (clients + 1) * -(-length // sizes.page_size)
+    return EngineOptions(
+        max_requests=clients, max_step_tokens=max(clients, sizes.step_tokens), page_size=sizes.page_size,
+        num_pages=1 + pages, context=length, prefix_cache=False,
+    )  # fmt: skip
+
+
+def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
+    """Closed loops and Poisson arrivals; a job."""
+    return closed_loops(Shape(*shape), Sizes(*sizes), Results(), shares=_SHARES)
+
+
+def jax_launches(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
+    """The closed loops where XLA makes no command buffers; a job, whose process has `_NO_GRAPHS`."""
+    return closed_loops(Shape(*shape), Sizes(*sizes), Results(), kind=", no command buffers")
 
 
 def jax_users(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
@@ -327,6 +355,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks engine", formatter_class=form)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"all without: {', '.join(PARTS)}")
     parser.add_argument("--clients", type=int, nargs="+", default=Sizes().clients, help="of closed loops")
+    parser.add_argument("--step-tokens", type=int, default=Sizes().step_tokens, help="that a step computes at most")
     parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="of a part")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
     options = parser.parse_args(words)
@@ -338,7 +367,8 @@ def main(words: Sequence[str] | None = None) -> None:
     first = schema.read(path)
     before = {} if first is None else {"before": schema.runs_of(first)}
     for part in options.parts or PARTS:
-        records, remarks = engine(Shape(), Sizes(clients=tuple(options.clients)), [part], options.limit)
+        sizes = Sizes(clients=tuple(options.clients), step_tokens=options.step_tokens)
+        records, remarks = engine(Shape(), sizes, [part], options.limit)
         old = schema.read(path)
         kept = [] if old is None else old.about["remarks"]
         about = {"title": _TITLE, "machine": gpu_facts(), "remarks": [*dict.fromkeys([*kept, *remarks])], **before}

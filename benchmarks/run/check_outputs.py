@@ -12,7 +12,7 @@ _BASELINES = (  # the first that is there
     "jax-xla-latents", "jflex-triton", "jax-cudnn", "jax-xla", "jflex-contiguous", "jflex-flat", "jflex-rotating",
     "jflex-rerotating",
 )  # fmt: skip
-_JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys")
+_JUDGED = ("jflex", "jflex-mosaic", "jflex-raw-keys", "jflex-joined")
 
 Samples = Sequence[Sequence[float]]  # of each array that a call returns, `MAX_SAMPLES` elements at most
 

@@ -77,7 +77,8 @@ def _span(event: Any) -> Span:
     stats = [(str(name), str(value)) for name, value in event.stats]
     separator = "popcnt" in event.name or any(_EVICT in value for _, value in stats)
     sent = _SENT.search(event.name) or any(name == "hlo_op" and _COLLECTIVE.search(value) for name, value in stats)
-    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator, bool(sent))
+    in_graph = any(name == "cuda_graph_id" for name, _ in stats)
+    return Span(event.start_ns * 1e-9, event.duration_ns * 1e-9, separator, bool(sent), in_graph)
 
 
 def timer() -> Timer:

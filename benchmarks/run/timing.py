@@ -25,6 +25,7 @@ class Span(NamedTuple):
     seconds: float
     separator: bool  # whether it empties the cache before a call; it belongs to no call
     communication: bool = False  # whether it sends to other devices, or waits for them
+    in_graph: bool = False  # whether it was launched with others, as a node of a CUDA graph
 
 
 def busy_per_call(spans: Iterable[Span], calls: int) -> list[float]:
