@@ -78,6 +78,7 @@ def _cumulated(x: Any, y: Any) -> Any:
 FLOAT, INT, BOOL = "float", "int", "bool"
 NUMBERS, ALL = (FLOAT, INT), (FLOAT, INT, BOOL)
 P = Primitive
+_NEW = [P("polynomial", lambda x, y: lax.polynomial(x, [0.5, y, -1.0, 2.0]))] if hasattr(lax, "polynomial") else []
 PRIMITIVES = (
     P("abs", lambda x, y: jnp.abs(x - y), NUMBERS, True),
     P("acos", lambda x, y: jnp.arccos(x)),
@@ -135,6 +136,7 @@ PRIMITIVES = (
     P("neg", lambda x, y: -x, NUMBERS),
     P("not", lambda x, y: ~x, (INT, BOOL)),
     P("or", lambda x, y: x | y, (INT, BOOL), True),
+    *_NEW,
     P("population_count", lambda x, y: lax.population_count(x), (INT,)),
     P("pow", lambda x, y: x**y, NUMBERS, True),
     P("pow_of_integer", lambda x, y: x ** (1 + (y > y * y).astype(jnp.int32))),
