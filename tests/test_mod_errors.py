@@ -70,6 +70,12 @@ ROWS = [
         r"softcap \(softcap.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$",
     ),
     (
+        "rope_as_score",
+        lambda: call(score_mod=jflex.rope()),
+        TypeError,
+        r"Rope \(rope.py:\d+\) is a vector mod: pass it as `query_mod` and `key_mod`\.$",
+    ),
+    (
         "array_as_score",
         lambda: call(score_mod=array(1, 4, 8, 8)),
         TypeError,

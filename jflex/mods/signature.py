@@ -14,6 +14,7 @@ ScalarRole = Literal["score", "mask"]
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 _READY = ("jflex.masks.", "jflex.scores.")
+_VECTOR = "jflex.rotary."
 
 
 def check_signature(mod: object, role: ScalarRole, source: str) -> None:
@@ -42,6 +43,8 @@ def check_signature(mod: object, role: ScalarRole, source: str) -> None:
         other = "mask" if role == "score" else "score"
         if getattr(mod, "__module__", "").startswith(_READY) and "<locals>" not in mod.__qualname__:
             raise TypeError(f"{rule}. {source} makes one: call it, as `{mod.__name__}(...)`.") from None
+        if type(mod).__module__.startswith(_VECTOR):
+            raise TypeError(f"{rule}. {source} is a vector mod: pass it as `query_mod` and `key_mod`.") from None
         hint = ""
         with contextlib.suppress(TypeError):
             signature.bind(*_ARGUMENTS[other])
