@@ -233,7 +233,8 @@ def attend(
     """Computes the call of a layer. It drops weights if there is a `dropout_key`.
 
     Raises:
-        ValueError: Blocks are to be selected of tokens that are divided among devices.
+        ValueError: Blocks are to be selected of tokens that are divided among devices, or `inputs` have no axis of
+            tokens.
     """
     if context is not None and mods.selection is not None:
         raise ValueError(
@@ -241,6 +242,8 @@ def attend(
             "whole sequences in their natural order. Got a BlockSelection. Pass a BlockMask or a `mask_mod` to this "
             "call, or leave out `context`."
         )
+    if inputs.ndim < 2:
+        raise ValueError(f"`inputs` must be [*batch, T, features]. Got shape {inputs.shape}. Add axes with `x[None]`.")
     batch, length = inputs.shape[:-2], inputs.shape[-2]
     dropout: dict[str, Any] = {}
     if dropout_key is not None:

@@ -82,6 +82,9 @@ class Config:
       interpret: Run the GPU kernels on the CPU by Pallas' interpreter: slow, for tests. The bits of a row of a GEMM may
         then depend on its place in the tile.
 
+    Raises:
+      TypeError: A tile is not a `Tiles`.
+
     >>> Config(forward=Tiles(64, 64)).dq is None
     True
     """
@@ -94,3 +97,9 @@ class Config:
     batch_invariant: bool = False
     contain_nan: bool = True
     interpret: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "dkv", "dq", "decode"):
+            tiles = getattr(self, name)
+            if tiles is not None and not isinstance(tiles, Tiles):
+                raise TypeError(f"`{name}` of a `Config` must be a `Tiles`, as `Tiles(64, 64)`. Got {tiles!r}.")

@@ -1,5 +1,6 @@
 """BlockMask: building, lists of the user, transformations, wrong input; against dense numpy masks."""
 
+import copy
 import functools
 import inspect
 import logging
@@ -228,6 +229,13 @@ def test_is_a_pytree():
     moved = jax.device_put(block_mask, jax.devices()[-1])
     check_same_mask(moved, values)
     check_same_mask(jax.jit(lambda mask: mask)(block_mask), values)
+
+
+def test_copies():
+    block_mask, values = random_mask(3)
+    for copied in (copy.copy(block_mask), copy.deepcopy(block_mask), copy.deepcopy([block_mask])[0]):
+        check_same_mask(copied, values)
+        assert jax.tree.structure(copied) == jax.tree.structure(block_mask)
 
 
 def test_vmap_over_leaves_and_over_building():

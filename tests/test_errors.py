@@ -1,6 +1,7 @@
 """What is said of wrong input: the type of each error, and what its message names. Mods: `tests/test_mod_errors.py`."""
 
 import functools
+import pickle
 import warnings
 
 import jax
@@ -39,6 +40,11 @@ def causal_mask(**options):
     return jflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, block_size=32, **options)
 
 
+def symbolic_batch(attention):
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 8, 2, 16), F32)
+    return jax.export.export(jax.jit(attention))(shape, shape, shape)
+
+
 # Name, how to provoke it, type, what the message holds.
 ROWS = [
     # --- arrays
@@ -55,6 +61,12 @@ ROWS = [
         r"`key` must have four axes, \[B, S, Hkv, D\].*has 5",
     ),
     ("rank_bnth", lambda: call((8, 4, 16), layout="BNTH"), ValueError, r"`query` must have four axes, \[B, Hq, T, D\]"),
+    (
+        "symbolic",
+        lambda: symbolic_batch(jflex.flex_attention),
+        ValueError,
+        r"`query` must have sizes that are known while tracing.*`jax\.vmap`.*float32\[b,8,2,16\]",
+    ),
     (
         "integers",
         lambda: call(dtypes=(jnp.int32,) * 3),
@@ -170,7 +182,31 @@ ROWS = [
     ("scale_traced", lambda: jax.jit(lambda x: call(scale=x))(2.0), TypeError, r"`scale` must be a Python number"),
     # --- masks
     ("mask_as_block_mask", lambda: call(block_mask=mask), TypeError, r"`block_mask` must be a `BlockMask`.*`mask_mod`"),
-    ("array_as_block_mask", lambda: call(block_mask=array(8, 8)), TypeError, r"`block_mask` must be a `BlockMask`"),
+    (
+        "array_as_block_mask",
+        lambda: call(block_mask=array(8, 8)),
+        TypeError,
+        r"`block_mask` must be a `BlockMask`\. Got an array\. Pass a mask.*`mask` of `jflex.dot_product_attention`",
+    ),
+    (
+        "block_mask_and_mod",
+        lambda: block_mask() & mask,
+        TypeError,
+        r"`&` joins BlockMasks\. Got a function\..*`create_block_mask\(and_masks\(f, g\), \.\.\.\)`",
+    ),
+    (
+        "block_mask_or_mod",
+        lambda: block_mask() | mask,
+        TypeError,
+        r"`\|` joins BlockMasks\. Got a function\..*`create_block_mask\(or_masks\(f, g\), \.\.\.\)`",
+    ),
+    ("block_mask_and_number", lambda: block_mask() & 3, TypeError, r"unsupported operand"),
+    (
+        "pickled",
+        lambda: pickle.dumps(block_mask()),
+        TypeError,
+        r"mod cannot be pickled: mask \(test_errors.py:\d+\).*`create_block_mask` in the process that uses it",
+    ),
     (
         "both_masks",
         lambda: call(block_mask=block_mask(), mask_mod=mask),
@@ -285,6 +321,12 @@ ROWS = [
         r"`block_kv` of a `Tiles` must be a positive integer\. Got 64\.0",
     ),
     ("tile_of_96", lambda: Tiles(96, 64), ValueError, r"power of two\. Got 96; the nearest are 64 and 128"),
+    (
+        "tiles_of_config",
+        lambda: Config(forward=(64, 64)),
+        TypeError,
+        r"`forward` of a `Config` must be a `Tiles`, as `Tiles\(64, 64\)`\. Got \(64, 64\)",
+    ),
     ("stages", lambda: Tiles(64, 64, num_stages=0), ValueError, r"`num_stages`"),
     # --- jflex.explain of a function
     (

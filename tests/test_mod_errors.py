@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_errors import F32, array, call, check_nothing_runs, mask, score
+import jflex
+from tests.test_errors import F32, array, block_mask, call, check_nothing_runs, mask, score
 
 HELD = np.arange(8)  # a numpy array for mods to misuse
 
@@ -55,6 +56,42 @@ ROWS = [
         lambda: call(score_mod=lambda s, q, k: s),
         TypeError,
         r"<lambda> \(test_mod_errors.py:\d+\) takes \(s, q, k\)",
+    ),
+    (
+        "mask_not_made",
+        lambda: call(mask_mod=jflex.masks.causal),
+        TypeError,
+        r"-> bool\. causal \(causal.py:\d+\) makes one: call it, as `causal\(\.\.\.\)`\.$",
+    ),
+    (
+        "score_not_made",
+        lambda: call(score_mod=jflex.scores.softcap),
+        TypeError,
+        r"softcap \(softcap.py:\d+\) makes one: call it, as `softcap\(\.\.\.\)`\.$",
+    ),
+    (
+        "rope_as_score",
+        lambda: call(score_mod=jflex.rope()),
+        TypeError,
+        r"Rope \(rope.py:\d+\) is a vector mod: pass it as `query_mod` and `key_mod`\.$",
+    ),
+    (
+        "array_as_score",
+        lambda: call(score_mod=array(1, 4, 8, 8)),
+        TypeError,
+        r"Got an array\. To add a bias .* pass `jflex.scores.bias\(array\)`",
+    ),
+    (
+        "array_as_mask",
+        lambda: call(mask_mod=HELD),
+        TypeError,
+        r"Got an array\. To mask by an array \[T, S\], pass `lambda b, h, q_idx, kv_idx: array\[q_idx, kv_idx\]`",
+    ),
+    (
+        "block_mask_as_score",
+        lambda: call(score_mod=block_mask()),
+        TypeError,
+        r"Got BlockMask\. Pass it as `block_mask`",
     ),
     ("partial_arity", lambda: call(score_mod=functools.partial(score, 1)), TypeError, r"score \(test_errors.py"),
     (
@@ -105,13 +142,25 @@ ROWS = [
         "numpy_index",
         lambda: call(score_mod=Holder(HELD).mod),
         ValueError,
-        r"cannot index a numpy array.*Holder.mod \(test_mod_errors.py:\d+\).*jnp\.asarray",
+        r"traced, to numpy or Python.*Holder.mod \(test_mod_errors.py:\d+\) indexes a numpy array.*jnp\.asarray",
+    ),
+    (
+        "numpy_function",
+        lambda: call(score_mod=lambda s, b, h, q, k: np.tanh(s)),
+        ValueError,
+        r"traced, to numpy or Python.*to a function of numpy.*use `jnp` functions",
+    ),
+    (
+        "python_range",
+        lambda: call(score_mod=lambda s, b, h, q, k: s + sum(range(k))),
+        ValueError,
+        r"traced, to numpy or Python.*to `range`.*fori_loop",
     ),
     (
         "list_index",
         lambda: call(mask_mod=lambda b, h, q, k: [True, False][h]),
         ValueError,
-        r"cannot index.*Python list",
+        r"indexes a numpy array or a list",
     ),
     ("to_float", lambda: call(score_mod=lambda s, b, h, q, k: s * float(q)), ValueError, r"into Python numbers"),
     # --- vector mods
@@ -150,7 +199,7 @@ ROWS = [
         "vector_numpy",
         lambda: call(key_mod=lambda x, b, h, i: x * HELD[i]),
         ValueError,
-        r"`key_mod` cannot index a numpy array",
+        r"`key_mod` cannot hand its arguments.*indexes a numpy array",
     ),
     (
         "output_without_lse",

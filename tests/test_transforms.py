@@ -258,6 +258,33 @@ def test_export_round_trip(backend):
     assert_close(restored.call(*args), run(*args))
 
 
+def test_export_with_a_symbolic_batch():
+    """A call for one entry under `jax.vmap`, as the message for symbolic sizes says."""
+    one = lambda q, k, v: jflex.flex_attention(q[None], k[None], v[None], mask_mod=causal, implementation="xla")[0]
+    batched = jax.jit(jax.vmap(one))
+    shape = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), T, H, D), jnp.float32)
+    arrays = drawn(3, B=3)
+    assert_close(export.export(batched)(shape, shape, shape).call(*arrays), batched(*arrays))
+
+
+@backends
+def test_without_jit(backend):
+    """`jax.disable_jit` is for debugging the caller: the call and its mods compute the same."""
+    q, k, v = drawn(4)
+
+    def looping(bias):
+        halved = lambda s, h: jax.lax.fori_loop(0, 2, lambda i, x: x + bias[h, i], s)
+        return lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: halved(s, h), lambda: s)
+
+    def total(q, bias):
+        return jnp.sum(jflex.flex_attention(q, k, v, looping(bias), mask_mod=causal, **BACKENDS[backend]) ** 2)
+
+    function = jax.grad(total, argnums=(0, 1))
+    with jax.disable_jit():
+        eager = function(q, biases())
+    tree_close(eager, jax.jit(function)(q, biases()))
+
+
 # --- tracing happens once
 
 

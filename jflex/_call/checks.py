@@ -65,6 +65,12 @@ def check_arrays(
                 f"`{name}` must have four axes, {axes} in the layout {layout!r}; it has {len(x.shape)}. Add the "
                 f"missing ones with `x[None]`, or `jax.vmap` the call. {got}"
             )
+        if not all(isinstance(size, int) for size in x.shape):
+            raise ValueError(
+                f"`{name}` must have sizes that are known while tracing; `jax.export` gave it symbolic ones. Export "
+                "one program for each size. A batch can be symbolic where `jax.vmap` is around a call for one entry, "
+                f"`flex_attention(q[None], k[None], v[None], ...)[0]`. {got}"
+            )
     if may_have_eight_bits and not {str(query.dtype), str(key.dtype)}.isdisjoint(EIGHT_BITS):
         check_dtypes(query, key, value, got)
         del named["query"], named["key"]
@@ -191,8 +197,12 @@ def check_block_mask(block_mask: object, mask_mod: object, B: int, Hq: int, T: i
     if block_mask is None:
         return
     if not isinstance(block_mask, BlockMask):
-        hint = " A mask function goes to `mask_mod`, or through `create_block_mask`." if callable(block_mask) else ""
-        raise TypeError(f"`block_mask` must be a `BlockMask`. Got {type(block_mask).__name__}.{hint}")
+        hint, kind = "", type(block_mask).__name__
+        if callable(block_mask):
+            hint = " A mask function goes to `mask_mod`, or through `create_block_mask`."
+        elif isinstance(block_mask, (jax.Array, np.ndarray)):
+            hint, kind = " Pass a mask [B, H, T, S] as `mask` of `jflex.dot_product_attention`.", "an array"
+        raise TypeError(f"`block_mask` must be a `BlockMask`. Got {kind}.{hint}")
     if mask_mod is not None:
         raise ValueError(
             "`block_mask` and `mask_mod` cannot both be given: a BlockMask holds its own mask_mod. Combine them: "

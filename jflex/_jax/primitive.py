@@ -59,8 +59,9 @@ def call_as_primitive(function: Op[X, Y], arrays: X) -> Y:
     flat, tree = jax.tree.flatten(arrays)
     avals = tuple((x.shape, x.dtype, bool(getattr(x, "weak_type", False))) for x in flat)
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
-    traced = _trace(function, tree, avals, x64, jax.device_count() > 1)
-    return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
+    with jax.disable_jit(False):  # a pass has no eager form: its loops and kernels are compiled, also for a debugger
+        traced = _trace(function, tree, avals, x64, jax.device_count() > 1)
+        return jax.tree.unflatten(traced.tree, _opaque_p.bind(*flat, jaxpr=traced.jaxpr, traced=traced))
 
 
 def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -68,7 +69,8 @@ def lower_separately(function: Callable[..., Sequence[jax.Array]], *arrays: jax.
 
     The path on which JAX lowers for XLA's partitioner does not support mutable arrays, which some kernels use.
     """
-    return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
+    with jax.disable_jit(False):
+        return tuple(_opaque_p.bind(*arrays, jaxpr=jax.make_jaxpr(function)(*arrays), traced=None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -99,6 +99,21 @@ def unite(first: BlockMatrix, second: BlockMatrix) -> BlockMatrix:
     return _joined(first, second, "|", states, or_masks(*mods))
 
 
+def no_mask(other: object, symbol: str) -> Any:
+    """What an operator of a BlockMask answers to an operand that is none.
+
+    Raises:
+      TypeError: It is a function.
+    """
+    if not callable(other):
+        return NotImplemented
+    joined = "and_masks" if symbol == "&" else "or_masks"
+    raise TypeError(
+        f"`{symbol}` joins BlockMasks. Got a function. Make a BlockMask of it with `create_block_mask`, or join two "
+        f"mask_mods before: `create_block_mask({joined}(f, g), ...)`."
+    )
+
+
 def crop(mask: BlockMatrix, seq_lengths: tuple[int, int]) -> BlockMatrix:
     """Keeps the blocks that begin within shorter lengths."""
     rows, columns = map(block_count, seq_lengths, mask.block_size)

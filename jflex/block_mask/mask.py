@@ -249,13 +249,13 @@ class BlockMask:
     def __and__(self, other: BlockMask) -> BlockMask:
         """Visible where both masks are; lengths and block sizes must be equal, batch and heads equal or 1."""
         if not isinstance(other, BlockMask):
-            return NotImplemented
+            return algebra.no_mask(other, "&")
         return _assemble(algebra.intersect(self._matrix(), other._matrix()))
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Visible where either mask is; lengths and block sizes must be equal, batch and heads equal or 1."""
         if not isinstance(other, BlockMask):
-            return NotImplemented
+            return algebra.no_mask(other, "|")
         return _assemble(algebra.unite(self._matrix(), other._matrix()))
 
     def __invert__(self) -> BlockMask:

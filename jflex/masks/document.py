@@ -102,7 +102,8 @@ def document_ids_from_lengths(lengths: Int[ArrayLike, " N"], total: int) -> Int3
 
     Args:
       lengths: Their lengths; may be traced.
-      total: Length of the row. Tokens after the last document form one more, with the id ``N``.
+      total: Length of the row. Tokens after the last document form one more, with the id ``N``; documents that do not
+        fit are cut off.
 
     Returns:
       Ids from 0, ascending.

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ from jflex._jax.manual_axes import match_manual_axes, varying_axes
 from jflex.mods.array_sizes import Requirement, program_requirements
 from jflex.mods.batchable import CALLS, batchable, bind
 from jflex.mods.fingerprint import Open, aval_of, fingerprint, open_jaxpr, sub_jaxpr
+from jflex.mods.signature import ScalarRole, check_signature, checked_result
 
 Role = Literal["score", "mask", "key", "value"]
-ScalarRole = Literal["score", "mask"]
 VectorRole = Literal["key", "value"]
-_INDICES = ("b", "h", "q_idx", "kv_idx")
-_ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
 # What `jax.shard_map` puts around a mod that captures sharded arrays; the traced program knows no mesh.
 _TYPE_CASTS = frozenset({"pvary", "pcast"})
 
@@ -73,6 +71,18 @@ class TracedMod:
         if not varying_axes(*args):
             return core.jaxpr_as_fun(program)(*args)[0]
         return jnp.asarray(_evaluate_varying(open_jaxpr(program), match_manual_axes(args))[0])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedMod:
+        """Itself: it never changes, as the function that it was traced from."""
+        return self
+
+    __copy__ = functools.partialmethod(__deepcopy__, None)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"A traced mod cannot be pickled: {self.source} is held as a program of JAX. In place of a BlockMask, "
+            "pickle the arrays that it is made of, and call `create_block_mask` in the process that uses it."
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,12 +151,12 @@ def describe(mod: Any) -> str:
 
 def _trace(mod: Callable[..., ArrayLike], role: ScalarRole) -> tuple[TracedMod, tuple[jax.Array, ...]]:
     source = describe(mod)
-    _check_signature(mod, role, source)
+    check_signature(mod, role, source)
     scalars = [jax.ShapeDtypeStruct((), jnp.float32)] if role == "score" else []
     scalars += [jax.ShapeDtypeStruct((), jnp.int32)] * 4
 
     def call(*args):
-        return _checked_result(mod(*args), role, source)
+        return checked_result(mod(*args), role, source)
 
     return _residual(mod, call, role, scalars)
 
@@ -171,56 +181,6 @@ def _residual(
     return TracedMod(role, key, signature, residual, source, program_requirements(mod)), operands
 
 
-def _check_signature(mod: object, role: ScalarRole, source: str) -> None:
-    rule = (
-        f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
-    )
-    if not callable(mod):
-        raise TypeError(f"{rule}. Got {type(mod).__name__}.")
-    try:
-        signature = inspect.signature(mod)
-    except ValueError:  # builtins have none; tracing reports a wrong call
-        return
-    try:
-        signature.bind(*_ARGUMENTS[role])
-    except TypeError:
-        other = "mask" if role == "score" else "score"
-        hint = ""
-        with contextlib.suppress(TypeError):
-            signature.bind(*_ARGUMENTS[other])
-            hint = f" It fits a {other}_mod: pass it as `{other}_mod`."
-        raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
-
-
-def _checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
-    wanted = "one boolean" if role == "mask" else "one floating-point number"
-    if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
-        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
-    try:
-        shape, dtype = jnp.shape(out), jax.dtypes.result_type(out)
-    except TypeError:
-        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
-    returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
-    if shape != ():
-        raise TypeError(
-            f"`{role}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
-            "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
-        )
-    if role == "mask" and dtype != jnp.bool_:
-        raise TypeError(
-            f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
-            "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
-        )
-    if role == "score" and not jnp.issubdtype(dtype, jnp.floating):
-        hint = (
-            " To hide scores rather than change them, pass it as `mask_mod`."
-            if dtype == jnp.bool_
-            else " Cast it with `.astype(jnp.float32)`."
-        )
-        raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
-    return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
-
-
 @contextlib.contextmanager
 def explained(role: str, source: str):
     """Turns JAX's errors about tracers into messages about the user's function.
@@ -239,8 +199,9 @@ def explained(role: str, source: str):
         ) from error
     except (jax.errors.TracerIntegerConversionError, jax.errors.TracerArrayConversionError) as error:
         raise ValueError(
-            f"`{role}_mod` cannot index a numpy array or a Python list with its arguments, which are traced: "
-            f"{source} does. Wrap what it captures in `jnp.asarray(...)`, outside of the function."
+            f"`{role}_mod` cannot hand its arguments, which are traced, to numpy or Python: {source} indexes a numpy "
+            "array or a list with one, or passes one to a function of numpy or to `range`. Wrap what it captures in "
+            "`jnp.asarray(...)`, outside of the function, and use `jnp` functions and `jax.lax.fori_loop`."
         ) from error
     except jax.errors.ConcretizationTypeError as error:
         raise ValueError(

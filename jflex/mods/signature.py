@@ -1,0 +1,101 @@
+"""What a score mod and a mask mod take and return, and what is said of functions that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ScalarRole = Literal["score", "mask"]
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+_ARGUMENTS = {"score": ("score", *_INDICES), "mask": _INDICES}
+_READY = ("jflex.masks.", "jflex.scores.")
+_VECTOR = "jflex.rotary."
+
+
+def check_signature(mod: object, role: ScalarRole, source: str) -> None:
+    """Raises unless `mod` can be called as a mod of its role.
+
+    Args:
+      mod: What the user passed.
+      role: ``"score"`` or ``"mask"``.
+      source: Names the function, for messages.
+
+    Raises:
+      TypeError: It is no function, or takes other arguments.
+    """
+    rule = (
+        f"`{role}_mod` must be a function ({', '.join(_ARGUMENTS[role])}) -> {'score' if role == 'score' else 'bool'}"
+    )
+    if not callable(mod):
+        raise TypeError(f"{rule}. Got {_kind(mod)}.{_instead(mod, role)}")
+    try:
+        signature = inspect.signature(mod)
+    except ValueError:  # builtins have none; tracing reports a wrong call
+        return
+    try:
+        signature.bind(*_ARGUMENTS[role])
+    except TypeError:
+        other = "mask" if role == "score" else "score"
+        if getattr(mod, "__module__", "").startswith(_READY) and "<locals>" not in mod.__qualname__:
+            raise TypeError(f"{rule}. {source} makes one: call it, as `{mod.__name__}(...)`.") from None
+        if type(mod).__module__.startswith(_VECTOR):
+            raise TypeError(f"{rule}. {source} is a vector mod: pass it as `query_mod` and `key_mod`.") from None
+        hint = ""
+        with contextlib.suppress(TypeError):
+            signature.bind(*_ARGUMENTS[other])
+            hint = f" It fits a {other}_mod: pass it as `{other}_mod`."
+        raise TypeError(f"{rule}. {source} takes {signature}.{hint}") from None
+
+
+def _kind(x: object) -> str:
+    return "an array" if isinstance(x, (jax.Array, np.ndarray)) else type(x).__name__
+
+
+def _instead(x: object, role: ScalarRole) -> str:
+    """Where an argument that is no function belongs, if that is known."""
+    if hasattr(x, "kv_num_blocks"):  # a BlockMask, of a room above this one
+        return " Pass it as `block_mask`."
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return ""
+    if role == "score":
+        return " To add a bias [B or 1, H or 1, T, S], pass `jflex.scores.bias(array)`."
+    return " To mask by an array [T, S], pass `lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]`."
+
+
+def checked_result(out: Any, role: ScalarRole, source: str) -> jax.Array:
+    """Returns what a mod returned, as an array: float32 of a score mod, bool of a mask mod.
+
+    Raises:
+      TypeError: It is not one scalar of the kind that the role wants.
+    """
+    wanted = "one boolean" if role == "mask" else "one floating-point number"
+    if len(jax.tree.leaves(out)) != 1 or not jax.tree.structure(out) == jax.tree.structure(0):
+        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.")
+    try:
+        shape, dtype = jnp.shape(out), jax.dtypes.result_type(out)
+    except TypeError:
+        raise TypeError(f"`{role}_mod` must return {wanted}; {source} returned {type(out).__name__}.") from None
+    returned = f"{source} returned {dtype}[{','.join(map(str, shape))}]"
+    if shape != ():
+        raise TypeError(
+            f"`{role}_mod` must return {wanted}; {returned}. It is called on scalars: index captured "
+            "arrays with `b`, `h`, `q_idx`, `kv_idx` until one number is left."
+        )
+    if role == "mask" and dtype != jnp.bool_:
+        raise TypeError(
+            f"`mask_mod` must return {wanted}; {returned}. Compare (`q_idx >= kv_idx`) or cast with "
+            "`.astype(bool)`; to change scores rather than hide them, pass it as `score_mod`."
+        )
+    if role == "score" and not jnp.issubdtype(dtype, jnp.floating):
+        hint = (
+            " To hide scores rather than change them, pass it as `mask_mod`."
+            if dtype == jnp.bool_
+            else " Cast it with `.astype(jnp.float32)`."
+        )
+        raise TypeError(f"`score_mod` must return {wanted}; {returned}.{hint}")
+    return jnp.asarray(out, jnp.bool_ if role == "mask" else jnp.float32)
