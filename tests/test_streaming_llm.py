@@ -99,19 +99,6 @@ def test_a_layer_with_a_window_of_its_own(window):
     check(layer_of(**ROTARY), Streaming(4, 12), [22, 1, 22], window=window, mask_mod=mask_mod)
 
 
-@pytest.mark.parametrize("position", [20_000, 1_000_000, (1 << 24) - 40])
-def test_far_positions_are_as_precise_as_near_ones(position):
-    """Four sinks, and 40 tokens far away: the last 28 of them attend to nothing between."""
-    streaming, layer, inputs = Streaming(4, 12), layer_of(rotary_base=500_000.0), inputs_of(44)
-    cache, table, outputs = layer.init_paged_cache(22, 4), jnp.arange(1, 22)[None], []
-    for begin, end, dropped in ((0, 4, 0), (4, 44, position - 20)):
-        batch = PagedBatch(jnp.array([0, end - begin]), jnp.array([end + (20 - 4 if dropped else 0)]), table)
-        streamed = dataclasses.replace(streaming, dropped=jnp.array([dropped]))
-        outputs, cache = layer.decode_paged(inputs[begin:end], cache, batch, streaming=streamed)
-    known = oracle.attend(layer, inputs, streaming, first=16)
-    np.testing.assert_allclose(outputs[12:], known, rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("position", [0, 999, 20_000, 1_000_000, 1 << 24])
 def test_angles_are_exact(position):
     ones = jnp.ones((64, 1, 8))
