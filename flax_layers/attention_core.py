@@ -170,10 +170,7 @@ def heads_of(
 
 
 def rotated(
-    layer: Layer,
-    heads: Float[Array, "*batch T H D"],
-    positions: Int[Array, "*#batch T"],
-    length: int | None,
+    layer: Layer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
 ) -> Float[Array, "*batch T H D"]:
     """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
     if layer.rotary_base is None:
@@ -385,16 +382,16 @@ def decode_paged(
     requests = jflex.paged.token_requests(batch, tokens)
     key, value = vectors.stored(key, value, positions, requests)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
-    packed, sinks = query.astype(dtype), sinks_of(layer)
-    how = how_of(layer) | {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
-    masked = {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks}
+    packed, how = query.astype(dtype), how_of(layer) | {"sinks": sinks_of(layer)}
     if streaming is not None:
         parts = streaming.parts(batch, tokens, rope_of(layer, streaming.size), mods.score_mod, mods.mask_mod)
-        attended = streaming_llm.attend(packed, cache, parts, sinks, layer=number, **how_of(layer))
-    elif shared is not None:
+        attended = streaming_llm.attend(packed, cache, parts, layer=number, **how)
+        return join(layer, attended.astype(query.dtype)), cache
+    how |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
+    how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    if shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
-        where = {"positions": positions, "requests": requests}
-        attended = jflex.cascade_attention(packed, levels, **how, **masked, **where)
+        attended = jflex.cascade_attention(packed, levels, positions=positions, requests=requests, **how)
     else:
-        attended = jflex.paged_attention(packed, cache, batch, layer=number, **how, **masked)
+        attended = jflex.paged_attention(packed, cache, batch, layer=number, **how)
     return join(layer, attended.astype(query.dtype)), cache

@@ -188,7 +188,8 @@ def attend(
     query: Float[AnyArray, "N Hq D"],
     cache: PagedCache,
     parts: tuple[Part, ...],
-    sinks: Float[Array, " Hq"] | None,
+    *,
+    sinks: Float[Array, " Hq"] | None = None,
     **options: Any,
 ) -> Float[Array, "N Hq D"]:
     """Attention to sinks and window.

@@ -129,7 +129,7 @@ def test_every_call_on_a_kernel(tokens, rope):
     alibi = jflex.scores.alibi(jflex.scores.alibi_slopes(4))
     parts = Streaming(4, 12).parts(batch, tokens, rope, alibi, jflex.masks.sliding_window(13))
     assert len(parts) == (1 if tokens == 2 or rope is None else 2)
-    call = lambda **how: attend(query, cache, parts, None, **how)
+    call = lambda **how: attend(query, cache, parts, **how)
     known = call(implementation="reference")
     for found in (call(implementation="triton", config=jflex.Config(interpret=True)), call(implementation="xla")):
         np.testing.assert_allclose(found, known, atol=1e-5)
