@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 import jflex
-from flax_layers import functional
+from flax_layers import functional, streaming_llm
 from flax_layers.block_selection import BlockSelection
 from flax_layers.context_parallel import ContextParallel
 from flax_layers.dense_cache import DenseCache
@@ -170,18 +170,20 @@ def heads_of(
 
 
 def rotated(
-    layer: Layer,
-    heads: Float[Array, "*batch T H D"],
-    positions: Int[Array, "*#batch T"],
-    length: int | None,
-    *,
-    is_far: bool = False,
+    layer: Layer, heads: Float[Array, "*batch T H D"], positions: Int[Array, "*#batch T"], length: int | None
 ) -> Float[Array, "*batch T H D"]:
     """Queries or keys with the rotary embedding of the layer, if it has one; options as for `functional.rotate`."""
     if layer.rotary_base is None:
         return heads
-    options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length, "is_far": is_far}
+    options = {"scaling": layer.rotary_scaling, "rotary_dim": layer.rotary_dim, "length": length}
     return functional.rotate(heads, positions, layer.rotary_base, **options)
+
+
+def rope_of(layer: Layer, length: int) -> jflex.VectorMod | None:
+    """The rotary embedding of the layer as a vector mod, if it has one."""
+    if layer.rotary_base is None:
+        return None
+    return jflex.rope(layer.rotary_base, scaling=layer.rotary_scaling, rotary_dim=layer.rotary_dim, length=length)
 
 
 def project(
@@ -374,35 +376,25 @@ def decode_paged(
     tokens = inputs.shape[0]
     jflex.paged.check_batch(batch, cache, tokens)
     mods = mods.for_decoding()
-    if streaming is None:
-        positions, length = jflex.paged.token_positions(batch, tokens), batch.page_table.shape[1] * cache.page_size
-    else:
-        positions, length = streaming.positions(batch, tokens), streaming.size
-    rotate = functools.partial(rotated, layer, length=length, is_far=streaming is not None)
+    positions, length = jflex.paged.token_positions(batch, tokens), batch.page_table.shape[1] * cache.page_size
     query, key, value = heads_of(layer, inputs)
+    if streaming is None:
+        query, key = rotated(layer, query, positions, length), rotated(layer, key, positions, length)
     dtype = query.dtype if cache.k_scale is not None else cache.k.dtype  # `write` quantises to eight bits
     slots = jflex.paged.token_slots(batch, tokens, cache.page_size)
     requests = jflex.paged.token_requests(batch, tokens)
-    key, value = vectors.stored(rotate(key, positions), value, positions, requests)
-    key, value = key.astype(dtype), value.astype(dtype)
-    cache = jflex.paged.write(cache, key, value, slots, layer=number)
-    how = how_of(layer) | {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
-    turned = lambda at: rotate(query, at).astype(dtype)
+    key, value = vectors.stored(key, value, positions, requests)
+    cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
+    packed, how = query.astype(dtype), how_of(layer) | {"sinks": sinks_of(layer)}
     if streaming is not None:
-        states = [
-            jflex.AttentionState(*jflex.paged_attention(
-                turned(at), cache, batch, score_mod=score_mod, mask_mod=mask_mod, layer=number, return_lse=True, **how
-            ))
-            for at, score_mod, mask_mod in streaming.parts(positions, mods.score_mod, mods.mask_mod)
-        ]  # fmt: skip
-        state, sinks = jflex.merge_all(states), sinks_of(layer)
-        attended = (state if sinks is None else jflex.with_sinks(state, sinks)).out
-    elif shared is not None:
+        parts = streaming.parts(batch, tokens, rope_of(layer, streaming.size), mods.score_mod, mods.mask_mod)
+        attended = streaming_llm.attend(packed, cache, parts, layer=number, **how)
+        return join(layer, attended.astype(query.dtype)), cache
+    how |= {"query_mod": vectors.query_mod, "output_mod": vectors.output_mod}
+    how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod}
+    if shared is not None:
         levels = jflex.shared_prefix_levels(cache, batch, *shared, layer=number)
-        how |= {"positions": positions, "requests": requests}
-        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks_of(layer)}
-        attended = jflex.cascade_attention(turned(positions), levels, **how)
+        attended = jflex.cascade_attention(packed, levels, positions=positions, requests=requests, **how)
     else:
-        how |= {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod, "sinks": sinks_of(layer)}
-        attended = jflex.paged_attention(turned(positions), cache, batch, layer=number, **how)
+        attended = jflex.paged_attention(packed, cache, batch, layer=number, **how)
     return join(layer, attended.astype(query.dtype)), cache

@@ -157,7 +157,8 @@ class AttentionMethods(attention_core.Layer):
             shared_prefix: The first requests begin with the same pages: their keys are read once for all
                 (`jflex.cascade_attention`). The result is the same, to rounding.
             streaming: Attends to sinks and to a window alone, at positions within that cache, which mods get, too. It
-                is causal without a mask. All calls on a cache must pass the same sizes.
+                is causal without a mask. The cache then holds raw keys, which are rotated as they are loaded: pass it
+                in every call on a cache, or in none.
             query_mod: As in `decode`. No vector mod is taken with `streaming`.
             key_mod: As in `decode`.
             value_mod: As in `decode`.

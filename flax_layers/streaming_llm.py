@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 import jflex
 from flax_layers.sampling import checked_integer
-from jflex.masks import sliding_window
-from jflex.paged import PagedBatch, token_positions, token_requests
+from jflex.masks import causal, sliding_window
+from jflex.paged import PagedBatch, PagedCache, token_positions, token_requests
+from jflex.types import AnyArray
 
 
 class Part(NamedTuple):
-    """Attention over a part of the keys.
+    """A call of `jflex.paged_attention` over raw keys.
 
     Attributes:
-        positions: Where queries are rotated.
+        batch: Its requests.
+        query_mod: Rotates queries.
+        key_mod: Rotates keys as they are loaded.
         score_mod: Of this part.
         mask_mod: Shows the keys of this part.
     """
 
-    positions: Int32[Array, " N"]
+    batch: PagedBatch
+    query_mod: jflex.VectorMod | None
+    key_mod: jflex.VectorMod | None
     score_mod: jflex.ScoreMod | None
     mask_mod: jflex.MaskMod
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("dropped",), meta_fields=("sinks", "window"))
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Streaming:
     """A query attends to the first tokens, the attention sinks, and to a window of the last ones.
@@ -40,22 +44,20 @@ class Streaming:
     0, 1, ..., the window follows them without a gap, and the query is at `size - 1`. So no position is beyond what the
     model was trained on, however long the sequence is.
 
-    Nothing is rotated again. Scores depend on distances alone, and in the window these are the distances of the whole
-    sequence: keys are stored as they are rotated there. The sinks alone come closer: for them, the query is rotated at
-    its position within the cache. Both parts are merged by their lse.
+    The cache holds raw keys, before the rotary embedding, and kernels rotate them as they load them: a key of the
+    window moves towards the sinks with each token. A page table may leave out whole pages between sinks and window
+    that no later query attends to. Its `kv_lengths` count the other tokens, and positions are those in the table.
 
     Attributes:
         sinks: First tokens that stay visible; 0: the window alone.
         window: Last tokens that are visible, the query's own included.
-        dropped: Of each request of a call, the tokens between sinks and window whose pages are no longer in the page
-            table: whole pages. Its `kv_lengths` count the other tokens. None: all pages are there.
 
     Raises:
         TypeError: A number is not an integer.
         ValueError: A number is out of range.
 
     References:
-        Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453.
+        Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
 
     Example:
         >>> streaming = Streaming(sinks=4, window=1020)
@@ -65,7 +67,6 @@ class Streaming:
 
     sinks: int = 4
     window: int = 1020
-    dropped: Int32[Array, " R"] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sinks", 0), ("window", 1)):
@@ -80,67 +81,141 @@ class Streaming:
         """Tokens that a query attends to at most, and positions that the model sees."""
         return self.sinks + self.window
 
-    def positions(self, batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
-        """The position of every packed query in its sequence: where it and its key are rotated.
+    def parts(
+        self,
+        batch: PagedBatch,
+        num_tokens: int,
+        rope: jflex.VectorMod | None = None,
+        score_mod: jflex.ScoreMod | None = None,
+        mask_mod: jflex.MaskMod | None = None,
+    ) -> tuple[Part, ...]:
+        """The calls whose merged results are attention to sinks and window.
+
+        It is one call if there are no more tokens than requests, as in a step of decoding: each token is a request of
+        its own, whose keys are rotated for it. In a chunk, the sinks come closer from query to query while distances
+        in the window stay, and a `key_mod` rotates a key once for all queries of its request. So there the window is a
+        call, and the sinks before it are another one. Without a rotary embedding there is one call in any case.
 
         Args:
             batch: The requests.
             num_tokens: N, the number of packed rows.
-
-        Returns:
-            Positions; those of padding mean nothing.
-        """
-        positions = token_positions(batch, num_tokens)
-        if self.dropped is None or not batch.requests:
-            return positions
-        return positions + jnp.asarray(self.dropped)[jnp.maximum(token_requests(batch, num_tokens), 0)]
-
-    def parts(
-        self, positions: Int32[Array, " N"], score_mod: jflex.ScoreMod | None, mask_mod: jflex.MaskMod | None
-    ) -> tuple[Part, ...]:
-        """The window, and the sinks that are before it: no key is in both.
-
-        Args:
-            positions: Of the queries, from `positions`.
+            rope: The rotary embedding, from `jflex.rope`. None: there is none.
             score_mod: Of the layer. It gets positions within the cache.
             mask_mod: Of the layer, likewise; None: causal.
 
         Returns:
-            What is attended to and merged.
+            One call, or the window and the sinks: then no key is in both.
 
         Example:
-            >>> window, sinks = Streaming(sinks=1, window=2).parts(jnp.arange(4), None, None)
+            >>> batch = PagedBatch(jnp.array([0, 4]), jnp.array([4]), jnp.array([[1, 2]]))
+            >>> window, sinks = Streaming(sinks=1, window=2).parts(batch, 4, jflex.rope())
             >>> jflex.create_mask(window.mask_mod, None, None, 4, 4)[0, 0, 3].astype(int).tolist()
             [0, 0, 1, 1]
-            >>> jflex.create_mask(sinks.mask_mod, None, None, 4, 4)[0, 0, 3].astype(int).tolist(), sinks.positions
-            ([1, 0, 0, 0], Array([0, 1, 2, 2], dtype=int32))
+            >>> jflex.create_mask(sinks.mask_mod, None, None, 4, 4)[0, 0, 3].astype(int).tolist()
+            [1, 0, 0, 0]
+            >>> len(Streaming(sinks=1, window=2).parts(PagedBatch(jnp.array([0, 1]), *batch[1:3]), 1, jflex.rope()))
+            1
         """
-        last = self.size - 1
+        shown = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
+        if rope is None or not (num_tokens and batch.requests):
+            return (self._part(batch, jflex.and_masks(shown, causal()), score_mod, mask_mod),)
+        if num_tokens > batch.requests or batch.ancestors is not None:
+            return self._window_and_sinks(batch, rope, score_mod, mask_mod)
+        batch, owners = _one_token_each(batch, num_tokens)
+        place, gaps = self._place, self._gaps(batch)
+        of_query = lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
+        of_key = lambda key, b, h, kv_idx: rope(key, b, h, place(kv_idx, gaps[b]))
+        return (self._part(batch, shown, score_mod, mask_mod, of_query, of_key, owners),)
+
+    def _window_and_sinks(
+        self,
+        batch: PagedBatch,
+        rope: jflex.VectorMod,
+        score_mod: jflex.ScoreMod | None,
+        mask_mod: jflex.MaskMod | None,
+    ) -> tuple[Part, ...]:
+        gaps = self._gaps(batch)  # keep the angles of the window small: distances are the same without them
+        moved = lambda x, b, h, idx: rope(x, b, h, idx - gaps[b])
+        window = self._part(batch, sliding_window(self.window - 1), score_mod, mask_mod, moved, moved)
+        if not self.sinks:
+            return (window,)
         before = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) & (kv_idx <= q_idx - self.window)
+        of_query = lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
+        return window, self._part(batch, before, score_mod, mask_mod, of_query, rope)
 
-        def part(at: Int32[Array, " N"], shown: jflex.MaskMod, *, moves: bool) -> Part:
-            within = lambda mod: _within(mod, last, moves=moves)
-            mask = shown if mask_mod is None else jflex.and_masks(shown, within(mask_mod))
-            return Part(at, None if score_mod is None else within(score_mod), mask)
+    def _part(
+        self,
+        batch: PagedBatch,
+        shown: jflex.MaskMod,
+        score_mod: jflex.ScoreMod | None,
+        mask_mod: jflex.MaskMod | None,
+        query_mod: jflex.VectorMod | None = None,
+        key_mod: jflex.VectorMod | None = None,
+        owners: Int32[Array, " N"] | None = None,
+    ) -> Part:
+        """A call with the mods of the layer at positions within the cache; `owners` as for `_within`."""
+        mask = shown if mask_mod is None else jflex.and_masks(shown, self._within(mask_mod, owners))
+        score = None if score_mod is None else self._within(score_mod, owners)
+        return Part(batch, query_mod, key_mod, score, mask)
 
-        window = part(positions, sliding_window(self.window - 1), moves=True)
-        return (window, part(jnp.minimum(positions, last), before, moves=False)) if self.sinks else (window,)
+    def _within(self, mod: Callable[..., Any], owners: Int32[Array, " N"] | None) -> Callable[..., Any]:
+        """A mod that takes positions in the page table, and gives `mod` those within the cache.
+
+        Pages are left out only where the query is behind the end of the cache, so they make no difference.
+
+        Args:
+            mod: Of scores or of a mask.
+            owners: The request that `mod` gets for each request of the call. None: the same.
+        """
+
+        def within(*arguments: Any) -> Any:
+            *score, b, h, q_idx, kv_idx = arguments
+            gap = jnp.maximum(q_idx - (self.size - 1), 0)
+            return mod(*score, b if owners is None else owners[b], h, q_idx - gap, self._place(kv_idx, gap))
+
+        return within
+
+    def _place(self, kv_idx: Any, gap: Any) -> Any:
+        """The position within the cache of a key that is attended to, with so many tokens before the window."""
+        return jnp.where(kv_idx < self.sinks, kv_idx, kv_idx - gap)
+
+    def _gaps(self, batch: PagedBatch) -> Int32[Array, " R"]:
+        """Tokens between the sinks and the window of the last token of each request."""
+        return jnp.maximum(jnp.asarray(batch.kv_lengths) - self.size, 0)
 
 
-def _within(mod: Callable[..., Any], last: int, *, moves: bool) -> Callable[..., Any]:
-    """A mod that takes positions in the page table, and gives `mod` those within the cache.
-
-    Pages are dropped only where the query is behind the end of the cache, so dropped tokens make no difference.
+def attend(
+    query: Float[AnyArray, "N Hq D"],
+    cache: PagedCache,
+    parts: tuple[Part, ...],
+    *,
+    sinks: Float[Array, " Hq"] | None = None,
+    **options: Any,
+) -> Float[Array, "N Hq D"]:
+    """Attention to sinks and window.
 
     Args:
-        mod: Of scores or of a mask.
-        last: The last position within the cache.
-        moves: Whether the keys are those of the window, which moves, and not the sinks.
+        query: Before the rotary embedding, in the dtype of the attention.
+        cache: Raw keys and their values.
+        parts: From `Streaming.parts`.
+        sinks: Learned sinks of the layer, which are logits and not tokens.
+        **options: Of `jflex.paged_attention`.
+
+    Returns:
+        The outputs.
     """
+    calls = [(part.batch, options | dict(zip(Part._fields[1:], part[1:], strict=True))) for part in parts]
+    if len(calls) == 1:
+        [(batch, mods)] = calls
+        return jflex.paged_attention(query, cache, batch, sinks=sinks, **mods)
+    found = (jflex.paged_attention(query, cache, batch, return_lse=True, **mods) for batch, mods in calls)
+    state = jflex.merge_all([jflex.AttentionState(*pair) for pair in found])
+    return (state if sinks is None else jflex.with_sinks(state, sinks)).out
 
-    def within(*arguments: Any) -> Any:
-        *others, q_idx, kv_idx = arguments
-        gap = jnp.maximum(q_idx - last, 0)  # tokens between the sinks and the window
-        return mod(*others, q_idx - gap, kv_idx - gap if moves else kv_idx)
 
-    return within
+def _one_token_each(batch: PagedBatch, num_tokens: int) -> tuple[PagedBatch, Int32[Array, " N"]]:
+    """A batch with a request for each packed token, whose keys end with the token's own; and the request of each."""
+    owners, ends = token_requests(batch, num_tokens), token_positions(batch, num_tokens) + 1  # padding: 0
+    owners = jnp.maximum(owners, 0)
+    starts = jnp.minimum(jnp.arange(num_tokens + 1, dtype=jnp.int32), jnp.asarray(batch.qo_indptr)[-1])
+    return PagedBatch(starts, ends, jnp.asarray(batch.page_table)[owners]), owners

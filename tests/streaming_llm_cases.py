@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,15 +75,12 @@ def decode(layer: FlexAttention, inputs, chunks: list[int], streaming: Streaming
     length, sinks = len(inputs), -(-streaming.sinks // page_size)
     cache = layer.init_paged_cache(2 + length // page_size, page_size)
     table = list(range(1, 2 + length // page_size))
-    step = jax.jit(lambda cache, rows, batch, streaming: layer.decode_paged(
-        rows, cache, batch, streaming=streaming, **options
-    ))  # fmt: skip
+    step = jax.jit(lambda cache, rows, batch: layer.decode_paged(rows, cache, batch, streaming=streaming, **options))
     outputs, done, dropped = [], 0, 0
     for count in chunks:
         pages = jnp.array([table + [0] * (1 + length // page_size - len(table))], jnp.int32)
         batch = PagedBatch(jnp.array([0, count]), jnp.array([done + count - dropped]), pages)
-        streamed = dataclasses.replace(streaming, dropped=jnp.array([dropped]))
-        rows, cache = step(cache, inputs[done : done + count], batch, streamed)
+        rows, cache = step(cache, inputs[done : done + count], batch)
         outputs.append(np.asarray(rows))
         done += count
         end = max(sinks, (done - dropped - streaming.window + 1) // page_size)

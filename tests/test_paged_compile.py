@@ -36,9 +36,10 @@ def softcap(score, b, h, q_idx, kv_idx):
     return 20.0 * jnp.tanh(score / 20.0)
 
 
-def part_of_streaming(number, score_mod):
-    part = Streaming(4, 1020).parts(jnp.zeros(1, jnp.int32), score_mod, WINDOW)[number]
-    return {"score_mod": part.score_mod, "mask_mod": part.mask_mod}
+def part_of_streaming(number, score_mod=None, N=32, R=32):
+    batch = jflex.paged.PagedBatch(jnp.arange(R + 1), jnp.full(R, 2000), jnp.zeros((R, 64), jnp.int32))
+    part = Streaming(4, 1020).parts(batch, N, jflex.rope(), score_mod, WINDOW if score_mod else None)[number]
+    return {"N": N, "R": R, **dict(zip(part._fields[1:], part[1:], strict=True))}
 
 
 def program(
@@ -84,9 +85,10 @@ CASES = {
     "decode_mask_by_key": {"mask_mod": lambda b, h, q_idx, kv_idx: SHOWN[kv_idx]},
     "decode_one_key": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx == 17},
     "decode_float32": {"dtype": jnp.float32},
-    "decode_sinks": part_of_streaming(1, None),
+    "decode_streaming": part_of_streaming(0),
     "decode_streaming_alibi": part_of_streaming(0, alibi),
-    "mixed_sinks_alibi": {"N": 2048 + 63, "R": 64, **part_of_streaming(1, alibi)},
+    "mixed_window_alibi": part_of_streaming(0, alibi, 2048 + 63, 64),
+    "mixed_sinks_alibi": part_of_streaming(1, alibi, 2048 + 63, 64),
     "speculative": {"N": 128, "mask_mod": CAUSAL},
     "trees": {"N": 256, "nodes": 8, "mask_mod": CAUSAL},
     "trees_in_windows": {"N": 256, "nodes": 8, "mask_mod": WINDOW, "score_mod": softcap},
@@ -125,7 +127,7 @@ CASES = {
 
 # They differ little from others: `trees_with_alibi`, or another page size, dtype or mod of theirs.
 LONG = {
-    "trees", "trees_in_windows", "decode_pages_of_16", "decode_one_key", "decode_sinks", "decode_rope_pages_of_16",
+    "trees", "trees_in_windows", "decode_pages_of_16", "decode_one_key", "mixed_sinks_alibi", "decode_rope_pages_of_16",
     "decode_rope_head_size_64", "decode_norm_and_rope", "decode_e4m3_float16", "decode_int8", "decode_dropout",
     "mixed_stats", "mixed_head_size_64", "decode_e4m3_of_heads_pages_of_16", "decode_rope_of_neighbours",
     "latent_e4m3_128_heads",

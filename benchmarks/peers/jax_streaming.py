@@ -1,4 +1,4 @@
-"""StreamingLLM: a decoding step over a rolling cache, with the rotary embedding in three places.
+"""StreamingLLM: a decoding step over a rolling cache of raw keys, which are rotated as they are loaded, or before.
 
 All attend to the same sinks and the same window, at the positions within the cache. None writes the token's own key
 and value, which takes each of them equally long.
@@ -17,11 +17,10 @@ import numpy as np
 import jflex
 from benchmarks.peers.jax_serving import Program, normal, on_gpu_or_xla
 from benchmarks.problems import Problem
-from flax_layers.streaming_llm import Streaming
+from flax_layers.streaming_llm import Streaming, attend
 from jflex.rotary import rotate
 
 SINKS = 4
-POSITION = 1_000_000  # of the token, about
 # (query, cache, batch, streaming, implementation) -> out
 _Attend = Callable[[jax.Array, jflex.paged.PagedCache, jflex.paged.PagedBatch, Streaming, str | None], jax.Array]
 
@@ -31,13 +30,11 @@ def program(peer: str, problem: Problem) -> Program:
     if peer not in _PEERS:
         raise NotImplementedError(f"{peer} is not measured with the rolling cache of StreamingLLM.")
     query, cache, batch, streaming = _inputs(problem)
-    if peer == "jflex":
-        cache = jax.jit(_stored_rotated)(cache, batch, streaming)
 
-    def attend(captured: Any, query: Any, cache: Any, batch: Any, streaming: Any) -> Any:
+    def attended(captured: Any, query: Any, cache: Any, batch: Any) -> Any:
         return _PEERS[peer](query, cache, batch, streaming, on_gpu_or_xla(None))
 
-    return attend, ({}, query, cache, batch, streaming)
+    return attended, ({}, query, cache, batch)
 
 
 def _inputs(problem: Problem) -> tuple[Any, ...]:
@@ -51,44 +48,20 @@ def _inputs(problem: Problem) -> tuple[Any, ...]:
     cache = jflex.paged.PagedCache(normal(1, shape, problem), normal(2, shape, problem))
     lengths = jnp.full(problem.B, first * page + window, jnp.int32)
     batch = jflex.paged.PagedBatch(jnp.arange(problem.B + 1, dtype=jnp.int32), lengths, table)
-    dropped = jnp.full(problem.B, POSITION // page * page, jnp.int32)
     query = normal(0, (problem.B, problem.Hq, problem.D), problem)
-    return query, cache, batch, Streaming(sinks, window, dropped)
+    return query, cache, batch, Streaming(sinks, window)
 
 
-def _rotated(
-    cache: jflex.paged.PagedCache, batch: jflex.paged.PagedBatch, sinks: int, moved: jax.Array, *, is_far: bool = False
-) -> jflex.paged.PagedCache:
-    """All keys rotated into a new array, those behind the sinks at positions that `moved` [B] shifts."""
-    columns = jnp.arange(batch.page_table.shape[1] * cache.page_size, dtype=jnp.int32)[None]
-    positions = jnp.where(columns < sinks, columns, columns + moved[:, None])
-    by_page = jnp.zeros(cache.k.shape[:2], jnp.int32)
-    by_page = by_page.at[batch.page_table].set(positions.reshape(*batch.page_table.shape, cache.page_size))
-    return dataclasses.replace(cache, k=rotate(cache.k, by_page, is_far=is_far))
-
-
-def _stored_rotated(
-    cache: jflex.paged.PagedCache, batch: jflex.paged.PagedBatch, streaming: Streaming
-) -> jflex.paged.PagedCache:
-    """The cache as the layers write it: keys at their positions in the text."""
-    assert streaming.dropped is not None
-    return _rotated(cache, batch, streaming.sinks, streaming.dropped, is_far=True)
-
-
-def _two_parts(
+def _of_layers(
     query: jax.Array,
     cache: jflex.paged.PagedCache,
     batch: jflex.paged.PagedBatch,
     streaming: Streaming,
     implementation: str | None,
 ) -> jax.Array:
-    """As the layers of `flax_layers`: the query is rotated for the window and for the sinks, and both are merged."""
-    states = []
-    for at, _, mask_mod in streaming.parts(streaming.positions(batch, query.shape[0]), None, None):
-        how: dict[str, Any] = {"mask_mod": mask_mod, "implementation": implementation}
-        found = jflex.paged_attention(rotate(query, at, is_far=True), cache, batch, return_lse=True, **how)
-        states.append(jflex.AttentionState(*found))
-    return jflex.merge_all(states).out
+    """As the layers of `flax_layers`: one call over raw keys."""
+    parts = streaming.parts(batch, query.shape[0], jflex.rope())
+    return attend(query, cache, parts, implementation=implementation)
 
 
 def _sinks_and_window(streaming: Streaming) -> jflex.MaskMod:
@@ -112,7 +85,7 @@ def _raw_keys(
     streaming: Streaming,
     implementation: str | None,
 ) -> jax.Array:
-    """One call over raw keys, which a `key_mod` rotates as they are loaded."""
+    """One call written for this batch: each request is known to have one token, at the end of its cache."""
     gaps, rope = _gaps(batch, streaming), jflex.rope()
 
     def key_mod(key: Any, b: Any, h: Any, kv_idx: Any) -> Any:
@@ -130,13 +103,18 @@ def _rerotating(
     implementation: str | None,
 ) -> jax.Array:
     """Separate kernels: XLA rotates all raw keys into a new array, then one call."""
-    turned = _rotated(cache, batch, streaming.sinks, -_gaps(batch, streaming))
+    gaps = _gaps(batch, streaming)
+    columns = jnp.arange(batch.page_table.shape[1] * cache.page_size, dtype=jnp.int32)[None]
+    positions = jnp.where(columns < streaming.sinks, columns, columns - gaps[:, None])
+    by_page = jnp.zeros(cache.k.shape[:2], jnp.int32)
+    by_page = by_page.at[batch.page_table].set(positions.reshape(*batch.page_table.shape, cache.page_size))
+    cache = dataclasses.replace(cache, k=rotate(cache.k, by_page))
     how: dict[str, Any] = {"mask_mod": _sinks_and_window(streaming), "implementation": implementation}
-    return jflex.paged_attention(_at_the_end(query, streaming), turned, batch, **how)
+    return jflex.paged_attention(_at_the_end(query, streaming), cache, batch, **how)
 
 
 _PEERS: dict[str, _Attend] = {
-    "jflex": _two_parts,
+    "jflex": _of_layers,
     "jflex-raw-keys": _raw_keys,
     "jflex-rerotating": _rerotating,
 }

@@ -9,7 +9,6 @@ hold the pages that they attend to, and reuse the others.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import pathlib
 import time
@@ -175,9 +174,8 @@ def read(model: Decoder, texts: np.ndarray, policy: Streaming | None, chunk: int
     tables: list[list[int]] = [[] for _ in range(rows)]
     cache, dropped, losses = model.init_paged_cache(1 + rows * most, _PAGE), 0, []
 
-    def step(model: Decoder, tokens: Any, targets: Any, cache: Any, batch: PagedBatch, dropped: Any) -> Any:
-        streamed = None if policy is None else dataclasses.replace(policy, dropped=dropped)
-        logits, cache = model.decode_paged(tokens.ravel(), cache, batch, streamed)
+    def step(model: Decoder, tokens: Any, targets: Any, cache: Any, batch: PagedBatch) -> Any:
+        logits, cache = model.decode_paged(tokens.ravel(), cache, batch, policy)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets.ravel()[:, None], 1)[:, 0], cache
 
     compiled = nnx.jit(step, donate_argnames="cache")
@@ -194,7 +192,7 @@ def read(model: Decoder, texts: np.ndarray, policy: Streaming | None, chunk: int
             jnp.arange(rows + 1, dtype=jnp.int32) * (end - begin), jnp.full(rows, end - dropped, jnp.int32), padded
         )
         tokens, targets = texts[:, begin:end], texts[:, begin + 1 : end + 1]
-        found, cache = compiled(model, tokens, targets, cache, batch, jnp.full(rows, dropped, jnp.int32))
+        found, cache = compiled(model, tokens, targets, cache, batch)
         losses.append(np.asarray(found).reshape(rows, -1))
     return np.concatenate(losses, axis=1), most
 

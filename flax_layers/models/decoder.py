@@ -212,8 +212,8 @@ class Decoder(nnx.Module):
             cache: From `init_paged_cache` or from the last call. Donate it to `jit` to update it in place.
             batch: The tokens and the pages of each request. The capacity of the page table selects the factors of
                 LongRoPE.
-            streaming: Attends to sinks and a window alone, in sequences of any length; of the same sizes for all calls
-                on a cache. They select the factors of LongRoPE.
+            streaming: Attends to sinks and a window alone, in sequences of any length; in every call on a cache, which
+                then holds raw keys, or in none. Its size selects the factors of LongRoPE.
 
         Returns:
             For each token the logits of the token after it, and the cache with the tokens.

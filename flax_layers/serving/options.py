@@ -14,7 +14,7 @@ _SMALL_TABLE = 64
 """Pages of a request up to which all steps share one width of the table: 64 rows of it are 16 KB to transfer."""
 
 _FARTHEST = 1 << 24
-"""Positions that float32 holds, and up to which `flax_layers.functional.rotate` is exact."""
+"""Tokens of a text at most: a request with penalties sends a number for each to the device."""
 
 
 class Shape(NamedTuple):
@@ -186,8 +186,8 @@ class EngineOptions:
             )
         if not 2 <= context <= _FARTHEST:
             raise ValueError(
-                f"`context` must be from 2 to {_FARTHEST} with `streaming`, the positions that float32 holds. Got "
-                f"{context}."
+                f"`context` must be from 2 to {_FARTHEST} with `streaming`, the tokens that penalties count at most. "
+                f"Got {context}."
             )
         return context
 

@@ -103,8 +103,7 @@ def make_step(
         inputs = unpack(packed, program.shape)
         tokens = jnp.where(inputs.tokens < 0, state.sampled[jnp.maximum(-1 - inputs.tokens, 0)], inputs.tokens)
         shared = inputs.shared_prefix if program.is_cascade else None
-        streamed = None if streaming is None else dataclasses.replace(streaming, dropped=inputs.dropped)
-        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streamed)
+        hidden, cache = model.decode_paged_hidden(tokens, state.cache, inputs.batch, shared, streaming)
         nodes = DraftRows.of(inputs.batch) if program.shape.drafts else None
         # A row without tokens has the logits of the row before, whose prompt is the same.
         rows = jnp.maximum(inputs.batch.qo_indptr[1:] - 1, 0) if nodes is None else nodes.rows
