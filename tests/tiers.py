@@ -61,8 +61,8 @@ SHORT = {
     "test_drafts": r"naive|longer|bits|follows.*8",
     "test_dropout": r"rate_of_0.*xla|generator.*triton|lse.*(xla|triton)|new_key|binomial.*0\.1|0\.1-|old_keys|refuses"
     r"|explain",
-    "test_eight_bit_queries": r"gradients|explain|preferred|few_queries|ampere|wrong|other_calls|(xla-eight_no_mask|"
-    r"t-eight_head|emulated-eight_head)",
+    "test_eight_bit_queries": r"gradients|forward_mode|explain|preferred|few_queries|ampere|wrong|other_calls|("
+    r"xla-eight_no_mask|t-eight_head|emulated-eight_head)",
     "test_engine": r"preemption",
     "test_engine_invariance": r"promise|refused",
     "test_engine_speculation": r"wrong|shapes",
