@@ -109,6 +109,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if is_of_server and config.option.markexpr == "gpu" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results.
 
