@@ -57,15 +57,17 @@ class CapturedGradients(NamedTuple):
         d_score, *d_loads = _over_block(pull, (raw, d_s), indices, self.walk.axes)
         grads = list(grads)
         for load, cotangent in zip(loaded.loads, d_loads, strict=True):
-            if grads[load.operand] is not None:
+            gradient = grads[load.operand]
+            if gradient is not None:
                 cotangent = _summed(cotangent, load, self.walk.axes, visible)
                 grads[load.operand] = _scatter(
-                    loaded, load, operands, indices, cotangent, grads[load.operand], self.walk.axes,
+                    loaded, load, operands, indices, cotangent, gradient, self.walk.axes,
                     ordered=spec.config.deterministic and spec.platform != "cpu",
                 )  # fmt: skip
         for number in loaded.whole:
-            if grads[number] is not None:
-                grads[number] = grads[number] + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
+            gradient = grads[number]
+            if gradient is not None:
+                grads[number] = gradient + self._of_whole(loaded.traced, number, raw, d_s, indices, visible)
         return d_score.rest.astype(dtype), grads
 
     def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
