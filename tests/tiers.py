@@ -30,14 +30,14 @@ TABLES = {
 # What stays in the short run of modules that take long, by a pattern of test and parameters.
 SHORT = {
     "test_block_mask": r"^(?!.*(random_masks|many_steps|building|offset_causal|dense.*lengths[01]|block.lengths0))",
-    "test_block_states": r"known_tables.*4|never_cut|in_no_order|(masks|table)\[(c|p)|structure\[(causal|doc|padding)",
+    "test_block_states": r"known_tables.*4|never_cut|in_no_order|(masks|table)\[c|structure\[(causal|doc)",
     "test_oracle": r"causal|tolerance|names",
     "test_readme": r"^(?!.*blocks_run)|\[README",
     "test_64_bits": r"refused|stay_so",
     "test_attention_fn": r"refused|every_argument|nnx-grouped|linen-bias of heads",
     "test_attention_fn_blocks": r"skips_blocks\[(nothing|block_mask, mask)|tiles",
     "test_attention_fn_layers": r"refused|in_decode_caches\[block_mask-nnx-batch3",
-    "test_attention_weights": r"oracle\[(causal|sinks)|gradients_as_of|nothing\[16",
+    "test_attention_weights": r"oracle\[(causal|sinks)|gradients_as_of",
     "test_batch_invariance": r"refuses|error|tiles_and|explain|prefilled\[causal|prefilled\[alibi-xla",
     "test_batchable": r"branches_take.*(nested|switch)",
     "test_block_mask_algebra": r"getitem.*refuses|join.*both axes-listed\]|cropped|lengths|traced",
@@ -56,7 +56,7 @@ SHORT = {
     "test_constraints": r"refused(?!.*slow)",
     "test_containment": r"padding.*xla|pages.*xla-mixed-16|pages.*xla.*mixed.*16",
     "test_decode_hopper": r"refuses|packing|tiles|once|rest|one_tile|float64\[hopper_head_sizes",
-    "test_determinism": r"adds_like.*\[7|by_name.*distances|never_refused|run\[rows-xla",
+    "test_determinism": r"by_name.*distances|never_refused|run\[rows-xla",
     "test_deepseek": r"wrong|hub|not_written|not_hold|refused\[|flops|divided",
     "test_dispatch": r"^(?!.*test_tiles_of_the_user)|16-64",
     "test_drafts": r"naive|longer|bits|follows.*8",
@@ -67,10 +67,11 @@ SHORT = {
     "test_engine": r"preemption",
     "test_engine_invariance": r"promise|refused",
     "test_engine_speculation": r"wrong|shapes",
+    "test_equinox": r"own_layer",
     "test_experts": r"float64\[sigmoid|nan|equal|wrong",
     "test_explain": r"^(?!test_(paged_cases|packed_cases|cascade_cases|wrong))|wrong.*(cpu|plain_mask|positions\])"
     r"|\[mixed-triton",
-    "test_doctests": r"jflex\.(attention|explain|config|masks|scores|mods)",
+    "test_doctests": r"jflex\.(attention|explain|config|mods)",
     "test_dot_product_attention": r"(two|causal_padding|long_mask)-float32-xla"
     r"|long_mask-bfloat16-triton-int|unbatched_res|shared",
     "test_dot_product_attention_blocks": r"skipped|traced|left_out|constant|keys\[is|take|signature|message",
@@ -86,7 +87,7 @@ SHORT = {
     "test_kv_lengths": r"one_program.*xla|traced_lengths|explain|triton.*length_one_query|message",
     "test_layer_decoding": r"dense_calls_of_any_length.*alibi-xla-nnx|room_in_eight_bits.*nnx",
     "test_layer_decoding_errors": r"nnx",
-    "test_layer_decoding_steps": r"update_the_cache.*nnx",
+    "test_layer_decoding_steps": r"paged.*update_the_cache.*nnx",
     "test_layer_dropout": r"^(?!.*(decoding|rate_of_0)).*nnx|wrong|linen_makes",
     "test_layer_options": r"^(?!.*block_mask_for)",
     "test_layer_transforms": r"message",
@@ -96,16 +97,17 @@ SHORT = {
     "test_layers": r"captured_parameters.*xla-nnx|(attention_between|rotary).*nnx|rotate|wrong",
     "test_masks": r"^(?!.*(groups (of|by)|Morton, high|even window|first frame|of a video|traced text|short ones))",
     "test_latent_eight_bits": r"bit_for_bit\[float32-None|656|finite|float64\[xla-tiles_mixed\]|wrong|lack|explain",
-    "test_mla": r"float64\[.*latent_(mixed|decode|divided)|bfloat16\[triton-interpret-latent_128|in_float64$"
-    r"|wrong_scale|sharded.*xla|explain|refuses|zeros|writing",
+    "test_mla": r"float64\[.*latent_(mixed|decode)|bfloat16\[triton-interpret-latent_128|in_float64$"
+    r"|sharded.*xla|explain|refuses|zeros|writing",
     "test_mod_sizes_fit": r"causal|alibi|document",
     "test_mod_traps": r"\[0|division",
-    "test_models": r"transformers\[(gemma3|deepseek_v3|greedy_from_pages-mistral)|"
+    "test_models": r"transformers\[(gemma3|deepseek_v3)|"
     r"share|wrong",
     "test_narrow": r"rows_are_set|paged_decoding",
     "test_official_triton": r"^(?!.*(without_the_triton|in_the_interpreter|same_calls))",
     "test_page_pool": r"^(?!.*(machine|runTest))",
-    "test_paged_attention": r"one_visible_key.*xla|one_program.*xla|against_float64\[.*(decode|mixed|ges_of_16|-e4m3)",
+    "test_paged_attention": r"one_visible_key.*xla|one_program.*xla|against_float64\[.*(decode|mixed"
+    r"|rotated_pages_of_16|-e4m3)",
     "test_paged_cache": r"^(?!.*(exact_and_drops|one_layer))",
     "test_paged_convert": r"worked_example|wrong|message",
     "test_paged_trees": r"float64.*xla-alibi|refus|dense_masks.*7",
@@ -117,7 +119,7 @@ SHORT = {
     r"|requests_share.*xla|rate_of_0.*xla|wrong|need|shape",
     "test_paged_eight_bits": r"bit_for_bit.*float32|finite|e4m3-xla|widened|accuracy|wrong",
     "test_paged_stats": r"against_float64\[(xla-(decode|mixed)|decode\])"
-    r"|levels.*append.*xla|splits_of.*lengths-BTNH-4|wrong|no_levels",
+    r"|levels.*append.*xla|wrong|no_levels",
     "test_paged_without_softmax": r"ends1-xla|wrong",
     "test_random_keys": r"primitive|threefry",
     "test_random_mods": r"seed|faults",
@@ -132,7 +134,7 @@ SHORT = {
     "test_serving_constraints": r"guides|without",
     "test_serving_scenarios": r"chain|by the host|tiles of keys",
     "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
-    "test_sinks": r"mixed.*xla|cascade.*triton|minus.*xla|without_keys.*None|explain|vmap.*xla",
+    "test_sinks": r"mixed.*xla|minus.*xla|without_keys.*None|explain|vmap.*xla",
     "test_sharding": r"explicit|shard_map_without",
     "test_sparse_mla": r"float64\[(xla|triton)|out_of_range.*xla|all_keys.*xla|no_keys\[xla|often.*xla|indexer"
     r"|selection|loss|message|sizes\[xla-61",
