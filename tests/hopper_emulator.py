@@ -26,12 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jflex._jax import custom_vjp
 from jflex.backends.gpu import mosaic_gpu as adapter
 from jflex.paged import run as paged_run
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, work_items
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, split_kv, work_items
 from pallas_kernels.mosaic_gpu.backward import captured, dkv, dq
-from pallas_kernels.mosaic_gpu.decode import kernel as decode_kernel
 from pallas_kernels.mosaic_gpu.forward import kernel as forward_kernel
 from pallas_kernels.mosaic_gpu.forward import scheduler
-from pallas_kernels.mosaic_gpu.latent import kernel as latent_kernel
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
@@ -388,7 +386,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(pl, "run_scoped", _run_scoped)
         patch.setattr(pl, "run_state", _run_state)
         patch.setattr(lax, "axis_index", _axis_index)
-        for module in (forward_kernel, captured, decode_kernel, dkv, dq, latent_kernel):
+        for module in (forward_kernel, captured, dkv, dq, split_kv):
             patch.setattr(module, "launch", _launch)
         patch.setattr(scheduler, "NUM_CTAS", 2)
         patch.setattr(work_items, "NUM_SMS", 2)

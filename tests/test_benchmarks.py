@@ -14,8 +14,9 @@ from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers import jax_peers, jax_serving
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import EIGHT_BITS, SUITES, Problem, parts_of_mixed, square, suite
+from benchmarks.problems import EIGHT_BITS, Problem, square
 from benchmarks.requests import requests_of
+from benchmarks.suites import SUITES, parts_of_mixed, suite
 from benchmarks.variants import VARIANTS, Operations
 
 NUMPY = Operations(np.tanh, lambda x: np.asarray(x, np.float32), np.clip)

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from benchmarks.peers.table import by_library, peers_of
-from benchmarks.problems import parts_of_mixed, square, suite
+from benchmarks.problems import square
 from benchmarks.requests import requests_of
 from benchmarks.results import schema
 from benchmarks.run import jobs
@@ -21,6 +21,7 @@ from benchmarks.run.jax_runner import JaxRunner, gpu_spans
 from benchmarks.run.jobs import Deadline, Job, Worker, WorkerError, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
 from benchmarks.run.timing import QUEUE, Span, Timer, busy_per_call
+from benchmarks.suites import parts_of_mixed, suite
 from tests.fake_runner import FakeRunner
 from tests.test_benchmarks import MIXED, small
 

@@ -10,9 +10,10 @@ import pytest
 from benchmarks import roofline
 from benchmarks.peers import jax_peers, jax_serving, jax_sparse
 from benchmarks.peers.table import PEERS, by_library, peers_of
-from benchmarks.problems import Problem, suite
+from benchmarks.problems import Problem
 from benchmarks.run.check_outputs import SERVED_TOLERANCE, mismatches
 from benchmarks.run.jax_runner import JaxRunner
+from benchmarks.suites import suite
 from tests.test_benchmarks import small
 
 LATENT = small(page=8, keys="latent", Hkv=1, D=48, Dv=32, Hq=16)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from jflex import context_parallel
-from tests.test_context_parallel import CUBE, MASKS, STRATEGIES, drawn
+from tests.context_parallel_calls import CUBE, MASKS, STRATEGIES, drawn
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),

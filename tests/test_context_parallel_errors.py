@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jflex
 from jflex import context_parallel
 from jflex.context_parallel import prepare
-from tests.test_context_parallel import MASKS, PAIR, drawn, mesh_of
+from tests.context_parallel_calls import MASKS, PAIR, drawn, mesh_of
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),

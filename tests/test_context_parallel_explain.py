@@ -10,7 +10,7 @@ import pytest
 
 import jflex
 from jflex import context_parallel
-from tests.test_context_parallel import CUBE, MASKS, PAIR, STRATEGIES, attend_in, drawn, mesh_of
+from tests.context_parallel_calls import CUBE, MASKS, PAIR, STRATEGIES, attend_in, drawn, mesh_of
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),

@@ -10,7 +10,7 @@ from tests import evaluation
 from tests import mask_pairs as masks
 from tests.cases import Case
 from tests.cases import Sizes as N
-from tests.test_context_parallel import attend_by, strategies
+from tests.context_parallel_calls import attend_by, strategies
 
 pytestmark = [
     pytest.mark.gpu,

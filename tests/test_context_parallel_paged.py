@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflex
 from tests import paged_cases, paged_evaluation
-from tests.test_context_parallel import collectives
+from tests.context_parallel_calls import collectives
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; tests/conftest.py simulates them"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jflex
-from pallas_kernels.mosaic_gpu import pipeline, smem, work_items
+from pallas_kernels.mosaic_gpu import pipeline, smem, split_kv, work_items
 from pallas_kernels.mosaic_gpu.decode import kernel, step
 from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
@@ -216,16 +216,16 @@ def test_spills_nothing(name):
 @NEEDS_011
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="compiles for a GPU")
 def test_shared_memory_is_known_from_what_is_declared(monkeypatch):
-    known, launch = [], kernel.launch
+    known, launch = [], split_kv.launch
 
     def noted(*args, **more):
         known.append(smem.bytes_of(jax.tree.leaves(args[3])))
         return launch(*args, **more)
 
-    monkeypatch.setattr(kernel, "launch", noted)
+    monkeypatch.setattr(split_kv, "launch", noted)
     [found] = [x for x in gpu_compile.compile_kernels(*paged_program(Hkv=4)) if "decode_sm90" in x.name]
     assert known[-1] == found.shared
-    registers = kernel.CONSUMERS * kernel.CONSUMER_REGISTERS + kernel.PRODUCER_REGISTERS
+    registers = split_kv.CONSUMERS * kernel.CONSUMER_REGISTERS + kernel.PRODUCER_REGISTERS
     assert registers <= 65536 // pipeline.WARP_GROUP_THREADS
 
 

@@ -1,6 +1,7 @@
 """Imports go one way, `flax_layers -> jflex -> pallas_kernels -> jax`, and never in a circle; read from the source."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 from collections.abc import Collection, Iterator
@@ -35,6 +36,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
+@functools.cache
 def imports_of(path: pathlib.Path, for_types: bool = False) -> list[Import]:
     package = ".".join(path.relative_to(ROOT).parent.parts)
     return list(imports(ast.parse(path.read_text()), package, for_types=for_types))

@@ -11,12 +11,13 @@ from benchmarks import __main__ as command
 from benchmarks import roofline
 from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS, by_library
-from benchmarks.problems import SUITES, Problem, suite
+from benchmarks.problems import Problem
 from benchmarks.questions import cpu, eight_bits, gpu, masks, numerics
 from benchmarks.results import report, schema, targets
 from benchmarks.results.schema import Record, ResultFile, Summary
 from benchmarks.results.targets import DEVICE, FASTEST, PARTS, Target
 from benchmarks.run.library_runner import DIRECTIONS
+from benchmarks.suites import SUITES, suite
 
 FILES = sorted(schema.FOLDER.glob("*/*.json"))
 COMMANDS = {"training", "generation", "engine", "serving", "streaming", "context"}

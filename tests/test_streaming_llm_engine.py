@@ -170,18 +170,25 @@ def test_draws_and_penalties_know_the_whole_sequence():
     assert len(set(outputs[0][1])) > 20
 
 
-def test_twenty_thousand_tokens_in_twenty_pages():
+@pytest.mark.parametrize("count", [2_000, 20_000])
+def test_thousands_of_tokens_in_twenty_pages(count):
     """Every token is that of the oracle, to the last one."""
     streaming = Streaming(sinks=4, window=44)
-    options = SIZES | {"num_pages": 21, "context": 20_004, "max_requests": 1, "poison": False, "streaming": streaming}
+    options = SIZES | {
+        "num_pages": 21,
+        "context": count + 4,
+        "max_requests": 1,
+        "poison": False,
+        "streaming": streaming,
+    }
     decoder = model(48, layers=1)
     engine, most = Engine(decoder, EngineOptions(**options)), 0
-    client = Client(engine, (1, 2, 3, 4), max_tokens=20_000)
+    client = Client(engine, (1, 2, 3, 4), max_tokens=count)
     while engine.step():
         most = max(most, engine.stats().used_pages)
     run(engine)
     assert most <= 1 + 12
-    assert (client.reason, len(client.tokens), engine.stats().preemptions) == ("length", 20_000, 0)
+    assert (client.reason, len(client.tokens), engine.stats().preemptions) == ("length", count, 0)
     logits = oracle.logits(decoder, np.array([1, 2, 3, 4, *client.tokens], np.int32), streaming)[3:-1]
     second, first = np.sort(logits, axis=-1)[:, -2:].T
     clear = first - second > 1e-3

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.problems import SUITES, Problem
+from benchmarks.problems import Problem
+from benchmarks.suites import SUITES
 
 _MAX_SCORES = 8 * 2**30  # bytes of float32 scores that a dense peer may materialize
 _MAX_MASK = 2**31  # bytes of a materialized mask

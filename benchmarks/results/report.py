@@ -15,12 +15,13 @@ from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.peers.table import PEERS
-from benchmarks.problems import EIGHT_BITS, SUITES
+from benchmarks.problems import EIGHT_BITS
 from benchmarks.results import schema, targets
 from benchmarks.results.schema import FOLDER, Record, ResultFile
 from benchmarks.results.targets import DEVICE, Outcome, Results
 from benchmarks.roofline import share
 from benchmarks.run.library_runner import DIRECTIONS
+from benchmarks.suites import SUITES
 
 Table = list[list[str]]  # the first row is the header
 README = ROOT / "README.md"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.environment import ROOT, describe
 from benchmarks.peers.table import PEERS
-from benchmarks.problems import SUITES, Problem
+from benchmarks.problems import Problem
+from benchmarks.suites import SUITES
 
 FOLDER = ROOT / "benchmarks" / "results"
 

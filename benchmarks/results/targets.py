@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.peers.table import PEERS
-from benchmarks.problems import Problem, parts_of_mixed, suite
+from benchmarks.problems import Problem
 from benchmarks.results.schema import Record, ResultFile
+from benchmarks.suites import parts_of_mixed, suite
 
 DEVICE = "h200"
 ANY_GPU = "*"  # every device with such a file but the CPU, or `DEVICE` if there is none

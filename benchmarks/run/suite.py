@@ -23,12 +23,13 @@ from tqdm import tqdm
 from benchmarks import roofline
 from benchmarks.environment import ClockWatch, gpu_facts, results_folder
 from benchmarks.peers.table import PEERS, Peer, by_library, peers_of
-from benchmarks.problems import SUITES, Problem, suite
+from benchmarks.problems import Problem
 from benchmarks.results import report, schema
 from benchmarks.results.schema import Record, Summary
 from benchmarks.run import check_outputs
 from benchmarks.run.jobs import SHARED_GPU, Deadline, WorkerPool
 from benchmarks.run.library_runner import DIRECTIONS
+from benchmarks.suites import SUITES, suite
 
 _JAX = "benchmarks.run.jax_runner:JaxRunner"
 RUNNERS = {"jax": _JAX, "mosaic": _JAX, "torch": "benchmarks.run.torch_runner:TorchRunner"}

@@ -74,13 +74,22 @@ def check_arrays(
     if may_have_eight_bits and not {str(query.dtype), str(key.dtype)}.isdisjoint(EIGHT_BITS):
         check_dtypes(query, key, value, got)
         del named["query"], named["key"]
-    for name, x in named.items():
-        if str(x.dtype) not in DTYPES:
-            raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}); it is {x.dtype}. Cast it. {got}")
+    _check_floats(named, got, may_have_eight_bits)
     if len({x.dtype for x in named.values()}) > 1:
         names = "`query`, `key` and `value`" if has_value else "`query` and `key`"
         raise TypeError(f"{names} must have one dtype. Cast them to one of these. {got}")
     _check_shapes(query.shape, key.shape, named.get("value", key).shape, layout, got, has_value)
+
+
+def _check_floats(named: dict[str, Any], got: str, may_have_eight_bits: bool) -> None:
+    for name, x in named.items():
+        if str(x.dtype) in DTYPES:
+            continue
+        also = ""
+        if may_have_eight_bits and name != "value":
+            other = "key" if name == "query" else "query"
+            also = f", or have eight bits, as `{other}` ({', '.join(EIGHT_BITS)})"
+        raise TypeError(f"`{name}` must be floating-point ({', '.join(DTYPES)}){also}; it is {x.dtype}. Cast it. {got}")
 
 
 def _check_shapes(q: tuple, k: tuple, v: tuple, layout: str, got: str, has_value: bool) -> None:

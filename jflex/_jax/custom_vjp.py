@@ -14,10 +14,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jflex._call.dispatch import select_passes
+from jflex._call.eight_bits import no_gradients
 from jflex._jax.manual_axes import match_manual_axes
 from jflex._jax.ops import BackwardOp, ForwardOp
 from jflex._jax.primitive import ONLY_REVERSE, call_as_primitive
 from jflex.backends.base import Inputs, Saved, SavedCotangents
+from jflex.errors import UnsupportedError
 from pallas_kernels.plan import GradientRequest
 from pallas_kernels.spec import AttentionSpec
 
@@ -38,7 +40,8 @@ class Static(NamedTuple):
 
 def attend(static: Static, inputs: Inputs) -> Saved:
     """Runs a backend so that JAX can differentiate the result in reverse mode."""
-    inputs = reverse_only(inputs)
+    eight_bits = static.spec.qk_dtype is not None
+    inputs = reverse_only(inputs, f"This call has no derivatives: {no_gradients(static.spec)}." if eight_bits else "")
     try:
         return _attend(static, inputs)
     except TypeError as error:
@@ -47,9 +50,14 @@ def attend(static: Static, inputs: Inputs) -> Saved:
         raise
 
 
-def reverse_only(inputs: Inputs) -> Inputs:
-    """The same inputs, which refuse forward mode with a message of the library."""
-    guard = lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def reverse_only(inputs: Inputs, unsupported: str = "") -> Inputs:
+    """The same inputs, which refuse forward mode with a message of the library.
+
+    Args:
+      inputs: The arrays.
+      unsupported: Why the call has no derivatives at all; raised as an `UnsupportedError`.
+    """
+    guard = lambda x: _reverse_only(unsupported, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return inputs._replace(
         query=guard(inputs.query),
         key=guard(inputs.key),
@@ -125,22 +133,23 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 _guard_p = Primitive("jflex_reverse_only")
 
 
-def _refuse(*_, **__):
-    raise NotImplementedError(ONLY_REVERSE)
+def _refuse(*_, unsupported: str):
+    raise UnsupportedError(unsupported) if unsupported else NotImplementedError(ONLY_REVERSE)
 
 
 _guard_p.def_impl(_refuse)
-_guard_p.def_abstract_eval(lambda x: x)
-ad.deflinear2(_guard_p, lambda ct, _: [ct])
+_guard_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_guard_p, lambda ct, *_, **__: [ct])
 batching.defvectorized(_guard_p)
 mlir.register_lowering(_guard_p, _refuse)
 
 
-@jax.custom_jvp
-def _reverse_only(x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reverse_only(unsupported: str, x: jax.Array) -> jax.Array:
+    del unsupported
     return x
 
 
 @_reverse_only.defjvp
-def _reverse_only_jvp(primals, tangents):
-    return primals[0], _guard_p.bind(tangents[0])
+def _reverse_only_jvp(unsupported, primals, tangents):
+    return primals[0], _guard_p.bind(tangents[0], unsupported=unsupported)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +28,11 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
     if p.mask_mod is not None:
         visible &= _seen(p.mask_mod, inputs.mask_operands, request, jnp.arange(p.Hq, dtype=jnp.int32), n, j)
 
-    used = j[None] < inputs.lengths[:, None]  # [R, S]
-
     def keys(pages: jax.Array, mod: Mod | None, operands: tuple[jax.Array, ...], scale: jax.Array | None) -> jax.Array:
         """Keys of each query's request, [N, S, Hq, D]; zeros where masked, because 0 times NaN is NaN."""
-        pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
-        rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
-        if p.has_latent_tiles:
-            assert inputs.rope_key is not None  # what has tiles has them apart
-            assert inputs.key_scale is not None
-            tiles, rope = (x[pages_of].reshape(p.B, p.S, -1) for x in (inputs.key_scale, inputs.rope_key))
-            rows = dequantised_latents(rows, tiles, rope[:, :, None], exact)
-        elif scale is not None:
-            scale = scale if scale.ndim == 1 else scale[pages_of].reshape(p.B, p.S, p.Hkv)
-            rows = dequantised(rows, scale, exact)
+        rows = _rows(p, inputs, pages, scale)
         if mod is not None:  # of ones past the end: zero times the derivative of NaN would be NaN
+            used = j[None] < inputs.lengths[:, None]  # [R, S]
             at = jnp.broadcast_arrays(jnp.arange(p.B, dtype=jnp.int32)[:, None], j[None])
             rows = modified_keys(functools.partial(mod, operands), jnp.where(used[..., None, None], rows, 1), *at)
         own = jnp.repeat(rows[request].astype(exact), p.group, axis=2)
@@ -61,6 +52,28 @@ def attend(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
         weights = drop(jnp.where(visible, s, 0))
         out = jnp.einsum("nhs,nshd->nhd", weights, value, precision="highest")
         return Saved(out.astype(p.out_dtype), jnp.zeros((p.T, p.Hq), jnp.float32))
+    return _softmax(p, s, value, visible, drop)
+
+
+def _rows(p: AttentionSpec, inputs: PagedInputs, pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The rows of the pages of each request, [R, S, Hkv, D]; of eight bits, dequantised."""
+    pages_of = jnp.clip(inputs.table, 0, p.num_pages - 1) + inputs.first_page[0]
+    rows = pages[pages_of].reshape(p.B, p.S, p.Hkv, pages.shape[3])
+    if p.has_latent_tiles:
+        assert inputs.rope_key is not None  # what has tiles has them apart
+        assert inputs.key_scale is not None
+        tiles, rope = (x[pages_of].reshape(p.B, p.S, -1) for x in (inputs.key_scale, inputs.rope_key))
+        return dequantised_latents(rows, tiles, rope[:, :, None], jnp.dtype(p.exact))
+    if scale is None:
+        return rows
+    scale = scale if scale.ndim == 1 else scale[pages_of].reshape(p.B, p.S, p.Hkv)
+    return dequantised(rows, scale, jnp.dtype(p.exact))
+
+
+def _softmax(
+    p: AttentionSpec, s: jax.Array, value: jax.Array, visible: jax.Array, drop: Callable[[jax.Array], jax.Array]
+) -> Saved:
+    """Output, lse and statistics from scores [N, Hq, S] and values [N, S, Hq, Dv]; `drop` applies dropout."""
     s = jnp.where(visible, s, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(s, axis=2, keepdims=True, initial=-jnp.inf))
     weights = jnp.where(visible, jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)), 0)

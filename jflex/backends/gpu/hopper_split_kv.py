@@ -91,23 +91,25 @@ def attend_paged(spec: AttentionSpec, inputs: PagedInputs) -> Saved:
 def _attend_latent(
     own: LatentPlan, arrays: PagedOperands[jax.Array], items: jax.Array, sizes: tuple[int, int]
 ) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu import split_kv
     from pallas_kernels.mosaic_gpu.latent import kernel
 
     rows = arrays.key.reshape(*arrays.key.shape[:2], -1)
     captured = arrays.score_operands, arrays.mask_operands
     operands = kernel.LatentOperands(arrays.query, rows, arrays.table, arrays.first_page, items, *captured)
-    return kernel.attend(own.spec, kernel.Sizes(own.heads, *sizes), operands)
+    return kernel.attend(own.spec, own.heads, split_kv.Sizes(*sizes), operands)
 
 
 def _attend_pages(
     own: DecodePlan, arrays: PagedOperands[jax.Array], items: jax.Array, sizes: tuple[int, int]
 ) -> list[jax.Array]:
+    from pallas_kernels.mosaic_gpu import split_kv
     from pallas_kernels.mosaic_gpu.decode import kernel
 
     pages = arrays.table, arrays.first_page
     captured = arrays.score_operands, arrays.mask_operands
     operands = kernel.DecodeOperands(arrays.query, arrays.key, arrays.value, *pages, items, *captured)
-    return kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), operands)
+    return kernel.attend(own.spec, own.packing, split_kv.Sizes(*sizes), operands)
 
 
 # --- few queries against contiguous keys
@@ -115,6 +117,7 @@ def _attend_pages(
 
 def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
     """Runs the kernel of a dense call that `plan_decode` supports: each batch entry is a request with T queries."""
+    from pallas_kernels.mosaic_gpu import split_kv
     from pallas_kernels.mosaic_gpu.decode import kernel
 
     plan = plan_decode(spec)
@@ -126,7 +129,7 @@ def decode(spec: AttentionSpec, inputs: Inputs) -> Saved:
     items, sizes = triton.items_for_hopper(packed, work, extents, arrays.mask_operands, per_request=spec.T)
     captured, query = (arrays.score_operands, arrays.mask_operands), _packed(spec, arrays.query)
     operands = kernel.DecodeOperands(query, arrays.key, arrays.value, None, None, items, *captured)
-    found = kernel.attend(own.spec, kernel.Sizes(own.packing, *sizes), operands)
+    found = kernel.attend(own.spec, own.packing, split_kv.Sizes(*sizes), operands)
     out, lse = triton.merge_for_hopper(packed, work, extents, found)
     by_batch = lambda x: x.reshape(spec.B, spec.T, *x.shape[1:])
     out, lse = by_batch(out), by_batch(lse).swapaxes(1, 2)

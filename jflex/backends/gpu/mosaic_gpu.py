@@ -23,7 +23,6 @@ from pallas_kernels.spec import AttentionSpec
 if TYPE_CHECKING:
     from pallas_kernels.mosaic_gpu import plan as mosaic_plan
 
-_MAX_DECODED = 64  # queries beyond which nothing is decoded, whatever `triton.decodes` says of fewer
 _LISTS = (kv_lengths.LENGTHS_BLOCK, kv_lengths.LENGTHS_BLOCK)  # block size of lists made from lengths alone
 
 
@@ -129,7 +128,7 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
 
 def _decoded(spec: AttentionSpec) -> Plan | None:
     """The plan of the split-KV kernel for few queries, where it runs."""
-    plan = split_kv.plan_decode(spec) if spec.T <= _MAX_DECODED and triton.decodes(spec) else None
+    plan = split_kv.plan_decode(spec) if triton.decodes(spec) else None
     return plan if isinstance(plan, Plan) else None
 
 

@@ -12,9 +12,8 @@ Of an item whose keys are not split the output is stored; of the others, partial
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
 from pallas_kernels.marks import mark
-from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, key_tail, scores, smem
+from pallas_kernels.mosaic_gpu import global_rows, inline_ptx, key_tail, smem, split_kv
 from pallas_kernels.mosaic_gpu.decode import step
 from pallas_kernels.mosaic_gpu.decode.sizes import (
     Packing,
@@ -35,22 +34,13 @@ from pallas_kernels.mosaic_gpu.decode.sizes import (
     stages_of,
 )
 from pallas_kernels.mosaic_gpu.forward.step import normalised
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import FIRST_FREE_BARRIER, WARP_GROUP_THREADS, Ring
+from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
 from pallas_kernels.mosaic_gpu.tile import ROW, TILE
-from pallas_kernels.mosaic_gpu.work_items import (
-    TILE_KEYS,
-    Item,
-    PageRows,
-    num_ctas,
-    over_items,
-    page_rows,
-    pieces_of_tile,
-)
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import A, Axis, Index, Ref
+from pallas_kernels.types import A, Axis, Ref
 
-CONSUMERS = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72  # the producer has addresses of pages; consumers hold 64 keys
 _FILLED, _FREE = FIRST_FREE_BARRIER, FIRST_FREE_BARRIER + 1  # named barriers of what one consumer hands to the other
 
@@ -77,6 +67,10 @@ class DecodeOperands(NamedTuple, Generic[A]):
     items: A
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+
+    def of_mods(self) -> Operands[A]:
+        """What scores are computed from, in the form in which all kernels take it."""
+        return Operands(self.query, self.key, self.value, None, self.score_operands, self.mask_operands)
 
 
 class Scratch(NamedTuple):
@@ -110,97 +104,24 @@ def declare(spec: AttentionSpec, dtype: DTypeLike) -> Scratch:
     )
 
 
-class Sizes(NamedTuple):
-    """Static sizes of a launch.
-
-    Attributes:
-      packing: How queries are packed into tiles.
-      items: Upper bound on the work items.
-      slots: Upper bound on partial results; 0 if no keys are split.
-    """
-
-    packing: Packing
-    items: int
-    slots: int
-
-
-def attend(spec: AttentionSpec, sizes: Sizes, arrays: DecodeOperands[jax.Array]) -> list[jax.Array]:
-    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq], of the tiles of queries whose keys are not split.
-
-    After them come the partial results of the others, if there may be any: out [slots, Hkv, rows, Dv] and lse [slots,
-    Hkv, rows], float32, where the first rows are the heads of the first query, then of the next.
+def attend(
+    spec: AttentionSpec, packing: Packing, sizes: split_kv.Sizes, arrays: DecodeOperands[jax.Array]
+) -> list[jax.Array]:
+    """As `split_kv.attend`; the first rows of a partial result are the heads of the first query, then of the next.
 
     Args:
       spec: Its programs are traced with heads in rows.
+      packing: How queries are packed into tiles.
       sizes: Of the launch.
       arrays: The inputs; captured arrays have their shapes.
     """
-    n, packing = num_queries(spec), sizes.packing
-    outputs = [
-        jax.ShapeDtypeStruct((n, spec.Hq, spec.Dv), spec.out_dtype),
-        jax.ShapeDtypeStruct((n, spec.Hq), jnp.float32),
-    ]
-    if sizes.slots:
-        slots = (sizes.slots, spec.Hkv, packing.rows)
-        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
-    of_mods = _operands(arrays)
-    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
-    return launch(
-        functools.partial(_kernel, spec, packing, captured),
-        arrays._replace(score_operands=flat.score_operands, mask_operands=flat.mask_operands),
-        outputs,
-        declare(spec, arrays.query.dtype),
-        name="jflex_decode_sm90",
-        num_ctas=num_ctas(sizes.items, spec.Hkv),
-        warp_groups=CONSUMERS + 1,
+    scratch = declare(spec, arrays.query.dtype)
+    return split_kv.attend(
+        "jflex_decode_sm90", ROLES, spec, packing, packing.rows, num_queries(spec), sizes, arrays, scratch
     )
 
 
-def _operands(arrays: DecodeOperands[A]) -> Operands[A]:
-    """In the form in which all kernels take them; what scores are computed from."""
-    return Operands(arrays.query, arrays.key, arrays.value, None, arrays.score_operands, arrays.mask_operands)
-
-
-class Static(NamedTuple):
-    """What producer and consumers share.
-
-    Attributes:
-      spec: The spec.
-      packing: How queries are packed.
-      captured: Shapes of the captured arrays.
-      arrays: The inputs.
-      outputs: Out, lse, and partial results.
-      scratch: Shared memory and barriers.
-      cta_id: Of this CTA.
-    """
-
-    spec: AttentionSpec
-    packing: Packing
-    captured: scores.Captured
-    arrays: DecodeOperands[Ref]
-    outputs: tuple[Ref, ...]
-    scratch: Scratch
-    cta_id: Index
-
-    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
-        """Runs ``done = body(i, item, done)`` for the items of this CTA; `done` counts the tiles of keys so far."""
-        over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
-
-
-def _kernel(
-    spec: AttentionSpec,
-    packing: Packing,
-    captured: scores.Captured,
-    cta_id: Index,
-    arrays: DecodeOperands[Ref],
-    outputs: tuple[Ref, ...],
-    scratch: Scratch,
-) -> None:
-    static = Static(spec, packing, captured, arrays, tuple(outputs), scratch, cta_id)
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == CONSUMERS)(lambda: _produce(static))
-    for number in range(CONSUMERS):
-        pl.when(group == number)(functools.partial(_consume, static, number))
+Static: TypeAlias = split_kv.Static[Packing, DecodeOperands[Ref], Scratch]
 
 
 # --- producer
@@ -255,17 +176,7 @@ def _consume(static: Static, number: int) -> None:
         rows = static.packing.rows_of(spec, item)
         queries[...] = global_rows.load_rows(static.arrays.query, rows.n * spec.Hq + rows.h)
         plg.commit_smem()
-        prepared = scores.prepare(
-            spec,
-            _operands(static.arrays),
-            static.captured,
-            (smem.WARP_GROUP_ROWS, TILE_KEYS),
-            item.request,
-            rows.h,
-            q=rows.q,
-            q_first=first_query(spec, item),
-            may_end=False,
-        )
+        prepared = static.prepare(item, rows, rows.q, first_query(spec, item))
         run = step.Step(prepared, queries, scratch.ring, item.length)
         first = lax.rem(done + number, jnp.int32(CONSUMERS))  # of the tiles of the item that are its own
         count = lax.div(jnp.maximum(item.tiles - first, 0) + 1, jnp.int32(CONSUMERS))
@@ -335,22 +246,16 @@ def _barrier(operation: str, number: int) -> None:
 
 def _store(static: Static, item: Item, rows: Rows, first: int, out: jax.Array) -> None:
     """Stores columns from `first` on to the result or to the partial results."""
-    store = lambda ref, line: global_rows.store_rows(ref, line, first, out.astype(ref.dtype))
-    _where(static, item, rows, 0, store)
+    write = lambda refs, line: global_rows.store_rows(refs[0], line, first, out.astype(refs[0].dtype))
+    _write(static, item, rows, write)
 
 
 def _store_lse(static: Static, item: Item, rows: Rows, lse: jax.Array) -> None:
-    _where(static, item, rows, 1, lambda ref, line: global_rows.store_values(ref, line, lse))
+    _write(static, item, rows, lambda refs, line: global_rows.store_values(refs[1], line, lse))
 
 
-def _where(static: Static, item: Item, rows: Rows, output: int, store: Callable[[Ref, jax.Array], None]) -> None:
-    """Calls `store` with the ref and the line of each row: of the result, or of the partial result."""
-    spec, outputs = static.spec, static.outputs
-    exists = lambda line: jnp.where(rows.exists, line, -1)
-    whole = lambda: store(outputs[output], exists(rows.n * spec.Hq + rows.h))
-    if len(outputs) == 2:
-        whole()
-        return
-    first = (item.slot * spec.Hkv + item.group) * static.packing.rows
-    pl.when(item.slot < 0)(whole)
-    pl.when(item.slot >= 0)(lambda: store(outputs[2 + output], exists(first + rows.line)))
+def _write(static: Static, item: Item, rows: Rows, write: Callable[[tuple[Ref, ...], jax.Array], None]) -> None:
+    static.store(item, rows, lambda first: first + rows.line, write)
+
+
+ROLES = split_kv.Roles(_produce, _consume)

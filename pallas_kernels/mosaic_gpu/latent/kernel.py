@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +25,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plg
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_gpu import global_rows, scores, smem
+from pallas_kernels.mosaic_gpu import global_rows, smem, split_kv
 from pallas_kernels.mosaic_gpu.latent import step
 from pallas_kernels.mosaic_gpu.latent.sizes import BUFFERS, Heads, Rows
-from pallas_kernels.mosaic_gpu.launch import WARP_GROUP, flatten_captured, launch
 from pallas_kernels.mosaic_gpu.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.work_items import (
-    TILE_KEYS,
-    Item,
-    PageRows,
-    num_ctas,
-    over_items,
-    page_rows,
-    pieces_of_tile,
-)
+from pallas_kernels.mosaic_gpu.split_kv import CONSUMERS
+from pallas_kernels.mosaic_gpu.work_items import TILE_KEYS, Item, PageRows, page_rows, pieces_of_tile
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.types import A, Axis, Index, Ref
+from pallas_kernels.types import A, Axis, Ref
 
-CONSUMERS = 2
 PAIRS_PREFETCHED = 1  # of tiles of keys, into the L2 cache, before the pair that is loaded
 
 
@@ -66,6 +57,10 @@ class LatentOperands(NamedTuple, Generic[A]):
     items: A
     score_operands: tuple[A, ...]
     mask_operands: tuple[A, ...]
+
+    def of_mods(self) -> Operands[A]:
+        """What scores are computed from, in the form in which all kernels take it."""
+        return Operands(self.query, self.rows, self.rows, None, self.score_operands, self.mask_operands)
 
 
 class Scratch(NamedTuple):
@@ -116,100 +111,23 @@ def declare(spec: AttentionSpec, heads: Heads, dtype: DTypeLike) -> Scratch:
     )
 
 
-class Sizes(NamedTuple):
-    """Static sizes of a launch.
-
-    Attributes:
-      heads: How query heads are divided among tiles.
-      items: Upper bound on the work items.
-      slots: Upper bound on partial results; 0 if no keys are split.
-    """
-
-    heads: Heads
-    items: int
-    slots: int
-
-
-def attend(spec: AttentionSpec, sizes: Sizes, arrays: LatentOperands[jax.Array]) -> list[jax.Array]:
-    """Computes out [N, Hq, Dv] and lse, float32 [N, Hq], of the tiles of queries whose keys are not split.
-
-    After them come the partial results of the others, if there may be any: out [slots, groups, 64, Dv] and lse [slots,
-    groups, 64], float32, where the first rows are the heads of the group of the first query, then of the next.
+def attend(
+    spec: AttentionSpec, heads: Heads, sizes: split_kv.Sizes, arrays: LatentOperands[jax.Array]
+) -> list[jax.Array]:
+    """As `split_kv.attend`; the first rows of a partial result are the heads of the group of the first query.
 
     Args:
       spec: Its programs are traced with heads in rows; `Hkv` counts the groups of heads.
+      heads: How query heads are divided among tiles.
       sizes: Of the launch.
       arrays: The inputs; captured arrays have their shapes.
     """
-    heads = sizes.heads
-    outputs = [
-        jax.ShapeDtypeStruct((spec.T, spec.Hq, spec.Dv), spec.out_dtype),
-        jax.ShapeDtypeStruct((spec.T, spec.Hq), jnp.float32),
-    ]
-    if sizes.slots:
-        slots = (sizes.slots, spec.Hkv, smem.WARP_GROUP_ROWS)
-        outputs += [jax.ShapeDtypeStruct((*slots, spec.Dv), jnp.float32), jax.ShapeDtypeStruct(slots, jnp.float32)]
-    of_mods = _operands(arrays)
-    flat, captured = flatten_captured(of_mods), scores.Captured.of(of_mods)
-    arrays = arrays._replace(
-        query=heads.padded(arrays.query), score_operands=flat.score_operands, mask_operands=flat.mask_operands
-    )
-    return launch(
-        functools.partial(_kernel, spec, heads, captured),
-        arrays,
-        outputs,
-        declare(spec, heads, arrays.query.dtype),
-        name="jflex_latent_sm90",
-        num_ctas=num_ctas(sizes.items, spec.Hkv),
-        warp_groups=CONSUMERS + 1,
-    )
+    scratch, rows = declare(spec, heads, arrays.query.dtype), smem.WARP_GROUP_ROWS
+    arrays = arrays._replace(query=heads.padded(arrays.query))
+    return split_kv.attend("jflex_latent_sm90", ROLES, spec, heads, rows, spec.T, sizes, arrays, scratch)
 
 
-def _operands(arrays: LatentOperands[A]) -> Operands[A]:
-    """In the form in which all kernels take them; what scores are computed from."""
-    return Operands(arrays.query, arrays.rows, arrays.rows, None, arrays.score_operands, arrays.mask_operands)
-
-
-class Static(NamedTuple):
-    """What producer and consumers share.
-
-    Attributes:
-      spec: The spec.
-      heads: How heads are divided.
-      captured: Shapes of the captured arrays.
-      arrays: The inputs.
-      outputs: Out, lse, and partial results.
-      scratch: Shared memory and barriers.
-      cta_id: Of this CTA.
-    """
-
-    spec: AttentionSpec
-    heads: Heads
-    captured: scores.Captured
-    arrays: LatentOperands[Ref]
-    outputs: tuple[Ref, ...]
-    scratch: Scratch
-    cta_id: Index
-
-    def over_items(self, body: Callable[[jax.Array, Item, jax.Array], jax.Array]) -> None:
-        """Runs ``pair = body(i, item, pair)`` for the items of this CTA; `pair` counts the pairs of tiles so far."""
-        over_items(self.arrays.items, self.spec.Hkv, self.cta_id, body)
-
-
-def _kernel(
-    spec: AttentionSpec,
-    heads: Heads,
-    captured: scores.Captured,
-    cta_id: Index,
-    arrays: LatentOperands[Ref],
-    outputs: tuple[Ref, ...],
-    scratch: Scratch,
-) -> None:
-    static = Static(spec, heads, captured, arrays, tuple(outputs), scratch, cta_id)
-    group = lax.axis_index(WARP_GROUP)
-    pl.when(group == CONSUMERS)(lambda: _produce(static))
-    for number in range(CONSUMERS):
-        pl.when(group == number)(functools.partial(_consume, static, number))
+Static: TypeAlias = split_kv.Static[Heads, LatentOperands[Ref], Scratch]
 
 
 # --- producer
@@ -218,7 +136,7 @@ def _kernel(
 def _produce(static: Static) -> None:
     """Producer warp group: loads queries and tiles of keys by TMA."""
     plg.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-    scratch, heads = static.scratch, static.heads
+    scratch, heads = static.scratch, static.packing
 
     def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         pl.when(i > 0)(lambda: plg.barrier_wait(scratch.queries_empty.at[0]))
@@ -230,7 +148,7 @@ def _produce(static: Static) -> None:
 
 def _load_query(static: Static, item: Item, t: jax.Array, carry: jax.Array) -> jax.Array:
     """Loads a query of the tile."""
-    scratch, count = static.scratch, static.heads.padded_count
+    scratch, count = static.scratch, static.packing.padded_count
     n = jnp.minimum(item.first + t, static.spec.T - 1)
     at, rows = (n, pl.ds(item.group * count, count)), pl.ds(t * count, count)
     targets = [scratch.queries.at[0, rows], scratch.queries.at[1, rows], scratch.query_ropes.at[0, rows]]
@@ -298,21 +216,11 @@ def _page_rows(static: Static, item: Item, tile: jax.Array) -> list[PageRows]:
 def _consume(static: Static, group: int) -> None:
     """Consumer warp group: computes its half of the columns of each item."""
     plg.set_max_registers(CONSUMER_REGISTERS, action="increase")
-    scratch, heads, spec = static.scratch, static.heads, static.spec
+    scratch, heads, spec = static.scratch, static.packing, static.spec
 
     def item_(i: jax.Array, item: Item, pair: jax.Array) -> jax.Array:
         rows = heads.rows_of(item.group, item.first, item.queries, spec)
-        prepared = scores.prepare(
-            spec,
-            _operands(static.arrays),
-            static.captured,
-            (smem.WARP_GROUP_ROWS, TILE_KEYS),
-            item.request,
-            rows.h,
-            q=rows.n,
-            q_first=item.first,
-            may_end=False,
-        )
+        prepared = static.prepare(item, rows, rows.n, item.first)
         plg.barrier_wait(scratch.queries_full.at[0])
         run = step.Step(prepared, scratch.queries, scratch.query_ropes, scratch.buffers, group, item.length, item.end)
         state = run(item.begin, item.pairs)
@@ -326,19 +234,14 @@ def _consume(static: Static, group: int) -> None:
 
 def _store(static: Static, item: Item, rows: Rows, group: int, out: jax.Array, lse: jax.Array) -> None:
     """Stores this half of the columns, and from group 0 the lse, to the result or to the partial results."""
-    heads, spec = static.heads, static.spec
-    column = group * (spec.Dv // 2)
+    column = group * (static.spec.Dv // 2)
 
-    def store(refs: tuple[Ref, ...], line: jax.Array) -> None:
+    def write(refs: tuple[Ref, ...], line: jax.Array) -> None:
         global_rows.store_rows(refs[0], line, column, out.astype(refs[0].dtype))
         if group == 0:
             global_rows.store_values(refs[1], line, lse)
 
-    exists = lambda line: jnp.where(rows.exists, line, -1)
-    whole = lambda: store(static.outputs[:2], exists(rows.n * spec.Hq + rows.h))
-    if len(static.outputs) == 2:
-        whole()
-        return
-    first = (item.slot * spec.Hkv + item.group) * smem.WARP_GROUP_ROWS
-    pl.when(item.slot < 0)(whole)
-    pl.when(item.slot >= 0)(lambda: store(static.outputs[2:], exists(first + rows.t * heads.count + rows.head)))
+    static.store(item, rows, lambda first: first + rows.t * static.packing.count + rows.head, write)
+
+
+ROLES = split_kv.Roles(_produce, _consume)

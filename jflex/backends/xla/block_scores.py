@@ -1,0 +1,38 @@
+"""Scores of a block in plain JAX: GEMM, scale and score mod."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jflex.backends.base import Inputs
+from jflex.backends.xla.blockwise import Unit, Walk, evaluate
+from pallas_kernels.spec import AttentionSpec
+
+
+def exact(spec: AttentionSpec) -> jnp.dtype:
+    """The dtype of scores and accumulators."""
+    return jnp.dtype(spec.exact)
+
+
+def einsum(axes: str, a: jax.Array, b: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """A GEMM, with results in the dtype of scores."""
+    dtype = exact(spec)
+    if spec.platform == "cpu":  # XLA's CPU lacks some 16-bit GEMMs with float32 results ("UNIMPLEMENTED")
+        a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.einsum(axes, a, b, precision=spec.precision, preferred_element_type=dtype)
+
+
+def scaled(scores: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Scores times the scale, in their dtype."""
+    return scores * jnp.asarray(spec.scale, scores.dtype)
+
+
+def modified(walk: Walk, inputs: Inputs, raw: jax.Array, unit: Unit, column: jax.Array) -> jax.Array:
+    """Raw scores of a block after the score mod."""
+    if walk.spec.score_mod is None:
+        return raw
+    indices = walk.indices(unit, column)
+    return evaluate(walk.spec.score_mod, inputs.score_operands, raw.astype(jnp.float32), indices, walk.axes).astype(
+        raw.dtype
+    )
