@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.program import random_bits
 from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
+from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, polynomial, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
 from pallas_kernels.types import Params, aval_of, is_random_key
 
@@ -254,6 +254,8 @@ class Run:
             return lambda ins: graph.cast(ins[0], dtype)
         if primitive.name == "add_any":
             return lambda ins: graph.same_dtype("add", jax.lax.add, *ins)
+        if primitive.name == "polynomial":
+            return lambda ins: self._called(eqn, ins, polynomial(graph, *ins))
         key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
         if formula is None:
             return lambda ins: graph.apply(primitive.name, apply, ins, dtype, key)
@@ -263,11 +265,13 @@ class Run:
         self, eqn: core.JaxprEqn, formula: Callable[..., jax.Array], ins: Sequence[Node], dtype: np.dtype
     ) -> Node:
         """Evaluates a primitive by a substitute formula, and differentiates the primitive itself."""
-        graph = self.graph
-        exact = [graph.cast(n, np.float32) for n in ins]
+        exact = [self.graph.cast(n, np.float32) for n in ins]
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
         [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
-        return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
+        return self._called(eqn, ins, self.graph.cast(element(self.graph, out), dtype))
+
+    def _called(self, eqn: core.JaxprEqn, ins: Sequence[Node], out: Node) -> Node:
+        return self.graph.call(out, _Call(eqn, tuple(map(_box, ins))), 0)
 
     def _division(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value] | None:
         """``//`` and ``%`` of non-negative integers, which need no correction of the sign."""

@@ -195,6 +195,14 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple
     return scalars(shape, at)
 
 
+def polynomial(graph: Graph, x: Node, *coefficients: Node) -> Node:
+    """``sum(c[n] * x ** n)`` by Horner's rule, in float32 for 16-bit floats, rounded once: no compiler has it."""
+    dtype = accumulator(x.dtype)
+    by, *rest = (graph.cast(n, dtype) for n in (x, *coefficients))
+    multiply_add = lambda out, c: graph.same_dtype("add", lax.add, graph.same_dtype("mul", lax.mul, out, by), c)
+    return graph.cast(functools.reduce(multiply_add, reversed(rest)), x.dtype)
+
+
 def _reduction(op: str, function: Callable[..., jax.Array]) -> Callable[..., Value]:
     def rule(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
         x = load(graph, ins[0])
