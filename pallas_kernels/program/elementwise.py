@@ -147,6 +147,14 @@ def repair_remainder(x: jax.Array, y: jax.Array, rest: jax.Array) -> jax.Array:
     return jnp.where(other_sign, rest - toward_zero(x), rest)
 
 
+def without_accuracy(params: Params) -> Params:
+    """Parameters of a function without `accuracy`: a kernel has one version of it, and Mosaic GPU lowers no other.
+
+    JAX >= 0.12 asks for the highest one in the derivative of `erf`.
+    """
+    return {**params, "accuracy": None} if "accuracy" in params else params
+
+
 def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Callable[..., jax.Array] | None:
     """A formula for a primitive of float32, made of common ones, or None if it needs none.
 
