@@ -174,8 +174,8 @@ PRIMITIVES = (
     P("ties", _tie),
     P("xor", lambda x, y: x ^ y, (INT, BOOL), True),
 )  # fmt: skip
-# On Hopper these, and no others, are left to `triton`.
-REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "population_count"}
+# On Hopper these, and no others, are left to `triton` (`ldexp` in 16 bits).
+REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "ldexp", "population_count"}
 BY_NAME = {primitive.name: primitive for primitive in PRIMITIVES}
 
 
