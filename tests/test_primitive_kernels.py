@@ -13,7 +13,7 @@ import pytest
 
 import jflex
 from tests import gpu_compile
-from tests.primitives import ROWS, is_coarse, mod_of, operands_of
+from tests.primitives import REFUSED_BY_MOSAIC, ROWS, is_coarse, mod_of, operands_of
 
 T, H, D = 128, 2, 64
 PAIRS = sorted({(x, y) for _, x, y in ROWS})
@@ -103,10 +103,6 @@ def test_a_constant_is_negated(backend):
     mask = lambda b, h, q, k: ~(h % 7 > h % 7) | (q >= k)
     x = jax.ShapeDtypeStruct((1, T, 1, D), jnp.bfloat16)
     gpu_compile.lower(lambda x: jflex.flex_attention(x, x, x, mask_mod=mask, implementation=backend), x)
-
-
-# On Hopper these primitives, and no others, are left to `triton`.
-REFUSED_BY_MOSAIC = {"rem_of_float", "floor_divide", "population_count"}
 
 
 @pytest.mark.gpu

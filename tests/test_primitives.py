@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mosaic_gpu.support import unsupported_primitive
 from pallas_kernels.official_triton import emit
 from pallas_kernels.program.build import Sizes, differentiate, trace_program
 from pallas_kernels.program.evaluate import Evaluation, Space
 from pallas_kernels.program.views import NotOnTile
-from tests.primitives import PRIMITIVES, ROWS, dtypes_of, is_coarse, mod_of, operands_of
+from tests.primitives import PRIMITIVES, REFUSED_BY_MOSAIC, ROWS, is_coarse, mod_of, operands_of
 
 B, H, T, S = 2, 3, 5, 7
 
@@ -92,21 +93,6 @@ def test_values_and_derivatives(primitive, x_dtype, y_dtype):
             np.testing.assert_allclose(x, y, err_msg=f"operand {i}", rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("primitive", "dtype"),
-    [(p, x) for p in PRIMITIVES for x, y in dtypes_of(p) if x == y != "float16"],
-    ids=lambda v: getattr(v, "name", v),
-)
-def test_nothing_is_left_that_no_compiler_knows(primitive, dtype):
-    """JAX 0.12 writes the derivative of `gelu` with `polynomial`, which neither Pallas nor our emitter lowers."""
-    with jax.numpy_dtype_promotion("standard"):
-        operands = operands_of((dtype, dtype), H, T, S)
-        program = program_of(mod_of(primitive), operands)
-        derivative = differentiate(program, [jnp.issubdtype(x.dtype, jnp.floating) for x in operands])
-    of_programs = {"input", "literal", "load", "call"}
-    assert {node.op for node in derivative.nodes} - of_programs <= set(emit.RULES)
-
-
 def test_a_stopped_array_is_indexed_later():
     """Of an array too large to be loaded at once, too."""
     mod = lambda s, b, h, q, k, x: s * jax.lax.stop_gradient(x[q])[k] + x[q, k]
@@ -117,10 +103,77 @@ def test_a_stopped_array_is_indexed_later():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@jax.custom_jvp
+def _without_derivative(x):
+    return x
+
+
+@_without_derivative.defjvp
+def _refuse(x, t):
+    raise NotImplementedError("there is no derivative")
+
+
 def test_what_jax_cannot_differentiate_is_refused():
-    program = program_of(lambda s, b, h, q, k: jnp.nextafter(s, jnp.float32(0)), [])
-    with pytest.raises(NotOnTile, match=r"JAX cannot differentiate it: .*nextafter"):
+    program = program_of(lambda s, b, h, q, k: _without_derivative(s), [])
+    with pytest.raises(NotOnTile, match=r"JAX cannot differentiate it: there is no derivative"):
         differentiate(program, [])
+
+
+def nodes_of(mod, operands=()):
+    program = program_of(mod, operands)
+    return [*program.nodes, *differentiate(program, [True] * len(operands)).nodes]
+
+
+NO_PRIMITIVES = {"input", "literal", "load", "call"}
+TAKE_ACCURACY = {"cbrt", "cos", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rsqrt", "sin", "sqrt",
+                 "tan", "tanh"}  # fmt: skip
+
+
+@pytest.mark.parametrize("primitive", [p for p in PRIMITIVES if "float" in p.takes], ids=lambda p: p.name)
+def test_all_that_value_and_derivative_become_is_compiled(primitive):
+    """A later JAX may write derivatives with primitives, or with parameters, that no compiler behind Pallas has."""
+    with jax.numpy_dtype_promotion("standard"):
+        nodes = nodes_of(mod_of(primitive), operands_of(("float32", "float32"), H, T, S))
+    assert {node.op for node in nodes} - NO_PRIMITIVES <= set(emit.RULES)
+    assert unsupported_primitive(nodes) is None or primitive.name in REFUSED_BY_MOSAIC
+    for node in (node for node in nodes if node.op in TAKE_ACCURACY):
+        [eqn] = jax.make_jaxpr(node.apply)(*(jax.ShapeDtypeStruct((), n.dtype) for n in node.inputs)).jaxpr.eqns
+        assert eqn.params["accuracy"] is None
+
+
+POLYNOMIALS = {
+    "erf": jax.lax.erf,
+    "erfc": jax.lax.erfc,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "erfcinv": lambda x: jax.scipy.special.erfcinv(x),
+    "ndtri": jax.scipy.special.ndtri,
+    "many_terms": lambda x: jax.lax.polynomial(x, [1 / n for n in range(1, 20)]),
+}
+
+
+@pytest.mark.skipif(not hasattr(jax.lax, "polynomial"), reason="the primitive `polynomial` is of JAX 0.12 and later")
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_polynomials_become_multiply_adds(name):
+    """Which JAX 0.12 uses for the error functions and their derivatives, beside an `exp` of the highest accuracy."""
+    function = POLYNOMIALS[name]
+    differentiated = str(jax.make_jaxpr(jax.value_and_grad(function))(0.5))
+    assert "polynomial" in differentiated
+    mod = lambda s, b, h, q, k: function(s)
+    assert "polynomial" not in {node.op for node in nodes_of(mod)}
+    rng = np.random.default_rng(5)
+    score, d_score = (jnp.asarray(rng.uniform(0.1, 0.9, size=(T, S)), jnp.float32) for _ in range(2))
+    for found, wanted in zip(*(run(mod, [], score, d_score, 0)[:2] for run in (run_program, run_jax)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["flip", "empty"])
+def test_of_a_scalar(name):
+    mod = {"flip": lambda s, b, h, q, k: jnp.flip(s),
+           "empty": lambda s, b, h, q, k: jnp.where(q >= 0, s, jnp.empty_like(s))}[name]  # fmt: skip
+    score = d_score = jnp.full((T, S), 0.5, jnp.float32)
+    out, d_s, _ = run_program(mod, [], score, d_score, 0)
+    np.testing.assert_array_equal(out, score)
+    np.testing.assert_array_equal(d_s, d_score)
 
 
 @jax.custom_vjp

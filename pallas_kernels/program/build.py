@@ -19,15 +19,16 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from pallas_kernels.program import random_bits
-from pallas_kernels.program.elementwise import ELEMENTWISE, substitute
+from pallas_kernels.program.elementwise import ELEMENTWISE, substitute, without_accuracy
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
-from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, split
+from pallas_kernels.program.jaxprs import body_of, open_jaxpr, scan_layout
+from pallas_kernels.program.primitive_rules import RULES, Value, choose, element, load, polynomial, split
 from pallas_kernels.program.views import NotOnTile, Scalars, View, scalars
-from pallas_kernels.types import Params, aval_of, is_random_key
+from pallas_kernels.types import aval_of, is_random_key
 
 MAX_STEPS = 64  # of an unrolled loop
 CALLS = frozenset({"jit", "pjit", "closed_call", "eval_jaxpr", "checkpoint", "remat", "remat2", "core_call"})
-RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+RULED = frozenset({"call_hi_primitive", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 # Identities, whose derivative is the identity too.
 IDENTITIES = frozenset({"copy", "copy_p", "optimization_barrier", "pvary", "pcast", "name", "sharding_constraint"})
 # Primitives whose rules in `primitive_rules` have other derivatives at ties than JAX's.
@@ -162,11 +163,6 @@ def differentiate(program: Program, requested: Sequence[bool]) -> Derivative:
     return Derivative(program, ct, d_score, dict(zip(loads, d_loads, strict=True)))
 
 
-def open_jaxpr(x: core.ClosedJaxpr | core.Jaxpr) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
-    """Opens a ``ClosedJaxpr`` (JAX <= 0.10) or a ``Jaxpr`` with constants (JAX >= 0.11)."""
-    return getattr(x, "jaxpr", x), tuple(getattr(x, "consts", ()))  # pyright: ignore[reportReturnType]  (by version)
-
-
 def _box(node: Node) -> Scalars:
     return scalars((), lambda _: node)
 
@@ -245,7 +241,7 @@ class Run:
 
     def elementwise(self, eqn: core.JaxprEqn) -> Callable[[Sequence[Node]], Node]:
         """An elementwise primitive, as a function of one element of each input."""
-        graph, primitive, params = self.graph, eqn.primitive, eqn.params
+        graph, primitive, params = self.graph, eqn.primitive, without_accuracy(eqn.params)
         dtype = aval_of(eqn.outvars[0]).dtype
         bind_params = primitive.get_bind_params(params)
         apply = lambda *xs: primitive.bind(*xs, **bind_params)
@@ -254,6 +250,8 @@ class Run:
             return lambda ins: graph.cast(ins[0], dtype)
         if primitive.name == "add_any":
             return lambda ins: graph.same_dtype("add", jax.lax.add, *ins)
+        if primitive.name == "polynomial":
+            return lambda ins: self._called(eqn, ins, polynomial(graph, *ins))
         key = tuple(sorted((k, str(v)) for k, v in params.items() if v is not None))
         if formula is None:
             return lambda ins: graph.apply(primitive.name, apply, ins, dtype, key)
@@ -263,11 +261,13 @@ class Run:
         self, eqn: core.JaxprEqn, formula: Callable[..., jax.Array], ins: Sequence[Node], dtype: np.dtype
     ) -> Node:
         """Evaluates a primitive by a substitute formula, and differentiates the primitive itself."""
-        graph = self.graph
-        exact = [graph.cast(n, np.float32) for n in ins]
+        exact = [self.graph.cast(n, np.float32) for n in ins]
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(formula)(*(jax.ShapeDtypeStruct((), np.float32) for _ in ins)))
         [out] = self.jaxpr(jaxpr, consts, [_box(n) for n in exact])
-        return graph.call(graph.cast(element(graph, out), dtype), _Call(eqn, tuple(map(_box, ins))), 0)
+        return self._called(eqn, ins, self.graph.cast(element(self.graph, out), dtype))
+
+    def _called(self, eqn: core.JaxprEqn, ins: Sequence[Node], out: Node) -> Node:
+        return self.graph.call(out, _Call(eqn, tuple(map(_box, ins))), 0)
 
     def _division(self, eqn: core.JaxprEqn, ins: list[Value]) -> Sequence[Value] | None:
         """``//`` and ``%`` of non-negative integers, which need no correction of the sign."""
@@ -327,22 +327,6 @@ class Run:
         rest = x.shape[1:]
         window = x.window(self.graph, [step, *[0] * len(rest)], (1, *rest), (1,) * len(x.shape))
         return window.select_dimensions(range(1, len(x.shape)))
-
-
-def scan_layout(params: Params) -> tuple[int, int]:
-    """How many inputs of a `scan` are constants, and how many are carried."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = (len(group) for group in params["ft_in"].unpack())  # JAX >= 0.11
-    return consts, carry
-
-
-def body_of(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, tuple[npt.ArrayLike, ...]]:
-    """The jaxpr that a call inlines, and its constants."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in eqn.params:
-            return open_jaxpr(eqn.params[key])
-    raise NotOnTile(f"primitive `{eqn.primitive.name}` has no meaning on a tile")
 
 
 def _evaluate_scalars(program: Program, arguments: Sequence[jax.Array], *loads: dict[Node, jax.Array]) -> jax.Array:

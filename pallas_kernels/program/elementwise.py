@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,7 +28,7 @@ def erfc(x: jax.Array) -> jax.Array:
     """
     z = jnp.abs(x)
     t = 1.0 / (1.0 + 0.5 * z)
-    tail = t * jnp.exp(-z * z + polynomial(t, *_ERFC))
+    tail = t * jnp.exp(-z * z + _polynomial(t, _ERFC))
     return jnp.where(x >= 0, tail, 2.0 - tail)
 
 
@@ -37,7 +36,7 @@ def erf(x: jax.Array) -> jax.Array:
     """Error function: the Maclaurin series near 0, where ``1 - erfc(x)`` would lose digits, else that."""
     small = jnp.abs(x) < 0.5
     y = jnp.where(small, x, 0.0)
-    return jnp.where(small, y * polynomial(y * y, *_ERF), 1.0 - erfc(x))
+    return jnp.where(small, y * _polynomial(y * y, _ERF), 1.0 - erfc(x))
 
 
 _ERFC = (
@@ -52,14 +51,13 @@ _ERFC = (
     -0.82215223,
     0.17087277,
 )
-_ERF = tuple(2.0 / math.sqrt(math.pi) * (-1.0) ** n / (math.factorial(n) * (2 * n + 1)) for n in range(8))
+_ERF = tuple(2.0 / np.sqrt(np.pi) * (-1.0) ** n / (np.prod(np.arange(1.0, n + 1)) * (2 * n + 1)) for n in range(8))
 
 
-def polynomial(x: jax.Array, *coefficients: jax.Array | float) -> jax.Array:
-    """Coefficients times powers, of the constant term first, by Horner's rule."""
+def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
     out = jnp.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
-        out = out * x + c
+        out = out * x + float(c)
     return out
 
 
@@ -96,7 +94,7 @@ def erf_inv(x: jax.Array) -> jax.Array:
     Giles 2012, Approximating the erfinv function, GPU Computing Gems, Jade Edition, chapter 10.
     """
     w = -jnp.log1p(-x * x)
-    near, far = polynomial(w - 2.5, *_ERF_INV_NEAR), polynomial(jnp.sqrt(jnp.maximum(w, 5.0)) - 3.0, *_ERF_INV_FAR)
+    near, far = _polynomial(w - 2.5, _ERF_INV_NEAR), _polynomial(jnp.sqrt(jnp.maximum(w, 5.0)) - 3.0, _ERF_INV_FAR)
     return jnp.where(jnp.abs(x) == 1.0, x * jnp.inf, jnp.where(w < 5.0, near, far) * x)
 
 
@@ -149,6 +147,14 @@ def repair_remainder(x: jax.Array, y: jax.Array, rest: jax.Array) -> jax.Array:
     return jnp.where(other_sign, rest - toward_zero(x), rest)
 
 
+def without_accuracy(params: Params) -> Params:
+    """Parameters of a function without `accuracy`: a kernel has one version of it, and Mosaic GPU lowers no other.
+
+    JAX >= 0.12 asks for the highest one in the derivative of `erf`.
+    """
+    return {**params, "accuracy": None} if "accuracy" in params else params
+
+
 def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Callable[..., jax.Array] | None:
     """A formula for a primitive of float32, made of common ones, or None if it needs none.
 
@@ -165,6 +171,4 @@ def substitute(primitive: str, params: Params, dtypes: Sequence[np.dtype]) -> Ca
         return lambda x: 1.0 / lax.integer_pow(x, -params["y"])
     if primitive == "reduce_precision" and params["exponent_bits"] in (8, 5):
         return lambda x: reduce_precision(x, params["exponent_bits"], params["mantissa_bits"])
-    if primitive == "polynomial":  # of JAX 0.12: in the derivative of `erf`, for one
-        return polynomial
     return {"erf": erf, "erfc": erfc, "erf_inv": erf_inv, "is_finite": is_finite}.get(primitive)

@@ -122,9 +122,14 @@ def iota(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, .
     return scalars(shape, lambda i: graph.literal(i[params["dimension"]], params["dtype"]))
 
 
+def empty(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
+    """Zeros, as XLA allocates on a CPU."""
+    return scalars(shape, lambda _: graph.literal(0, params["dtype"]))
+
+
 def rev(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
     """Reverses dimensions."""
-    return np.flip(load(graph, ins[0]), params["dimensions"])
+    return np.asarray(np.flip(load(graph, ins[0]), params["dimensions"]), object)
 
 
 def unstack(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple[int, ...]) -> Value:
@@ -193,6 +198,14 @@ def dot_general(graph: Graph, ins: Sequence[Value], params: Params, shape: tuple
         return graph.cast(functools.reduce(lambda x, y: graph.same_dtype("add", lax.add, x, y), products), dtype)
 
     return scalars(shape, at)
+
+
+def polynomial(graph: Graph, x: Node, *coefficients: Node) -> Node:
+    """``sum(c[n] * x ** n)`` by Horner's rule, in float32 for 16-bit floats, rounded once: no compiler has it."""
+    dtype = accumulator(x.dtype)
+    by, *rest = (graph.cast(n, dtype) for n in (x, *coefficients))
+    multiply_add = lambda out, c: graph.same_dtype("add", lax.add, graph.same_dtype("mul", lax.mul, out, by), c)
+    return graph.cast(functools.reduce(multiply_add, reversed(rest)), x.dtype)
 
 
 def _reduction(op: str, function: Callable[..., jax.Array]) -> Callable[..., Value]:
@@ -288,8 +301,8 @@ def _where(graph: Graph, node: Node, position: int, if_there: Scalars, otherwise
 RULES: dict[str, Callable[..., Value]] = {
     "squeeze": squeeze, "reshape": reshape, "broadcast_in_dim": broadcast_in_dim, "transpose": transpose,
     "slice": slice_, "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice, "gather": gather_,
-    "concatenate": concatenate, "iota": iota, "rev": rev, "stack": stack, "unstack": unstack, "pad": pad,
-    "select_n": select_n, "clamp": clamp, "dot_general": dot_general,
+    "concatenate": concatenate, "iota": iota, "empty": empty, "rev": rev, "stack": stack, "unstack": unstack,
+    "pad": pad, "select_n": select_n, "clamp": clamp, "dot_general": dot_general,
     "reduce_sum": _reduction("add", lax.add), "reduce_max": _reduction("max", lax.max),
     "reduce_min": _reduction("min", lax.min), "reduce_prod": _reduction("mul", lax.mul),
     "reduce_and": _reduction("and", lax.bitwise_and), "reduce_or": _reduction("or", lax.bitwise_or),

@@ -96,6 +96,10 @@ def _dynamic_slice(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, 
     return LazyArray(shape, x.dtype, of)
 
 
+def _empty(graph: Graph, ins: Inputs, params: Params, shape: tuple[int, ...]) -> LazyArray:
+    return LazyArray(shape, params["dtype"], lambda index: graph.literal(0, params["dtype"]))
+
+
 def _start(graph: Graph, start: LazyArray, have: int, size: int) -> Position:
     """Where a window begins, clamped so that it lies inside."""
     return as_position(graph, start.at(()), have - size + 1)
@@ -345,5 +349,5 @@ RULES: dict[str, Callable[..., LazyArray]] = {
     "squeeze": _squeeze, "reshape": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose, "slice": _slice, "dynamic_slice": _dynamic_slice, "gather": _gather,
     "dynamic_update_slice": _dynamic_update_slice, "concatenate": concatenate, "stack": _stack, "iota": _iota,
-    "rev": _rev, "select_n": _select_n, "clamp": _clamp,
+    "rev": _rev, "empty": _empty, "select_n": _select_n, "clamp": _clamp,
 }  # fmt: skip

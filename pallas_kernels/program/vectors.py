@@ -18,9 +18,10 @@ import numpy.typing as npt
 from jax.extend import core
 
 from pallas_kernels.program import vector_rules
-from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run, body_of, open_jaxpr
+from pallas_kernels.program.build import CALLS, IDENTITIES, RULED, Run
 from pallas_kernels.program.elementwise import ELEMENTWISE
 from pallas_kernels.program.ir import Axes, Graph, Node, reachable
+from pallas_kernels.program.jaxprs import body_of, open_jaxpr
 from pallas_kernels.program.lazy_arrays import (
     LazyArray,
     added,
