@@ -113,7 +113,8 @@ class Streaming:
             [0, 0, 1, 1]
             >>> jflex.create_mask(sinks.mask_mod, None, None, 4, 4)[0, 0, 3].astype(int).tolist()
             [1, 0, 0, 0]
-            >>> len(Streaming(sinks=1, window=2).parts(PagedBatch(jnp.array([0, 1]), *batch[1:3]), 1, jflex.rope()))
+            >>> token = dataclasses.replace(batch, qo_indptr=jnp.array([0, 1]))
+            >>> len(Streaming(sinks=1, window=2).parts(token, 1, jflex.rope()))
             1
         """
         shown = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
