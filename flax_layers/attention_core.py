@@ -385,7 +385,8 @@ def decode_paged(
     requests = jflex.paged.token_requests(batch, tokens)
     key, value = vectors.stored(key, value, positions, requests)
     cache = jflex.paged.write(cache, key.astype(dtype), value.astype(dtype), slots, layer=number)
-    packed, how = query.astype(dtype), how_of(layer) | {"sinks": sinks_of(layer)}
+    packed = query.astype(dtype)
+    how: dict[str, Any] = how_of(layer) | {"sinks": sinks_of(layer)}
     if streaming is not None:
         parts = streaming.parts(batch, tokens, rope_of(layer, streaming.size), mods.score_mod, mods.mask_mod)
         attended = streaming_llm.attend(packed, cache, parts, layer=number, **how)

@@ -113,7 +113,8 @@ class Streaming:
             [0, 0, 1, 1]
             >>> jflex.create_mask(sinks.mask_mod, None, None, 4, 4)[0, 0, 3].astype(int).tolist()
             [1, 0, 0, 0]
-            >>> len(Streaming(sinks=1, window=2).parts(PagedBatch(jnp.array([0, 1]), *batch[1:3]), 1, jflex.rope()))
+            >>> token = dataclasses.replace(batch, qo_indptr=jnp.array([0, 1]))
+            >>> len(Streaming(sinks=1, window=2).parts(token, 1, jflex.rope()))
             1
         """
         shown = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) | (kv_idx > q_idx - self.window)
@@ -204,12 +205,14 @@ def attend(
     Returns:
         The outputs.
     """
-    calls = [(part.batch, options | dict(zip(Part._fields[1:], part[1:], strict=True))) for part in parts]
-    if len(calls) == 1:
-        [(batch, mods)] = calls
-        return jflex.paged_attention(query, cache, batch, sinks=sinks, **mods)
-    found = (jflex.paged_attention(query, cache, batch, return_lse=True, **mods) for batch, mods in calls)
-    state = jflex.merge_all([jflex.AttentionState(*pair) for pair in found])
+
+    def call(part: Part, **more: Any) -> Any:
+        mods: dict[str, Any] = part._asdict()
+        return jflex.paged_attention(query, cache, mods.pop("batch"), **mods, **options, **more)
+
+    if len(parts) == 1:
+        return call(parts[0], sinks=sinks)
+    state = jflex.merge_all([jflex.AttentionState(*call(part, return_lse=True)) for part in parts])
     return (state if sinks is None else jflex.with_sinks(state, sinks)).out
 
 
