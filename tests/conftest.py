@@ -27,8 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if getattr(config.option, "dist", "no") == "load":  # of `-n`: tests of one case share results
         config.option.dist = "loadgroup"
-    # A worker parses the options anew and knows nothing of this: it would name no groups.
-    config.option.loadgroup = getattr(config, "workerinput", {}).get("in_groups", False)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist keeps on one worker")
     if config.option.markexpr == "gpu":
@@ -45,12 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # know), and on one thread, where pytest-xdist runs as many workers as there are cores.
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_configure_node(node: Any) -> None:
-    """Tells a worker that tests are divided by groups."""
-    node.workerinput["in_groups"] = node.config.option.dist == "loadgroup"
 
 
 def pytest_collection_finish() -> None:
@@ -109,12 +101,8 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if is_of_server and config.option.markexpr == "gpu" else None
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results.
-
-    So do those of a module in the short run, which compile much alike, and of a function in others, which take longer.
-    """
+    """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         case = str(params["case"]) if "case" in params else None
@@ -123,7 +111,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(marker)
         group = case if case is not None else params.get("backend") if item.path.stem == "test_containment" else None
         if group is not None:
-            group = f"{group}-{params.get('blocks', '')}"
-        else:
-            group = item.path.stem if marker is None else f"{item.path.stem}-{item.name.partition('[')[0]}"
-        item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.xdist_group(f"{group}-{params.get('blocks', '')}"))
