@@ -113,8 +113,8 @@ def _compile(source: Source, target: Target, sizes: dict[str, int]) -> Compiled:
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     backend = make_backend(gpu)
     # A product and a sum are one FMA, as in all of JAX on a GPU. Triton asks for the choice to be said.
-    fusion = {"enable_fp_fusion": True, "ptx_version": target.ptx} if target.backend == "cuda" else {}
-    options = backend.parse_options({**sizes, **fusion})
+    version = {"ptx_version": target.ptx} if target.backend == "cuda" else {}
+    options = backend.parse_options({**sizes, "enable_fp_fusion": True, **version})
     function = jit_function(source)
     signature = {p.name: f"*{_TYPES[dtype]}" for p, dtype in zip(function.params, source.dtypes, strict=True)}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
