@@ -71,7 +71,8 @@ ROWS = [
         "integers",
         lambda: call(dtypes=(jnp.int32,) * 3),
         TypeError,
-        r"`query` must be floating-point \(bfloat16, float16, float32, float64\); it is int32\. Cast it",
+        r"`query` must be floating-point \(bfloat16, float16, float32, float64\), or have eight bits, as `key` "
+        r"\(float8_e4m3fn, float8_e5m2\); it is int32\. Cast it",
     ),
     (
         "mixed_dtypes",
