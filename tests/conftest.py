@@ -10,7 +10,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import haste, tiers
+from tests import haste, tiers, workers
 
 SIMULATED_DEVICES = 8
 
@@ -25,10 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 20, 50)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    if getattr(config.option, "dist", "no") == "load":  # of `-n`: tests of one case share results
-        config.option.dist = "loadgroup"
-    if not config.pluginmanager.hasplugin("xdist"):
-        config.addinivalue_line("markers", "xdist_group(name): tests that pytest-xdist keeps on one worker")
     if config.option.markexpr == "gpu":
         require_gpu()
         return
@@ -101,14 +97,17 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if is_of_server and config.option.markexpr == "gpu" else None
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps tests of one case on one worker, unless `--dist` says otherwise."""
+    return workers.scheduler(config, log) if config.getoption("dist") == "load" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by purpose, and keeps those of one case on one worker of pytest-xdist, where they share results."""
+    """Marks tests by purpose."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         case = str(params["case"]) if "case" in params else None
         marker = tiers.purpose(item.path.stem, item.name, case)
         if marker is not None and not (item.get_closest_marker("gpu") or item.get_closest_marker("long")):
             item.add_marker(marker)
-        group = case if case is not None else params.get("backend") if item.path.stem == "test_containment" else None
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(f"{group}-{params.get('blocks', '')}"))
