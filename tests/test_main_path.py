@@ -70,7 +70,7 @@ def alibi_and_causal(implementation, x, **options):
     return lambda q: jflex.flex_attention(q, q, q, mod, mask, implementation=implementation, **options)
 
 
-# 25 call sites and 57 files once. Of the files about 40 are the Hopper kernel, its repair and the program of the mod,
+# 25 call sites once. Of the files about 40 are the Hopper kernel, its repair and the program of the mod,
 # and two are about who compiles Triton kernels.
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU is used from JAX 0.11 on")
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="lowers for a GPU")
@@ -79,7 +79,7 @@ def test_mosaic_gpu():
     call = alibi_and_causal("mosaic_gpu", x)
     sites, files = crossings_and_files(lambda: gpu_compile.lower(call, x))
     assert 2 <= len(sites) <= 5, sites
-    assert len(files) <= 67, sorted(files)
+    assert len(files) <= 69, sorted(files)
 
 
 def test_triton():
@@ -87,4 +87,4 @@ def test_triton():
     call = alibi_and_causal("triton", x, config=jflex.Config(interpret=True))
     sites, files = crossings_and_files(lambda: jax.eval_shape(call, x))
     assert 2 <= len(sites) <= 5, sites
-    assert len(files) <= 48, sorted(files)
+    assert len(files) <= 50, sorted(files)

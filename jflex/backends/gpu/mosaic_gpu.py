@@ -91,7 +91,7 @@ class MosaicGpu(Backend):
             return preference.slower_backward(_own(spec, requested))
         if spec.paging is not None:
             return preference.slower_latent(spec) if spec.values_in_keys else preference.slower_decode()
-        if triton.decodes(spec):
+        if triton.is_decoded(spec):
             missing = split_kv.plan_decode(triton_here(spec).own(spec))
             if isinstance(missing, Refusal):
                 return f"only 'triton' has a split-KV kernel for this call of few queries: {missing.reason}"
@@ -128,7 +128,7 @@ def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refu
 
 def _decoded(spec: AttentionSpec) -> Plan | None:
     """The plan of the split-KV kernel for few queries, where it runs."""
-    plan = split_kv.plan_decode(spec) if triton.decodes(spec) else None
+    plan = split_kv.plan_decode(spec) if triton.is_decoded(spec) else None
     return plan if isinstance(plan, Plan) else None
 
 

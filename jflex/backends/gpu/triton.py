@@ -20,7 +20,7 @@ from jflex.backends.gpu.isolated_trace import isolated_trace
 from jflex.backends.gpu.operands import operands_of, requested_gradients
 from pallas_kernels.plan import GradientRequest, Refusal, limit_of_pallas, unreached_by_pallas
 from pallas_kernels.spec import AttentionSpec, Compiler, Operands, as_int8
-from pallas_kernels.triton.limits import MIN_TILE, decodes, limit_of_device
+from pallas_kernels.triton.limits import MAX_DECODED, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.limits import loads_e4m3 as loads_e4m3
 
 if TYPE_CHECKING:
@@ -179,12 +179,17 @@ def repairs_of(
     return repairs.backward(spec, operands, derivative, saved, d_saved)
 
 
+def is_decoded(spec: AttentionSpec) -> bool:
+    """Whether the kernel for few queries runs; calls with many ask no kernel."""
+    return spec.T <= MAX_DECODED and decodes(spec)
+
+
 @functools.lru_cache(maxsize=256)
 def _plan(spec: AttentionSpec, requested: GradientRequest | None) -> Plan | Refusal:
     from pallas_kernels.triton.plan import plan
 
     lengthless = kv_lengths.spec_without_lengths(spec, _block_size(spec))
-    decoded = plan(spec, None) if spec.kv_lengths and decodes(spec) else None  # the decoding kernel takes lengths
+    decoded = plan(spec, None) if spec.kv_lengths and is_decoded(spec) else None  # the decoding kernel takes lengths
     planned = decoded if decoded is not None and requested is None else plan(lengthless, requested)
     if isinstance(planned, Refusal):
         return planned
