@@ -243,14 +243,14 @@ def _raw_keys() -> list[Problem]:
 
 
 @_suite(
-    "StreamingLLM: one token of a text of a million against 4 sinks and a window, keys in the positions of the cache",
+    "StreamingLLM: one token against 4 sinks and a window, at positions within the cache",
     "jflex jflex-raw-keys jflex-rerotating",
     served=True,
 )
 def _streaming_llm() -> list[Problem]:
     """Heads of Llama 3 8B, and as many key heads as query heads; FlashInfer's gain is 28 to 30% of the latency.
 
-    The caches are as long as the texts of which models of 1k and of 4k (Llama 2) were trained.
+    The caches hold 1k and 4k tokens; Llama 2 was trained on sequences of 4k.
     """
     heads = (_HEADS, {**_HEADS, "Hkv": 32})
     more = {"variant": "noop", "page": 64, "keys": "rolling", "source": "FlashInfer, arXiv:2501.01005"}

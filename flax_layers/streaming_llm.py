@@ -124,9 +124,8 @@ class Streaming:
             return self._window_and_sinks(batch, rope, score_mod, mask_mod)
         batch, owners = _one_token_each(batch, num_tokens)
         place, gaps = self._place, self._gaps(batch)
-        of_query = lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
         of_key = lambda key, b, h, kv_idx: rope(key, b, h, place(kv_idx, gaps[b]))
-        return (self._part(batch, shown, score_mod, mask_mod, of_query, of_key, owners),)
+        return (self._part(batch, shown, score_mod, mask_mod, self._of_query(rope), of_key, owners),)
 
     def _window_and_sinks(
         self,
@@ -141,8 +140,11 @@ class Streaming:
         if not self.sinks:
             return (window,)
         before = lambda b, h, q_idx, kv_idx: (kv_idx < self.sinks) & (kv_idx <= q_idx - self.window)
-        of_query = lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
-        return window, self._part(batch, before, score_mod, mask_mod, of_query, rope)
+        return window, self._part(batch, before, score_mod, mask_mod, self._of_query(rope), rope)
+
+    def _of_query(self, rope: jflex.VectorMod) -> jflex.VectorMod:
+        """Rotates queries at their positions within the cache."""
+        return lambda query, b, h, q_idx: rope(query, b, h, jnp.minimum(q_idx, self.size - 1))
 
     def _part(
         self,

@@ -150,8 +150,8 @@ def test_leaves_to_triton_what_triton_does_faster(length, heads, D, score_mod, r
 def test_gradients_of_short_sequences_are_left_to_faster_kernels(length, D, config, below):
     arguments = {"heads": 80, "D": D, "config": jflex.Config(**config)}
     account = chosen(length, **arguments)
-    told = f"below {below} queries or keys, at head sizes up to {D}, it is faster"
-    assert (account.gradients, account.gradients_reason) == (("triton", told) if below else (BACKEND, ""))
+    reason = f"below {below} queries or keys, at head sizes up to {D}, it is faster"
+    assert (account.gradients, account.gradients_reason) == (("triton", reason) if below else (BACKEND, ""))
     assert f"gradients {account.gradients}{', because ' if below else ''}" in str(account)
     assert chosen(length, **arguments, implementation=BACKEND).gradients == BACKEND
 
@@ -185,13 +185,13 @@ def test_gradients_run_where_explain_says(length, kernels):
         (1023, 128, None, "dkv 64 x 128"),
         (1024, 128, None, "dkv and dq 64 x 128"),
         (4096, 64, ((4096, 4096), jnp.int16), "dkv and dq 128 x 128"),
-        (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # which the copy engine brings for dQ alone
+        (4096, 64, ((4096, 4096), jnp.int32), "dkv 128 x 128"),  # TMA loads 32-bit elements for dQ only
         (4096, 64, ((4096, 4100), jnp.int32), "dkv and dq 128 x 128"),  # which it does not bring
         (4096, 128, ((4096, 4096), jnp.int16), "dkv and dq 64 x 128"),
     ],
 )
 def test_one_pass_where_it_is_faster(length, D, bias, kernels):
-    elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers, of which nobody wants gradients
+    elements = jnp.zeros(*(bias or ((), jnp.int16)))  # integers have no gradient
     mod = None if bias is None else lambda s, b, h, q, k: s + elements[q, k].astype(jnp.float32)
     tiles = chosen(length, D=D, score_mod=mod).tiles
     assert f" {kernels} " in tiles

@@ -1,4 +1,4 @@
-"""Wrong calls of attention states and their merging, and what they are told."""
+"""Error messages of attention states and of merging."""
 
 import jax.numpy as jnp
 import pytest

@@ -71,7 +71,7 @@ class CapturedGradients(NamedTuple):
         return d_score.rest.astype(dtype), grads
 
     def _of_whole(self, mod, number, raw, d_s, indices, visible) -> jax.Array:
-        """Flat gradient of an operand of which the mod reads many values at once, or at an index that uses the score.
+        """Flat gradient of an operand that the mod reads as a slice, or at an index that depends on the score.
 
         A mod may be NaN where masked, and so is 0 times its derivative: there it is evaluated at a visible position.
         """
