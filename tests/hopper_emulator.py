@@ -33,7 +33,7 @@ from pallas_kernels.mosaic_gpu.forward import scheduler
 from pallas_kernels.mosaic_gpu.launch import WARP_GROUP
 
 SECONDS = 120.0  # after which a warp group that waits is stuck
-TMA_DELAY = 0.0  # seconds of a copy into shared memory
+TMA_IS_LATE = False  # a copy into shared memory is there at once, or only when a warp group waits for it
 _WARP_GROUP_THREADS = 128
 here = threading.local()
 
@@ -122,11 +122,22 @@ def _part(first: int, size: int, index: Any) -> tuple[int, int, bool]:
 
 
 class Barrier:
-    """Memory barriers: a phase ends with the last arrival; each warp group waits for one phase after the other."""
+    """Memory barriers: a phase ends with the last arrival; each warp group waits for one phase after the other.
+
+    Copies of a TMA that is late are made by the warp group that waits for them. So a wait that is left out leaves what
+    memory held, however the threads are scheduled.
+    """
 
     def __init__(self, count: int, arrivals: int, cta: Cta):
         self.arrivals, self.cta = arrivals, cta
         self.arrived, self.phases, self.waited = [0] * count, [0] * count, [{} for _ in range(count)]
+        self.late: list[list[Callable[[], None]]] = [[] for _ in range(count)]
+
+    def is_past(self, i: int, phase: int) -> bool:
+        """Whether so many phases have ended, with the copies that are late made as far as they are needed."""
+        while self.phases[i] < phase and self.late[i]:
+            self.late[i].pop(0)()
+        return self.phases[i] >= phase
 
     @property
     def at(self) -> Barrier:
@@ -154,9 +165,10 @@ def wait(barrier: Any) -> None:
     waited = barriers.waited[i]
     group = here.group
     waited[group] = waited.get(group, 0) + 1
-    barriers.cta.wait_for(lambda: barriers.phases[i] >= waited[group])
+    phase = waited[group]
+    barriers.cta.wait_for(lambda: barriers.is_past(i, phase))
     # Parity alone tells the phases apart, so that no warp group may be two phases behind.
-    assert barriers.phases[i] <= waited[group] + 1, "a barrier went on by two phases before a warp group waited"
+    assert barriers.phases[i] <= phase + 1, "a barrier went on by two phases before a warp group waited"
 
 
 class Cta:
@@ -268,10 +280,12 @@ def _to_smem(source: Memory, target: Memory, barrier: Any) -> None:
         target.write(source.read())
         arrive(barrier)
 
-    if TMA_DELAY:
-        threading.Timer(TMA_DELAY, copy).start()
-    else:
-        copy()
+    if not TMA_IS_LATE:
+        return copy()
+    barriers, i = _which(barrier)
+    with barriers.cta.changed:
+        barriers.late[i].append(copy)
+        barriers.cta.changed.notify_all()
 
 
 _adding = threading.Lock()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from pallas_kernels.mosaic_gpu.decode.sizes import Packing
 from pallas_kernels.spec import Paging
 from pallas_kernels.triton.paged import for_hopper
 from pallas_kernels.triton.paged.work import RequestExtents
-from tests import evaluation, gpu_compile, hopper_emulator, paged_evaluation
+from tests import evaluation, gpu_compile, hopper_emulator, hopper_faults, paged_evaluation
 from tests.decode_hopper_cases import DENSE, PAGED
 from tests.hopper_emulator import emulated
 from tests.paged_cases import PagedCase
@@ -26,6 +25,7 @@ NEEDS_011 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GP
 BACKEND = "mosaic_gpu"
 DIVIDED = PAGED[1]
 LONG = PagedCase("hopper_long", (1,), (1600,), Hq=2, Hkv=2, D=128, page_size=64, dtype="bfloat16")
+LONG_TILES = 20  # that the producer of a CTA loads, and more: a barrier of six stages passes a third phase
 
 
 def attend(case, seed=0):
@@ -118,38 +118,24 @@ def test_nan_that_a_window_hides(paged):
 
 @pytest.mark.parametrize("case", [DIVIDED, DENSE[0]], ids=str)
 def test_in_time_whatever_tma_takes(monkeypatch, case):
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 0.02)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     if case is DIVIDED:
         paged_evaluation.check(case, attend(case))
     else:
         test_contiguous_keys_against_float64(case)
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "case"),
-    [(step.Step, "__call__", "divided"), (kernel, "_load", "long")],
-    ids=["keys", "empty stages"],
-)
-def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, owner, method, case):
-    """For keys that TMA has not written, and for stages that are still read."""
-    kept, wait_for, impatient = getattr(owner, method), hopper_emulator.Cta.wait_for, threading.local()
+def test_the_emulator_notices_keys_that_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
+    hopper_faults.leave_out_waits(monkeypatch, step.Step, "__call__")
+    with pytest.raises(AssertionError):
+        paged_evaluation.check(DIVIDED, attend(DIVIDED))
 
-    def without_waits(*args):
-        impatient.now = True  # this warp group alone: each is a thread
-        try:
-            return kept(*args)
-        finally:
-            impatient.now = False
 
-    monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 1.0 if method == "__call__" else 0.0)
-    monkeypatch.setattr(
-        hopper_emulator.Cta, "wait_for", lambda *x: None if getattr(impatient, "now", False) else wait_for(*x)
-    )
-    monkeypatch.setattr(owner, method, without_waits)
-    case = DIVIDED if case == "divided" else LONG
-    with pytest.raises((AssertionError, TimeoutError, RuntimeError)):
-        paged_evaluation.check(case, attend(case))
+def test_the_emulator_notices_stages_that_are_filled_while_they_are_read(monkeypatch):
+    hopper_faults.leave_out_waits(monkeypatch, kernel, "_load", held=(step.Step, "__call__"), runs=LONG_TILES)
+    with pytest.raises(AssertionError):
+        paged_evaluation.check(LONG, attend(LONG))
 
 
 # --- compiled for a GPU

@@ -83,8 +83,7 @@ def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, er
     evaluation.everything.cache_clear()
     monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
     monkeypatch.setattr(pipeline.Ring, method, lambda *_: None)
-    if method == "wait":  # and TMA takes its time
-        monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 0.05)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", method == "wait")
     with pytest.raises(error):
         evaluation.check_forward(case_named("two_groups_causal"), "mosaic_gpu-emulated")
     evaluation.everything.cache_clear()

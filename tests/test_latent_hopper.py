@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from pallas_kernels.mosaic_gpu import pipeline, smem
 from pallas_kernels.mosaic_gpu.latent import kernel, step
 from pallas_kernels.mosaic_gpu.latent import plan as latent_plan
 from pallas_kernels.mosaic_gpu.latent.sizes import Heads
-from tests import gpu_compile, hopper_emulator, mask_pairs, paged_evaluation, score_pairs
+from tests import gpu_compile, hopper_emulator, hopper_faults, mask_pairs, paged_evaluation, score_pairs
 from tests.hopper_emulator import emulated
 from tests.paged_cases import MIXED, slopes, window
 from tests.test_mla import latent_case
@@ -64,28 +63,16 @@ def test_where_pages_lie_changes_no_bit():
 
 
 def test_in_time_whatever_tma_takes(monkeypatch):
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 0.02)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
     case = CASES[8]
     paged_evaluation.check(case, attend(case))
 
 
-@pytest.mark.parametrize("method", ["_add_received", "_start_near_scores"])
-def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method):
+@pytest.mark.parametrize(("method", "held"), [("_add_received", (step.Step, "_publish")), ("_start_near_scores", None)])
+def test_the_emulator_notices_a_wait_that_is_left_out(monkeypatch, method, held):
     """Of weights that the other warp group has not published, and of keys that TMA has not written."""
-    kept, wait_for, impatient = getattr(step.Step, method), hopper_emulator.Cta.wait_for, threading.local()
-
-    def without_waits(self, *args):
-        impatient.now = True  # this warp group alone: each is a thread
-        try:
-            return kept(self, *args)
-        finally:
-            impatient.now = False
-
-    monkeypatch.setattr(hopper_emulator, "TMA_DELAY", 1.0)
-    monkeypatch.setattr(
-        hopper_emulator.Cta, "wait_for", lambda *x: None if getattr(impatient, "now", False) else wait_for(*x)
-    )
-    monkeypatch.setattr(step.Step, method, without_waits)
+    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", held is None)
+    hopper_faults.leave_out_waits(monkeypatch, step.Step, method, held=held)
     with pytest.raises(AssertionError):
         paged_evaluation.check(CASES[8], attend(CASES[8]))
 
