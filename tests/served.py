@@ -48,7 +48,7 @@ def running() -> Iterator[Engine]:
 
 def idle(engine: Engine) -> None:
     """Waits until nothing runs; then every page is free or cached."""
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 120
     while (stats := engine.stats()).running or stats.waiting:
         assert time.monotonic() < ends
         time.sleep(0.005)

@@ -1,9 +1,11 @@
 """Generation: the tokens of full recomputation from both caches, streamed or not, in two programs."""
 
+import concurrent.futures
 import dataclasses
 import gc
+import itertools
 import threading
-import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.generate import Sampling, generate
+from flax_layers.generate import Sampling, chunk_reader, generate
+from flax_layers.generate import generation as generation_module
 from flax_layers.generate.requests import bucket
 from flax_layers.generate.sequences import KINDS
 from flax_layers.generate.steps import Rules, State, write_chunk
@@ -290,25 +293,41 @@ def test_speed(model):
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model):
-    """It sleeps 20 ms after each of 9 pieces or more; the tiny model needs about 1 ms for a step."""
-    generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk).results()  # compiles
+def test_the_time_of_the_consumer_is_not_that_of_decoding(chunk, model, monkeypatch):
+    """By a clock on which each look takes a second, and the consumer 1000; chunks are copied as they are pushed."""
+    now = itertools.count()
+    consumed = 0
+
+    class AtOnce:
+        def __init__(self, workers):
+            self.shutdown = lambda: None
+
+        def submit(self, function, *args):
+            future = concurrent.futures.Future()
+            future.set_result(function(*args))
+            return future
+
+    clock = types.SimpleNamespace(perf_counter=lambda: next(now) + 1000 * consumed)
+    for module in (chunk_reader, generation_module):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(chunk_reader, "ThreadPoolExecutor", AtOnce)
     generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=chunk)
-    slept = 0.0
     for _ in generation:
-        time.sleep(0.02)
-        slept += 0.02
-    assert 0 < generation.speed.decode_seconds < slept / 2
+        consumed += 1
+    assert consumed >= 9
+    assert 0 < generation.speed.decode_seconds < 1000
 
 
 def test_a_stream_that_is_dropped_ends_its_thread(model):
+    before = set(threading.enumerate())
     generation = generate(model, PROMPTS, max_tokens=COUNT, stop_tokens=(), chunk=1)
     for _ in range(4):  # of the prompts, and of the first step
         next(generation)
-    running = threading.active_count()
+    (thread,) = set(threading.enumerate()) - before
     del generation
     gc.collect()
-    assert threading.active_count() == running - 1
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 ERRORS = {

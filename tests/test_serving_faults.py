@@ -101,12 +101,12 @@ def test_a_client_that_leaves_is_cancelled(path, stream, engine):
         while engine.stats().steps < before + 5:
             await asyncio.sleep(0.001)
         connection.leave.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 120)
 
     before = engine.stats().generated_tokens
     asyncio.run(run())
     idle(engine)
-    assert engine.stats().generated_tokens - before < 1000
+    assert engine.stats().generated_tokens - before < 2 * LONG["max_tokens"]
     assert 'jflex_requests_total{finish_reason="cancelled"} 2.0' in ask(app, "/metrics").text
 
 
@@ -123,7 +123,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(engine):
         while engine.stats().running or engine.stats().waiting:
             await asyncio.sleep(0.005)
         stalled.read.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 120)
         assert len(stalled.messages) < 10  # what came meanwhile is one event
         assert b'"finish_reason":"length"' in b"".join(x.get("body", b"") for x in stalled.messages)
 

@@ -91,10 +91,10 @@ def test_two_processes_answer_as_one(folder):
             for bias in ((), ((7, -100.0), (200, 5.0))):
                 body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
                 body |= {"logit_bias": {str(token): value for token, value in bias}, "n": 2}
-                answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=120).json()
+                answer = httpx.post(f"{found[1]}/v1/completions", json=body, timeout=300).json()
                 assert [choice["text"] for choice in answer["choices"]] == [alone(folder, bias)] * 2
             first.send_signal(signal.SIGTERM)
-            assert (first.wait(60), second.wait(60)) in ((0, 0), (-signal.SIGTERM, 0))
+            assert (first.wait(120), second.wait(120)) in ((0, 0), (-signal.SIGTERM, 0))
         finally:
             first.kill()
             second.kill()
