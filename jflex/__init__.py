@@ -24,8 +24,9 @@ from jflex.block_mask.selection import block_scores as block_scores
 from jflex.block_mask.selection import select_blocks as select_blocks
 from jflex.block_mask.varlen_mask import VarlenBlockMask as VarlenBlockMask
 from jflex.block_mask.varlen_mask import varlen_block_mask as varlen_block_mask
-from jflex.cascade import cascade_attention as cascade_attention
-from jflex.cascade_level import CascadeLevel as CascadeLevel
+from jflex.cascade.attention import cascade_attention as cascade_attention
+from jflex.cascade.level import CascadeLevel as CascadeLevel
+from jflex.cascade.shared_prefix import shared_prefix_levels as shared_prefix_levels
 from jflex.config import Config as Config
 from jflex.config import Tiles as Tiles
 from jflex.context_parallel.attention import context_parallel_attention as context_parallel_attention
@@ -38,12 +39,6 @@ from jflex.latent.indexer import indexer_loss as indexer_loss
 from jflex.latent.indexer import indexer_scores as indexer_scores
 from jflex.latent.indexer import select_keys as select_keys
 from jflex.latent.sparse import sparse_mla_attention as sparse_mla_attention
-from jflex.lse import lse_from_base2 as lse_from_base2
-from jflex.lse import lse_from_flash as lse_from_flash
-from jflex.lse import lse_to_base2 as lse_to_base2
-from jflex.merging import merge as merge
-from jflex.merging import merge_all as merge_all
-from jflex.merging import with_sinks as with_sinks
 from jflex.mods.array_sizes import check_mod_sizes as check_mod_sizes
 from jflex.mods.compose import and_masks as and_masks
 from jflex.mods.compose import noop_mask as noop_mask
@@ -57,10 +52,15 @@ from jflex.mods.types import VectorMod as VectorMod
 from jflex.paged.attention import paged_attention as paged_attention
 from jflex.paged.block_rows import BlockSparseRows as BlockSparseRows
 from jflex.rotary.rope import rope as rope
-from jflex.shared_prefix import shared_prefix_levels as shared_prefix_levels
-from jflex.state import AttentionState as AttentionState
-from jflex.stats import AttentionStats as AttentionStats
-from jflex.stats import Stat as Stat
+from jflex.states.lse import lse_from_base2 as lse_from_base2
+from jflex.states.lse import lse_from_flash as lse_from_flash
+from jflex.states.lse import lse_to_base2 as lse_to_base2
+from jflex.states.merging import merge as merge
+from jflex.states.merging import merge_all as merge_all
+from jflex.states.merging import with_sinks as with_sinks
+from jflex.states.state import AttentionState as AttentionState
+from jflex.states.stats import AttentionStats as AttentionStats
+from jflex.states.stats import Stat as Stat
 from jflex.varlen import flex_attention_varlen as flex_attention_varlen
 from jflex.weights import attention_weights as attention_weights
 

@@ -37,7 +37,7 @@ from jflex.config import Config
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.trace import TracedMod, trace_mask_mod, trace_score_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats, stats_of_no_keys
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 from pallas_kernels.spec import AttentionSpec, Blocks, Dropout
 

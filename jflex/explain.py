@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jflex import attention, cascade, varlen
+from jflex import attention, varlen
 from jflex._call.account import Account
 from jflex._call.checks import check_lse
 from jflex._call.dispatch import Implementation
 from jflex.block_mask.mask import BlockMask
-from jflex.cascade_level import CascadeLevel
+from jflex.cascade import attention as cascade
+from jflex.cascade.level import CascadeLevel
 from jflex.config import Config
 from jflex.context_parallel.account import ContextAccount
 from jflex.context_parallel.attention import context_parallel_attention
@@ -29,7 +30,7 @@ from jflex.paged import attention as paged
 from jflex.paged.account import CascadeAccount, PagedAccount
 from jflex.paged.batch import PagedBatch
 from jflex.paged.store import PageStore
-from jflex.stats import Stat, check_stats
+from jflex.states.stats import Stat, check_stats
 
 Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 

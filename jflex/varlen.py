@@ -36,7 +36,7 @@ from jflex.mods.dependence import uses_index
 from jflex.mods.reindex import ReindexedMod
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 

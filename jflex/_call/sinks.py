@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.base import Saved, SavedCotangents
-from jflex.lse import log_weight
-from jflex.merging import with_sinks
-from jflex.state import AttentionState
-from jflex.stats import AttentionStats
+from jflex.states.lse import log_weight
+from jflex.states.merging import with_sinks
+from jflex.states.state import AttentionState
+from jflex.states.stats import AttentionStats
 from pallas_kernels.spec import AttentionSpec
 
 

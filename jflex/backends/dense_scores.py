@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jflex.backends.xla.containment import cleared
-from jflex.lse import log_weight
+from jflex.states.lse import log_weight
 from pallas_kernels.spec import Mod
 
 

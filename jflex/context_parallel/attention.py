@@ -15,7 +15,7 @@ from jflex.context_parallel.placement import Names
 from jflex.context_parallel.prepare import prepare
 from jflex.context_parallel.run import run, with_output_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray, Key, Lse, Out, Query, Value
 
 

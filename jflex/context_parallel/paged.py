@@ -25,14 +25,14 @@ from jflex._jax.shard import Spread
 from jflex.backends.base import PagedInputs
 from jflex.config import Config
 from jflex.context_parallel.placement import Names, Placement
-from jflex.merging import merge_over
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
 from jflex.paged.attention import indices_of, prepare, results_of
 from jflex.paged.batch import PagedBatch
 from jflex.paged.cache import PagedCache
 from jflex.paged.run import PagedCall, Pages, attend
-from jflex.state import AttentionState, Normalize
-from jflex.stats import AttentionStats, Stat, check_stats
+from jflex.states.merging import merge_over
+from jflex.states.state import AttentionState, Normalize
+from jflex.states.stats import AttentionStats, Stat, check_stats
 from jflex.types import AnyArray
 from pallas_kernels.spec import AttentionSpec
 

@@ -24,7 +24,7 @@ from jflex.context_parallel.sizes import Sizes
 from jflex.mods.dependence import uses_index
 from jflex.mods.trace import trace_mask_mod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
-from jflex.stats import Stat
+from jflex.states.stats import Stat
 from pallas_kernels.spec import Blocks
 
 

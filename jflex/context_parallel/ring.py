@@ -33,9 +33,9 @@ from jflex._jax.shard import Shard, Where, shard_of
 from jflex.backends.base import Inputs, Saved, SavedCotangents
 from jflex.block_mask.lists import BlockLists
 from jflex.context_parallel.call import CALLER, ContextCall
-from jflex.merging import merge
-from jflex.state import AttentionState
-from jflex.stats import AttentionStats
+from jflex.states.merging import merge
+from jflex.states.state import AttentionState
+from jflex.states.stats import AttentionStats
 from pallas_kernels.plan import GradientRequest
 
 

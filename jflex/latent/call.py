@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from jflex._call.checks import check_scale, checked_sinks, describe_array
 from jflex._call.dispatch import Implementation
-from jflex.merging import with_sinks
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.paged.attention import longest_request
 from jflex.paged.batch import PagedBatch, check_batch
@@ -16,6 +15,7 @@ from jflex.paged.latent import LatentCache, check_latent_cache
 from jflex.paged.latent_tiles import QUERIES
 from jflex.paged.run import PagedCall, attend
 from jflex.paged.sizes import checked_positive
+from jflex.states.merging import with_sinks
 from jflex.types import AnyArray
 
 

@@ -16,7 +16,6 @@ from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
 from jflex.config import Config
-from jflex.merging import with_sinks
 from jflex.mods.array_sizes import check_mod_sizes
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
@@ -27,8 +26,9 @@ from jflex.paged.run import How, PagedCall, Pages, attend
 from jflex.paged.run import prepare as prepare_pages
 from jflex.paged.store import PageStore
 from jflex.paged.trees import Trees
-from jflex.state import AttentionState, Normalize
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.merging import with_sinks
+from jflex.states.state import AttentionState, Normalize
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 

@@ -23,8 +23,8 @@ from jflex.config import Config
 from jflex.errors import UnsupportedError
 from jflex.mods.trace import TracedMod, VectorRole, trace_mask_mod, trace_score_mod, trace_vector_mod
 from jflex.mods.types import MaskMod, ScoreMod, VectorMod
-from jflex.state import AttentionState, Normalize
-from jflex.stats import Stat
+from jflex.states.state import AttentionState, Normalize
+from jflex.states.stats import Stat
 from pallas_kernels.spec import AttentionSpec, Dropout, Paging
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from jflex._call.checks import describe_array
-from jflex.cascade_level import CascadeLevel
+from jflex.cascade.level import CascadeLevel
 from jflex.paged.batch import PagedBatch, check_fields
 from jflex.paged.cache import PagedCache
 from jflex.paged.cache_checks import check_int32, is_known

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from jflex._call.checks import check_normalize, checked_sinks, describe_array
-from jflex.lse import log_weight
-from jflex.state import AttentionState, check_alike, checked_state
+from jflex.states.lse import log_weight
+from jflex.states.state import AttentionState, check_alike, checked_state
 from jflex.types import AnyArray
 
 _FEW = 8  # up to so many states are merged elementwise, on a GPU in one kernel; stacking them would be another

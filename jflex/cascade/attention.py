@@ -23,9 +23,8 @@ from jflex._call.dropout import KeptMod, check_dropout, kept_mod
 from jflex._call.kv_lengths import known_lengths
 from jflex._call.vector_mods import VectorMods, modified_rows
 from jflex.backends.base import Saved
-from jflex.cascade_level import CascadeLevel
+from jflex.cascade.level import CascadeLevel
 from jflex.config import Config
-from jflex.merging import merge_all, with_sinks
 from jflex.mods.array_sizes import CallSizes, check_requirements, last_plus_one, requirements_of
 from jflex.mods.reindex import Positions, ReindexedMod
 from jflex.mods.types import MaskMod, OutputMod, ScoreMod, VectorMod
@@ -36,8 +35,9 @@ from jflex.paged.cache import checked_layer
 from jflex.paged.cache_checks import check_int32, is_known
 from jflex.paged.run import How, PagedCall, attend
 from jflex.paged.run import prepare as prepare_pages
-from jflex.state import AttentionState, Normalize
-from jflex.stats import AttentionStats, Stat, check_stats, select_stats
+from jflex.states.merging import merge_all, with_sinks
+from jflex.states.state import AttentionState, Normalize
+from jflex.states.stats import AttentionStats, Stat, check_stats, select_stats
 from jflex.types import AnyArray
 
 

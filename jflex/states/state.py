@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jflex._call.checks import DTYPES, LAYOUTS, describe_array
-from jflex.stats import AttentionStats, Stat
+from jflex.states.stats import AttentionStats, Stat
 from jflex.types import AnyArray, Lse, Out
 
 Normalize = Literal["softmax", "none"]
