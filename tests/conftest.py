@@ -105,9 +105,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests by purpose."""
+    markers = {}
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         case = str(params["case"]) if "case" in params else None
         marker = tiers.purpose(item.path.stem, item.name, case)
-        if marker is not None and not (item.get_closest_marker("gpu") or item.get_closest_marker("long")):
-            item.add_marker(marker)
+        if marker is not None and not any(item.get_closest_marker(x) for x in ("gpu", "long", "full")):
+            markers[item] = marker
+    name_of = lambda item: f"{item.path.stem}::{item.name}"
+    repeated = tiers.left_out(name_of(item) for item, marker in markers.items() if marker != "long")
+    for item, marker in markers.items():
+        item.add_marker("long" if name_of(item) in repeated else marker)

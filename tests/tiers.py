@@ -5,8 +5,10 @@ the demo). `.ci/run` runs all of them, but those marked ``long``, which repeat o
 decide: `pytest --durations=50` tells them.
 """
 
+import collections
 import re
 import zlib
+from collections.abc import Iterable
 
 COMPILE = {"test_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels"}
 BENCHMARKS = {
@@ -200,8 +202,9 @@ LONG = {
     r"|additive_masks\[(-inf-xla|hidden1-triton|-10.*xla)",
     "test_engine": r"recomputation\[.'max_step_tokens': 8.\]|others\[sampling1|formulas\[.'(repet|logit)|alone\[3"
     r"|their_requests\[2|dropped\[False",
+    "test_engine_invariance": r"without_it",  # of the host it depends whether the bits differ
     "test_engine_speculation": r"accepted_run\[(1|4|6)|speculation\[sampling1|alone\[False|cache\[float16"
-    r"|no_token\[14",
+    r"|no_token\[14|test_tensor_parallel|staggered|failed_step",
     "test_explain": r"paged_cases\[.*-reference",
     "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25|whole\[(dense-5|paged-1)"
     r"|of_transformers\[dense-(?!gemma2|phi3)|end.*decoding\[4",
@@ -288,12 +291,36 @@ THINNED = {
     "test_train_context": (r"of_one_device", 2),
     "test_transforms": (r"^(?!.*(fresh|policies|repeated)).*\[", 2),
 }
+# Of what is left of these, which take 15 s and more of the full run each, it takes a third of the parameters of a test.
+THIRDS = {
+    "test_64_bits", "test_attention_fn", "test_attention_fn_layers", "test_attention_weights", "test_backward",
+    "test_batch_invariance", "test_batchable", "test_benchmarks_devices", "test_benchmarks_engine",
+    "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_streaming", "test_block_mask_algebra",
+    "test_block_rows", "test_block_selection_layers", "test_block_states", "test_captured_gradients",
+    "test_cascade", "test_compile", "test_constraints", "test_containment", "test_context_parallel",
+    "test_context_parallel_arguments", "test_context_parallel_collectives", "test_context_parallel_meshes",
+    "test_context_parallel_paged", "test_context_parallel_queries", "test_decode_hopper", "test_deepseek",
+    "test_demo", "test_demo_generation", "test_determinism", "test_dot_product_attention",
+    "test_dot_product_attention_blocks", "test_dropout", "test_eight_bit_queries", "test_engine",
+    "test_engine_invariance", "test_engine_speculation", "test_explain", "test_generate", "test_hopper_emulated",
+    "test_intervals", "test_kv_lengths", "test_latent_eight_bits", "test_latent_hopper", "test_latent_layers",
+    "test_layer_config", "test_layer_decoding", "test_layer_transforms", "test_layers", "test_mla", "test_models",
+    "test_paged_attention", "test_paged_compile", "test_paged_convert", "test_paged_dropout",
+    "test_paged_eight_bits", "test_paged_stats", "test_paged_trees", "test_paged_vector_mods",
+    "test_paged_without_softmax", "test_parallel_samples", "test_primitives", "test_ragged", "test_random_keys",
+    "test_random_mods", "test_return_stats", "test_selected_blocks", "test_serving_command",
+    "test_serving_processes", "test_sharding", "test_shared_prefix", "test_sinks", "test_sparse_mla", "test_state",
+    "test_streaming_llm", "test_streaming_llm_engine", "test_train", "test_train_context", "test_train_runs",
+    "test_transforms",
+}  # fmt: skip
+# But all of these: each of their parameters is a property of its own.
+DISTINCT = r"test_models::test_greedy|test_benchmarks_questions"
 
 
 def purpose(module: str, name: str, case: str | None) -> str | None:
     """The marker of a test, None for the short run.
 
-    >>> purpose("test_forward", "test_forward[xla-window]", "window"), purpose("test_masks", "test_causal", None)
+    >>> purpose("test_forward", "test_forward[xla-alibi]", "alibi"), purpose("test_masks", "test_causal", None)
     ('full', None)
     """
     is_short = module not in COMPILE | BENCH and re.search(SHORT.get(module, ""), name) is not None
@@ -304,18 +331,37 @@ def purpose(module: str, name: str, case: str | None) -> str | None:
     return "compile" if module in COMPILE else "bench" if module in BENCH else "full"
 
 
+def left_out(names: Iterable[str]) -> set[str]:
+    """Of the tests of the full run (``module::name[parameters]``), those that `THIRDS` leaves out; by their names.
+
+    >>> [len(left_out(f"{module}::test_x[{i}]" for i in range(7))) for module in ("test_engine", "test_masks")]
+    [4, 0]
+    """
+    functions = collections.defaultdict(list)
+    for name in names:
+        function = name.partition("[")[0]
+        if function.partition("::")[0] in THIRDS and not re.match(DISTINCT, function):
+            functions[function].append(name)
+    kept = lambda tests: sorted(tests, key=_number)[: -(-len(tests) // 3)]
+    return {name for tests in functions.values() for name in set(tests).difference(kept(tests))}
+
+
+def _number(text: str) -> int:
+    """A number that is the same in each run, which that of `hash` is not."""
+    return zlib.crc32(text.encode())
+
+
 def repeats(module: str, name: str, case: str | None) -> bool:
     """Whether a test repeats others in more cases."""
     if module in OF_FORMULAS and (case in FORMULAS or (module in OF_LISTS and case in LISTS)):
         return re.search(OF_FORMULAS[module], name) is not None
     if module in LONG and re.search(LONG[module], name) is not None:
         return True
-    number = lambda text: zlib.crc32(text.encode())  # the same in each run, which `hash` is not
     pattern, implementations = TURNS.get(module, (r"$^", ()))
     used = next((x for x in implementations if x in name), None)
     if used is not None and re.search(pattern, name) is not None:
         shared = case is not None and module in TABLES
         key = f"-{case}]" if shared else name.replace(used, "")
-        return implementations[number(key) % len(implementations)] != used
+        return implementations[_number(key) % len(implementations)] != used
     pattern, of = THINNED.get(module, (r"$^", 1))
-    return re.search(pattern, name) is not None and number(name) % of != 0
+    return re.search(pattern, name) is not None and _number(name) % of != 0
