@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jflex
+from jflex.latent import indexer
 from tests import evaluation, mask_pairs, paged_evaluation
 from tests.paged_cases import slopes
 from tests.paged_evaluation import options_of
@@ -189,13 +190,33 @@ def test_gradients_through_the_selected_keys():
 # --- the indexer
 
 
-def test_indexer_scores():
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6])
+def test_indexer_scores(heads_at_once, monkeypatch):
+    monkeypatch.setattr(indexer, "_PRODUCTS", 5 * 11 * heads_at_once)
     rng = np.random.default_rng(0)
-    query, key, weights = rng.normal(size=(5, 3, 8)), rng.normal(size=(11, 8)), rng.normal(size=(5, 3))
-    exact = np.einsum("nh,nhs->ns", weights, np.maximum(np.einsum("nhd,sd->nhs", query, key), 0))
-    found = jflex.indexer_scores(*(jnp.asarray(x, jnp.float32) for x in (query, key, weights)))
-    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
+    query, key, weights, cotangent = (rng.normal(size=x) for x in ((5, 6, 8), (11, 8), (5, 6), (5, 11)))
+    products = np.einsum("nhd,sd->nhs", query, key)
+    exact = np.einsum("nh,nhs->ns", weights, np.maximum(products, 0))
+    back = np.einsum("ns,nh,nhs->nhs", cotangent, weights, products > 0)
+    exact_back = (
+        np.einsum("nhs,sd->nhd", back, key),
+        np.einsum("nhs,nhd->sd", back, query),
+        np.einsum("ns,nhs->nh", cotangent, np.maximum(products, 0)),
+    )
+    found, pull = jax.vjp(jflex.indexer_scores, *(jnp.asarray(x, jnp.float32) for x in (query, key, weights)))
+    for x, y in zip((found, *pull(jnp.asarray(cotangent, jnp.float32))), (exact, *exact_back), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     assert jflex.indexer_scores(*(jnp.asarray(x, jnp.bfloat16) for x in (query, key, weights))).dtype == jnp.float32
+    assert jflex.indexer_scores(jnp.ones((5, 0, 8)), jnp.ones((11, 8)), jnp.ones((5, 0))).tolist() == [[0.0] * 11] * 5
+
+
+def test_memory_of_the_indexer_does_not_grow_with_heads():
+    """Forward and backward; products of 256 heads are 512 MB."""
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((64, 256, 8), (8192, 8), (64, 256))]
+    total = lambda *arrays: (jflex.indexer_scores(*arrays) ** 2).sum()
+    with evaluation.compiled_in_haste(False):
+        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 << 20
 
 
 def test_selection_is_causal_and_takes_the_lower_of_equal_positions():
