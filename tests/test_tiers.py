@@ -10,12 +10,16 @@ def test_examples():
 
 
 def test_a_third_holds_each_function_and_all_that_is_distinct():
-    names = [f"{module}::test_{i}[{j}]" for module in ("test_engine", "test_masks") for i in range(9) for j in range(i)]
-    names += [f"test_models::test_greedy_tokens[{j}]" for j in range(9)]
+    parameters = [f"{name}-{number}" for name in ("xla", "triton-interpret", "reference") for number in range(30)]
+    functions = ("test_engine::test_one", "test_engine::test_two", "test_masks::test_x", "test_models::test_greedy")
+    names = [f"{function}[{x}]" for function in functions for x in parameters]
+    names += [f"test_generate::test_{x}[{x}]" for x in parameters] + ["test_train::test_without_parameters"]
     out = tiers.left_out(names)
     assert tiers.left_out(reversed(names)) == out
-    kept = [name.partition("[")[0] for name in names if name not in out]
-    assert {kept.count(f"test_engine::test_{i}") for i in (1, 2, 3)} == {1}
-    assert kept.count("test_engine::test_8") == 3
-    assert kept.count("test_masks::test_8") == 8
-    assert kept.count("test_models::test_greedy_tokens") == 9
+    kept = [name.partition("[") for name in names if name not in out]
+    one, two, *whole = ([rest for name, _, rest in kept if name == function] for function in functions)
+    assert one == two  # the same parameters
+    assert 20 <= len(one) <= 40
+    assert [len(x) for x in whole] == [90, 90]
+    assert sum(name.startswith("test_generate") for name, _, _ in kept) == 90
+    assert kept[-1][0] == "test_train::test_without_parameters"
