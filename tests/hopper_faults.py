@@ -1,4 +1,4 @@
-"""Faults put into the Hopper kernels, of which the emulator must notice each, however threads are scheduled."""
+"""Leaves waits out of the Hopper kernels. A run in the emulator must then fail, on a fast and on a slow host."""
 
 import threading
 from typing import Any

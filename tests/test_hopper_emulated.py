@@ -81,9 +81,11 @@ def case_named(name):
 def test_the_emulator_notices_a_barrier_that_is_left_out(monkeypatch, method, error):
     """Without the wait a consumer reads what TMA has not written; without the release the producer waits for ever."""
     evaluation.everything.cache_clear()
-    monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
     monkeypatch.setattr(pipeline.Ring, method, lambda *_: None)
-    monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", method == "wait")
+    if method == "wait":
+        monkeypatch.setattr(hopper_emulator, "TMA_IS_LATE", True)
+    else:
+        monkeypatch.setattr(hopper_emulator, "SECONDS", 2.0)
     with pytest.raises(error):
         evaluation.check_forward(case_named("two_groups_causal"), "mosaic_gpu-emulated")
     evaluation.everything.cache_clear()

@@ -202,9 +202,8 @@ LONG = {
     r"|additive_masks\[(-inf-xla|hidden1-triton|-10.*xla)",
     "test_engine": r"recomputation\[.'max_step_tokens': 8.\]|others\[sampling1|formulas\[.'(repet|logit)|alone\[3"
     r"|their_requests\[2|dropped\[False",
-    "test_engine_invariance": r"without_it",  # of the host it depends whether the bits differ
     "test_engine_speculation": r"accepted_run\[(1|4|6)|speculation\[sampling1|alone\[False|cache\[float16"
-    r"|no_token\[14|test_tensor_parallel|staggered|failed_step",
+    r"|no_token\[14",
     "test_explain": r"paged_cases\[.*-reference",
     "test_generate": r"longrope_beyond.*-3\]|of_any_length\[25|whole\[(dense-5|paged-1)"
     r"|of_transformers\[dense-(?!gemma2|phi3)|end.*decoding\[4",
@@ -266,7 +265,8 @@ TURNS = {
     "test_return_stats": (r"float64", ("triton-interpret", "xla", "reference")),
     "test_vector_mods": (r"float64", ("triton-interpret", "xla", "reference")),
 }
-# Of these, one in so many, chosen by name. Kernels that are compiled here for a GPU run on one with `-m gpu`.
+# Of these, full takes one in so many, and at least one of each function. Kernels that are compiled here for a GPU run
+# on one with `-m gpu`.
 THINNED = {
     "test_attention_weights": (r"rows_against", 3),
     "test_compile": (r"compiles", 6),
@@ -291,11 +291,11 @@ THINNED = {
     "test_train_context": (r"of_one_device", 2),
     "test_transforms": (r"^(?!.*(fresh|policies|repeated)).*\[", 2),
 }
-# Of what is left of these, which take 15 s and more of the full run each, it takes a third of the parameters of a test.
+# Modules that took 15 s and more of the full run: of what is left it takes a third, and at least one of each function.
 THIRDS = {
     "test_64_bits", "test_attention_fn", "test_attention_fn_layers", "test_attention_weights", "test_backward",
     "test_batch_invariance", "test_batchable", "test_benchmarks_devices", "test_benchmarks_engine",
-    "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_streaming", "test_block_mask_algebra",
+    "test_benchmarks_run", "test_benchmarks_streaming", "test_block_mask_algebra",
     "test_block_rows", "test_block_selection_layers", "test_block_states", "test_captured_gradients",
     "test_cascade", "test_compile", "test_constraints", "test_containment", "test_context_parallel",
     "test_context_parallel_arguments", "test_context_parallel_collectives", "test_context_parallel_meshes",
@@ -313,8 +313,8 @@ THIRDS = {
     "test_streaming_llm", "test_streaming_llm_engine", "test_train", "test_train_context", "test_train_runs",
     "test_transforms",
 }  # fmt: skip
-# But all of these: each of their parameters is a property of its own.
-DISTINCT = r"test_models::test_greedy|test_benchmarks_questions"
+# But all of these: each parameter is a model of its own.
+DISTINCT = "test_models::test_greedy"
 
 
 def purpose(module: str, name: str, case: str | None) -> str | None:
@@ -332,20 +332,23 @@ def purpose(module: str, name: str, case: str | None) -> str | None:
 
 
 def left_out(names: Iterable[str]) -> set[str]:
-    """Of the tests of the full run (``module::name[parameters]``), those that `THIRDS` leaves out; by their names.
+    """Which tests of the full run `THINNED` and `THIRDS` leave out. Names are ``module::function[parameters]``.
 
     >>> [len(left_out(f"{module}::test_x[xla-{i}]" for i in range(9))) for module in ("test_engine", "test_masks")]
-    [4, 0]
+    [5, 0]
     """
     functions = collections.defaultdict(list)
     for name in names:
+        module, _, test = name.partition("::")
         function, _, parameters = name.partition("[")
-        if function.partition("::")[0] in THIRDS and not re.match(DISTINCT, function):
-            functions[function].append((_number(parameters), name))
-    out = set()
-    for tests in functions.values():  # by parameters alone, so that the tests of a case of `TABLES` stay or go together
-        out |= {name for number, name in tests if number % 3 and (number, name) != min(tests)}
-    return out
+        pattern, of = THINNED.get(module, (r"$^", 1))
+        of = of if re.search(pattern, test) else 1
+        if module in THIRDS and not function.startswith(DISTINCT):
+            of *= 3
+        # By parameters alone, so that tests of one case of `TABLES` stay or go together.
+        functions[function, of].append((_number(parameters), name))
+    kept = lambda of, tests: {x for x in tests if x[0] % of == 0} or {min(tests)}
+    return {name for (_, of), tests in functions.items() for _, name in set(tests) - kept(of, tests)}
 
 
 def _number(text: str) -> int:
@@ -365,5 +368,4 @@ def repeats(module: str, name: str, case: str | None) -> bool:
         shared = case is not None and module in TABLES
         key = f"-{case}]" if shared else name.replace(used, "")
         return implementations[_number(key) % len(implementations)] != used
-    pattern, of = THINNED.get(module, (r"$^", 1))
-    return re.search(pattern, name) is not None and _number(name) % of != 0
+    return False

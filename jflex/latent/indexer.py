@@ -17,8 +17,8 @@ def indexer_scores(
     """The lightning indexer of DeepSeek-V3.2: how much each query wants each key.
 
     ``scores[n, s] = sum over h of weights[n, h] * relu(query[n, h] . key[s])``, in float32. It is plain JAX, and
-    differentiable. Products are made for as many heads at once as 16 MB hold, and for one where they hold none, so that
-    memory grows with N * S, also in the backward pass, which makes them again. Several sequences: `jax.vmap`.
+    differentiable. Heads are taken in groups whose products fit in 16 MB, or one by one, so that memory grows with
+    N * S; the backward pass computes the products again. Several sequences: `jax.vmap`.
 
     Args:
       query: Queries of the indexer, small and in low precision.
