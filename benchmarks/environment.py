@@ -59,10 +59,11 @@ def gpu_facts() -> dict[str, str]:
 def results_folder(device: str) -> str:
     """The folder of the results of a GPU, by its name.
 
-    >>> results_folder("NVIDIA H200"), results_folder("NVIDIA L4")
-    ('h200', 'nvidia-l4')
+    >>> results_folder("NVIDIA H200"), results_folder("NVIDIA H100 80GB HBM3"), results_folder("NVIDIA L4")
+    ('h200', 'h100', 'nvidia-l4')
     """
-    return "h200" if "H200" in device else device.lower().replace(" ", "-")
+    short = (name for name in ("H100", "H200") if name in device.split())
+    return next(short, device.replace(" ", "-")).lower()
 
 
 class ClockWatch:

@@ -1,4 +1,4 @@
-"""Context parallel attention on two GPUs of one host: results and gradients of every strategy, against the oracle."""
+"""Two GPUs of one host against the oracle: results and gradients of every strategy, and pages divided among them."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from jflex import context_parallel
 from tests import captured_pairs as captured
-from tests import evaluation
+from tests import divided_pages, evaluation, paged_cases
 from tests import mask_pairs as masks
 from tests.cases import Case
 from tests.cases import Sizes as N
@@ -44,3 +44,13 @@ def test_results_and_gradients_on_two_gpus(name, implementation, strategy):
     names = ("query", "key", "value", *evaluation.draw(case).floats())
     evaluation.compare_forward(case, found, by_plain, exact)
     evaluation.compare_gradients(case, found, by_plain, exact, names)
+
+
+PAGED = ["decode", "mixed", "window", "bias_by_key", "rotated_pages_of_64", "e4m3", "sigmoid", "divided"]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "official_triton"])
+@pytest.mark.parametrize("name", PAGED)
+def test_divided_pages_on_two_gpus(name, implementation):
+    case = paged_cases.in_dtype(divided_pages.BY_NAME[name], dtype="bfloat16")
+    divided_pages.check_in_turn(case, {"context": 2}, implementation)
