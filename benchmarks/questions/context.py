@@ -32,7 +32,6 @@ ORDERS = ("balanced", "natural")
 STRATEGIES = ("ring", "all_gather", "ulysses")
 DIRECTIONS = ("forward", "forward and backward")
 COLLECTIVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
-_CHUNKS = 8  # of a device in the balanced order of documents
 _SAMPLES = 509  # rows that are compared; a prime, so that no block is left out
 _ERROR = 0.02  # relative, of bfloat16 results that were summed in another order
 _RUNS, _LEAST = 3, 2  # repetitions, and those of a call that takes longer than `_LONG`
@@ -47,6 +46,7 @@ class Sizes(NamedTuple):
     kv_heads: int = 8
     head_size: int = 128
     documents: int = 32
+    chunks: int = 16  # of a device in the balanced order of documents
 
     @property
     def title(self) -> str:
@@ -159,7 +159,7 @@ class Bench:
             return None
         if mask == "causal":
             return context_parallel.zigzag_order(count)
-        blocks = self.masks[mask].kv_num_blocks.shape[-1] // (count * _CHUNKS)
+        blocks = self.masks[mask].kv_num_blocks.shape[-1] // (count * self.sizes.chunks)
         return context_parallel.balanced_order(self.masks[mask], count, chunk_blocks=max(1, blocks))
 
     def program(self, case: Case) -> Any:
@@ -360,7 +360,7 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(f"python -m benchmarks context: it needs two GPUs of one host. JAX found {devices}.")
     machine: dict[str, Any] = gpu_facts() if devices[0].platform == "gpu" else {}
     path = (options.out or schema.FOLDER / results_folder(machine.get("device", "cpu"))) / "context.json"
-    sizes = Sizes(options.length, options.heads, options.kv_heads, options.head_size, options.documents)
+    sizes = Sizes(options.length, options.heads, options.kv_heads, options.head_size, options.documents, options.chunks)
     bench = Bench(sizes, devices, options.implementation)
     old = schema.read(path) if options.add else None
 

@@ -134,14 +134,13 @@ def _all_see(sees: np.ndarray, steps: tuple[int, ...]) -> bool:
     return all(sees[devices, (devices - s) % len(sees)].all() for s in steps)
 
 
-def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tuple[Any, Any]:
+def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any]:
     """Visits the keys of all steps.
 
     Args:
       ring: The ring.
       local: The arrays of this device.
-      visit: ``(carry, keys, owner) -> (carry, addition)``.
-      carry: What stays on this device.
+      visit: ``(carry, keys, owner) -> (carry, addition)``; the carry stays on this device, and is None at first.
       sums: Zeros, to which the additions are added: a tree like theirs. They travel with the keys that they belong to.
 
     Returns:
@@ -153,7 +152,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
         onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
         sums = ring.hop(sums, arrived)
         carry, addition = visit(carry, _unpacked(keys, pair), ring.owner(local, number))
-        return carry, onward, jax.tree.map(jnp.add, sums, _packed(addition))
+        return carry, onward, jax.tree.map(lambda x, more: x + more.astype(x.dtype), sums, _packed(addition))
 
     pair = (local.inputs.key, local.inputs.value)
     zeros, sums = sums, _packed(sums)
@@ -162,7 +161,7 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, carry: Any, sums: Any) -> tu
     leaves = [*hops, 0]
     # The sums of this device's own keys stay, so that those of others set out at the second step.
     arrived = [0, 0, *hops[1:]] if jax.tree.leaves(sums) else [0] * len(steps)
-    state = step((carry, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
+    state = step((None, _packed(pair), sums), jnp.int32(0), 0, leaves[0])
     own, state = state[2], (*state[:2], sums)
     for (come, go), alike in itertools.groupby(range(1, len(steps)), lambda i: (arrived[i], leaves[i])):
         state = _repeated(functools.partial(step, arrived=come, leaves=go), state, [steps[i] for i in alike])
@@ -175,6 +174,8 @@ def _repeated(step: Callable[[Any, Any], Any], state: Any, numbers: list[int]) -
     """Takes several steps, in a loop if there is more than one: a ring that leaves none out compiles four kernels."""
     if len(numbers) == 1:
         return step(state, jnp.int32(numbers[0]))
+    becomes = jax.eval_shape(step, state, jnp.int32(numbers[0]))  # the first step's carry is narrower
+    state = jax.tree.map(lambda x, after: x.astype(after.dtype), state, becomes)
     return lax.scan(lambda state, number: (step(state, number), None), state, jnp.array(numbers, jnp.int32))[0]
 
 
@@ -195,6 +196,8 @@ def _where_attended(local: _Local, owner: jax.Array, compute: Callable[[Any], An
     """``compute(keys)`` if this device attends to any key of the owner, else zeros or the state of no keys."""
     if local.sees is None:
         return compute(keys)
+    computed = jax.eval_shape(compute, keys)  # gradients are of 16 bits or of 32, by the backend
+    nothing = jax.tree.map(lambda x, like: x.astype(like.dtype), nothing, computed)
     nothing, seen = match_manual_axes((nothing, local.sees[owner]))
     return lax.cond(seen, compute, lambda _: nothing, keys)
 
@@ -210,19 +213,19 @@ def _forward(ring: _Ring, backend: str, local: _Local) -> Saved:
         else:
             saved = call_as_primitive(ForwardOp(backend, shard.spec), shard.inputs)
         stats = AttentionStats(saved.lse, saved.max, saved.entropy)
-        state = AttentionState.from_attention(saved.out.astype(exact), stats, layout)
-        return dataclasses.replace(state, normalize=normalize)
+        return dataclasses.replace(AttentionState.from_attention(saved.out, stats, layout), normalize=normalize)
 
     axis, heads = (1, 2) if layout == "BTNH" else (2, 1)
     query = local.inputs.query
     shape = (query.shape[0], query.shape[axis], query.shape[heads], spec.Dv)
-    empty = _typed_like(local, AttentionState.empty(shape, exact, normalize, spec.stats))
+    empty = _typed_like(local, AttentionState.empty(shape, spec.dtype, normalize, spec.stats))
+    wide = lambda state: dataclasses.replace(state, out=state.out.astype(exact))
 
-    def visit(state: AttentionState, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
+    def visit(state: AttentionState | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, None]:
         found = _where_attended(local, owner, lambda keys: attend(keys, owner), keys, empty)
-        return merge(state, found), None
+        return found if state is None else merge(wide(state), wide(found)), None
 
-    state, _ = _walk(ring, local, visit, empty, None)
+    state, _ = _walk(ring, local, visit, None)
     out, lse = state.to_attention(layout)
     stats = {name: checkpoint_name(getattr(state, name).swapaxes(1, 2), f"jflex_{name}") for name in spec.stats}
     return Saved(checkpoint_name(out.astype(spec.dtype), "jflex_out"), checkpoint_name(lse, "jflex_lse"), **stats)
@@ -262,7 +265,7 @@ class _Backward:
 
 
 class _OfQueries(NamedTuple):
-    """The gradients that stay on a device, in float32 (float64 for arrays of it); None where not requested."""
+    """The gradients that stay on a device; None where not requested."""
 
     query: jax.Array | None
     score_operands: tuple[jax.Array | None, ...]
@@ -291,24 +294,24 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
             None if not want else jnp.zeros_like(x) if number is None else found.score_operands[number]
             for number, want, x in zip(shard.operands, requested.score_operands, inputs.score_operands, strict=True)
         )
-        sums = _OfQueries(found.query, captured), _OfKeys(found.key, found.value)
-        return _typed_like(local, jax.tree.map(lambda x: x.astype(_accumulator_dtype(x.dtype)), sums))
+        return _typed_like(local, (_OfQueries(found.query, captured), _OfKeys(found.key, found.value)))
 
-    sum_of = lambda x, want: jnp.zeros(x.shape, _accumulator_dtype(x.dtype)) if want else None
-    none = (
+    zeros = lambda x, want: jnp.zeros_like(x) if want else None
+    none = _typed_like(local, (
         _OfQueries(
-            sum_of(inputs.query, requested.query),
-            tuple(map(sum_of, inputs.score_operands, requested.score_operands)),
+            zeros(inputs.query, requested.query), tuple(map(zeros, inputs.score_operands, requested.score_operands))
         ),
-        _OfKeys(sum_of(inputs.key, requested.key), sum_of(inputs.value, requested.value)),
-    )
-    none = _typed_like(local, none)
+        _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
+    ))  # fmt: skip
+    exact = lambda x: x.astype(_accumulator_dtype(x.dtype))
 
-    def visit(sums: _OfQueries, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[_OfQueries, _OfKeys]:
+    def visit(sums: _OfQueries | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, _OfKeys]:
         of_queries, of_keys = _where_attended(local, owner, lambda keys: pull(keys, owner), keys, none)
-        return jax.tree.map(jnp.add, sums, of_queries), of_keys
+        if sums is not None:
+            of_queries = jax.tree.map(lambda x, more: exact(x) + exact(more), sums, of_queries)
+        return of_queries, of_keys
 
-    of_queries, of_keys = _walk(ring, local, visit, *none)
+    of_queries, of_keys = _walk(ring, local, visit, jax.tree.map(exact, none[1]))
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     nothing = jax.tree.map(lambda _: None, local)
     gradients = nothing.inputs._replace(
