@@ -102,7 +102,7 @@ class TestCommittedTables:
                 continue
             kernel = key.kernel.removesuffix("_official")
             by_element = (4 if kernel == "dkv" else 2) if key.mods == "elements" else 0
-            assert cost.may_work(kernel, tiles, key.head_size, key.head_size, key.itemsize, by_element)
+            assert cost.may_work(kernel, tiles, key.head_size, key.head_size, key.itemsize, cost.LoadBytes(by_element))
 
     def test_provenance(self, name):
         content = tables.read(name)
@@ -173,7 +173,7 @@ class TestEstimate:
 def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtype):
     if gpu_compile.missing():
         pytest.skip(gpu_compile.missing())
-    S, bytes_by_element = 256, biases * jnp.dtype(dtype).itemsize
+    S, loads = 256, cost.LoadBytes(biases * jnp.dtype(dtype).itemsize)
     config = jflex.Config(**{kernel: tiles})
 
     def run(q, k, v, captured):
@@ -185,7 +185,7 @@ def test_shared_memory_is_what_the_compiler_takes(kernel, tiles, D, biases, dtyp
     x = jax.ShapeDtypeStruct((1, S, 2, D), jnp.bfloat16)
     found = gpu_compile.compile_kernels(run, x, x, x, [jax.ShapeDtypeStruct((2, S, S), dtype)] * biases)
     [taken] = [one.shared for one in found if one.name.endswith(kernel)]
-    assert taken == pytest.approx(cost.shared_memory(kernel, tiles, D, D, 2, bytes_by_element), rel=0.02)
+    assert taken == pytest.approx(cost.shared_memory(kernel, tiles, D, D, 2, loads), rel=0.02)
 
 
 def test_mods_that_read_much_by_element_take_fewer_stages():
@@ -200,6 +200,21 @@ def test_mods_that_read_much_by_element_take_fewer_stages():
         pytest.skip(gpu_compile.missing())
     [kernel] = gpu_compile.compile_kernels(run, *arrays)
     assert kernel.shared <= cost.HOPPER_SHARED_MEMORY
+
+
+def test_what_mods_read_by_row_is_counted():
+    """A random mod needed 512 bytes more than there are: tile loads of 20 bytes, and 20 for each query."""
+    x, pair = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((256, 256, 5), jnp.float32)
+
+    def run(q, k, v, pair, rows):
+        mod = lambda s, b, h, i, j: s + jnp.dot(pair[i, j], rows[i])
+        out, pull = jax.vjp(lambda *qkv: jflex.flex_attention(*qkv, mod, implementation="triton"), q, k, v)
+        return out, pull(out)
+
+    if gpu_compile.missing():
+        pytest.skip(gpu_compile.missing())
+    found = gpu_compile.compile_kernels(run, x, x, x, pair, jax.ShapeDtypeStruct((256, 5), jnp.float32))
+    assert max(one.shared for one in found) <= cost.HOPPER_SHARED_MEMORY
 
 
 class TestSearch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,26 @@ HOPPER_SHARED_MEMORY, AMPERE_SHARED_MEMORY, MIN_SHARED_MEMORY = 232448, 166912, 
 MAX_REGISTERS = 272
 
 
-def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> int:
+class LoadBytes(NamedTuple):
+    """Bytes that loads of mods read, of 4 at least in the dK/dV kernel, where Triton holds 16 bits in one of two ways.
+
+    Attributes:
+      by_element: For each score.
+      by_row: For each key that a kernel walks, or query in the dK/dV kernel.
+    """
+
+    by_element: int = 0
+    by_row: int = 0
+
+
+NO_LOADS = LoadBytes()
+
+
+def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> int:
     """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
 
-    What is no MMA operand has a stage less: tile loads of mods, and the lse and delta of the queries that the dK/dV
-    kernel walks. It is what Triton takes for sm_90a, where tests compile it.
+    What is no MMA operand has a stage less: loads of mods, and the lse and delta of the queries that the dK/dV kernel
+    walks. It is what Triton takes for sm_90a, where tests compile it.
 
     Args:
       kernel: Its name.
@@ -33,14 +49,15 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_
       D: Head size of query and key.
       Dv: Head size of value.
       itemsize: Bytes of an element of query, key and value.
-      by_element: Bytes that tile loads of mods read for each score; in the dK/dV kernel count 4 for a value of 16 bits,
-        which Triton holds there in one of two ways, and this bounds both.
+      loads: Of mods.
 
     >>> shared_memory("forward", Tiles(128, 128, 4, 2), 64, 64, 2)
     81920
     """
     size, size_v = (sum(width for _, width in chunks(x)) for x in (D, Dv))
-    both, more = size + size_v, (tiles.num_stages - 1) * tiles.block_q * tiles.block_kv * by_element
+    walked = tiles.block_q if kernel == "dkv" else tiles.block_kv
+    of_mods = tiles.block_q * tiles.block_kv * loads.by_element + walked * loads.by_row
+    both, more = size + size_v, (tiles.num_stages - 1) * of_mods
     if kernel in ("forward", "decode"):
         elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
     elif kernel == "dq":
@@ -67,16 +84,17 @@ def registers(kernel: str, tiles: Tiles, D: int, Dv: int) -> float:
     return held[kernel] / (32 * tiles.num_warps)
 
 
-def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, by_element: int = 0) -> bool:
+def may_work(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loads: LoadBytes = NO_LOADS) -> bool:
     """Whether a configuration may fit into the shared memory and registers of Hopper."""
-    fits = shared_memory(kernel, tiles, D, Dv, itemsize, by_element) <= HOPPER_SHARED_MEMORY
+    fits = shared_memory(kernel, tiles, D, Dv, itemsize, loads) <= HOPPER_SHARED_MEMORY
     return fits and registers(kernel, tiles, D, Dv) <= MAX_REGISTERS
 
 
-def bytes_by_element(kernel: str, programs: Sequence[Program | None]) -> int:
-    """Bytes that tile loads of mods read for each score, as `shared_memory` counts them."""
-    loads = [node for program in programs if program is not None for node in program.loads if node.kind == Axes.TILE]
-    return sum(max(node.dtype.itemsize, 4 if kernel == "dkv" else 1) for node in loads)
+def bytes_of_loads(kernel: str, programs: Sequence[Program | None]) -> LoadBytes:
+    """What `shared_memory` counts of mods."""
+    loads = [node for program in programs if program is not None for node in program.loads]
+    read = lambda kind: sum(max(x.dtype.itemsize, 4 if kernel == "dkv" else 1) for x in loads if x.kind == kind)
+    return LoadBytes(read(Axes.TILE), read(Axes.ROW if kernel == "dkv" else Axes.COLUMN))
 
 
 def can_pipeline(score: Program | None) -> bool:
@@ -92,14 +110,14 @@ def can_pipeline(score: Program | None) -> bool:
 
 
 def stages_that_fit(
-    kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, by_element: int, device_kind: str
+    kernel: str, tiles: Tiles, head_sizes: tuple[int, int], itemsize: int, loads: LoadBytes, device_kind: str
 ) -> int:
     """The stages of `tiles`, or fewer if the shared memory of the device does not hold them.
 
-    >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, 32, "NVIDIA H200")
+    >>> stages_that_fit("forward", Tiles(64, 64, 4, 3), (64, 64), 2, LoadBytes(32), "NVIDIA H200")
     2
     """
-    taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, by_element)
+    taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, loads)
     return _most_stages(tiles.num_stages, taken, device_kind)
 
 

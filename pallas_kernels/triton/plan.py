@@ -204,12 +204,12 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
 
 
 def _stages(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
-    """Stages of tiles, fewer where mods that read much by element would take more shared memory than there is."""
-    by_element = cost.bytes_by_element(kernel, spec.programs)
-    if by_element == 0:
+    """Stages of tiles, fewer where mods that read much would take more shared memory than there is."""
+    loads = cost.bytes_of_loads(kernel, spec.programs)
+    if not any(loads):
         return tiles.num_stages
     itemsize = jnp.dtype(spec.dtype).itemsize
-    return cost.stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, by_element, spec.device_kind)
+    return cost.stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, loads, spec.device_kind)
 
 
 def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:
