@@ -9,7 +9,8 @@ import pytest
 
 import jflex
 from jflex.latent import indexer
-from tests import evaluation, mask_pairs, paged_evaluation
+from jflex.latent import sparse as sparse_call
+from tests import evaluation, mask_pairs, paged_cases, paged_evaluation
 from tests.paged_cases import slopes
 from tests.paged_evaluation import options_of
 from tests.test_mla import latent_case
@@ -20,6 +21,13 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 INT = functools.partial(jnp.asarray, dtype=jnp.int32)
 CASE = latent_case("sparse", (1, 3, 2), (40, 25, 33), 2, slopes, mask_pairs.causal, Hq=8)
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
+
+
+@pytest.fixture(params=["copied", "in_place"])
+def where(request, monkeypatch):
+    """Where the kernels read the selected rows."""
+    if request.param == "in_place":
+        monkeypatch.setattr(sparse_call, "COPIED_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +93,47 @@ def check(found, expected):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_against_float64(backend):
     indices = drawn(CASE, 21)
     check(sparse(CASE, indices, backend), right(CASE, indices))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_bfloat16_on_a_gpu(backend, where):
+    case = paged_cases.in_dtype(latent_case("sparse_wide", (1, 2), (700, 300), Hq=16, D=576, Dv=512, rope=64,
+                                            scale=192**-0.5, page_size=64), "bfloat16")  # fmt: skip
+    indices = drawn(case, 300)
+    if backend == "mosaic_gpu" and sparse_call.COPIED_BYTES == 0:
+        with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu"):
+            sparse(case, indices, backend)
+        return
+    found, expected = sparse(case, indices, backend), right(case, indices)
+    np.testing.assert_allclose(np.asarray(found[0], np.float64), expected[0], rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("selected", "config", "pages"),
+    [
+        (2048, None, "of 64 keys"),
+        (64, jflex.Config(batch_invariant=True), "of 1 key"),
+        (240_000, None, "of 1 key"),
+    ],
+    ids=["copied", "batch_invariant", "too_many"],
+)
+def test_what_is_copied(selected, config, pages):
+    """Known from shapes: up to 256 MiB of rows, and not where bits must not depend on the batch."""
+    bf16, batch = jnp.bfloat16, jflex.paged.PagedBatch(INT([0, 1]), INT([128]), INT([[1, 2]]))
+    cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=bf16)
+    arrays = jnp.ones((1, 16, 576), bf16), cache, batch, jnp.zeros((1, selected), jnp.int32)
+    found = str(jflex.explain(jflex.sparse_mla_attention, *arrays, qk_head_dim=192, config=config))
+    assert f" {pages}" in found
+
+
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("page_size", [2, 61, 64, 69])
 @backends
 def test_page_sizes(backend, page_size):
@@ -111,6 +154,7 @@ def test_all_keys_equal_dense_attention(backend):
     check(sparse(CASE, indices, backend), paged_evaluation.run(CASE, backend))
 
 
+@pytest.mark.usefixtures("where")
 @backends
 def test_positions_out_of_range_are_dropped_and_never_read(backend):
     """They lie on pages of other requests, in unused slots that hold NaN, or nowhere."""
@@ -122,6 +166,7 @@ def test_positions_out_of_range_are_dropped_and_never_read(backend):
     check(sparse(CASE, wrong, backend), right(CASE, indices))
 
 
+@pytest.mark.usefixtures("where")
 @backends
 def test_keys_of_another_sequence_are_dropped(backend):
     """Tables that go on with pages of the next request, whose keys are finite: no position there is read."""
@@ -145,6 +190,7 @@ def test_keys_of_another_sequence_are_dropped(backend):
     check(found, right(CASE, indices))
 
 
+@pytest.mark.usefixtures("where")
 @backends
 def test_no_keys(backend):
     for indices in (np.full((CASE.N, 5), -1), np.zeros((CASE.N, 0), np.int32)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -22,6 +23,9 @@ from jflex.paged.latent import LatentCache
 from jflex.paged.run import How, PagedCall, Pages
 from jflex.paged.run import prepare as prepare_pages
 from jflex.types import AnyArray
+
+COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once
+COPIED_BYTES = 1 << 28  # the most that is copied
 
 
 # Return types, by `return_lse`.
@@ -60,8 +64,9 @@ def sparse_mla_attention(
     """Latent attention of each query over the keys that it selects, and no others (DeepSeek-V3.2).
 
     It is `mla_attention`, but query ``n`` attends only to the keys at the positions ``indices[n]`` of its request, and
-    reads no others: to the kernel, each query is a request, and its keys lie on pages of one token. With all keys
-    selected, the result equals that of `mla_attention`.
+    reads no others: to the kernel, each query is a request. The selected rows are copied into pages of their own, up to
+    256 MiB of them; more, rows of eight bits, and those of a batch-invariant call are read where they are, as pages of
+    one token. With all keys selected, the result equals that of `mla_attention`.
 
     A selected position counts as often as it is selected. One below 0, or at or beyond the keys of the request, is
     dropped and never read. What is selected is data, and has no gradient. No mask is implied: select no keys after the
@@ -139,12 +144,22 @@ def prepare(
         )
     chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
     mods = chosen.score(score_mod), chosen.mask(mask_mod)
-    pages = chosen.pages(cache, checked_layer(cache, layer))
+    layer = checked_layer(cache, layer)
+    copied = _is_copied(cache, indices.size) and not (config is not None and config.batch_invariant)
+    pages = chosen.copied_pages(cache, layer) if copied else chosen.pages(cache, layer)
     return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
 
 
+def _is_copied(cache: LatentCache, selected: int) -> bool:
+    """Whether selected rows are copied first: kernels load 64 rows by TMA faster than each by itself.
+
+    Not those of eight bits, which have scales and parts.
+    """
+    return cache.scale is None and selected * cache.rows.shape[-1] * cache.rows.dtype.itemsize <= COPIED_BYTES
+
+
 class _Chosen:
-    """The selected keys as pages of one token, of as many requests as there are queries."""
+    """The selected keys as pages, of as many requests as there are queries."""
 
     def __init__(self, batch: PagedBatch, indices: Int32[Array, "N K"], page_size: int) -> None:
         if not indices.shape[1]:  # mods are traced even where no key is selected
@@ -170,21 +185,32 @@ class _Chosen:
         at = lambda n, h, i, j: self.positions(n, h, i, j)._replace(exists=self.exists[n, j])
         return ReindexedMod(noop_mask, at) if mod is None else ReindexedMod(mod, at) if callable(mod) else mod
 
+    def copied_pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
+        """The selected rows in pages of their own."""
+        slots = jnp.pad(self.slots, ((0, 0), (0, -self.slots.shape[1] % COPIED_PAGE)))
+        slots = slots if layer is None else slots + layer * (cache.num_pages * cache.page_size)
+        shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, cache.rows.shape[-1])
+        rows = _made(lambda x: x.reshape(-1, x.shape[-1]).at[slots].get(mode="promise_in_bounds"), cache.rows, shape)
+        table = jnp.arange(shape[0], dtype=jnp.int32).reshape(self.queries, slots.shape[1] // COPIED_PAGE)
+        return self._paged(rows, shape[0], jnp.zeros((1,), jnp.int32), table, cache.latent_size)
+
     def pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
         """The cache in pages of one token, without a copy."""
         tokens = cache.num_pages * cache.page_size
-        rows = _reshaped(cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
-        scale = None if cache.scale is None else _reshaped(cache.scale, (-1, 1, cache.scale.shape[-1]))
-        rope = None if cache.rope is None else _reshaped(cache.rope, (-1, 1, 1, cache.rope_size))
+        rows = _made(None, cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
+        scale = None if cache.scale is None else _made(None, cache.scale, (-1, 1, cache.scale.shape[-1]))
+        rope = None if cache.rope is None else _made(None, cache.rope, (-1, 1, 1, cache.rope_size))
         first = jnp.zeros((1,), jnp.int32) if layer is None else (layer * tokens).reshape(1)
+        paged = self._paged(rows, tokens, first, self.slots, cache.latent_size)
+        return paged._replace(key_scale=scale, rope_key=rope)
+
+    def _paged(self, rows: Any, count: int, first: jax.Array, table: jax.Array, latent_size: int) -> Pages:
         indptr = jnp.arange(self.queries + 1, dtype=jnp.int32)
         lengths = jnp.full((self.queries,), self.indices.shape[1], jnp.int32)
-        return Pages(
-            rows, rows, tokens, first, indptr, lengths, self.slots, cache.latent_size, key_scale=scale, rope_key=rope
-        )
+        return Pages(rows, rows, count, first, indptr, lengths, table, latent_size)
 
 
-def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda x: x.reshape(shape), x)
-    return x.reshape(shape)
+def _made(select: Callable[[Any], Any] | None, x: Any, shape: tuple[int, ...]) -> Any:
+    """Selects from an array and reshapes what comes out; of shapes, the shape."""
+    make = lambda x: (x if select is None else select(x)).reshape(shape)
+    return jax.eval_shape(make, x) if isinstance(x, jax.ShapeDtypeStruct) else make(x)
