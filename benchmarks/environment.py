@@ -17,7 +17,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
-_SMI = ("nvidia-smi", "--id=0")  # the first GPU: on a host with several, others may be busy
+# The first GPU that this process sees: on a host with several, others may be busy.
+_SMI = ("nvidia-smi", f"--id={os.environ.get('CUDA_VISIBLE_DEVICES', '0').partition(',')[0] or 0}")
 _CLOCKS = {"clocks.sm": "MHz", "clocks.mem": "MHz", "power.draw": "W", "temperature.gpu": "C"}
 _BUSY = 50.0  # per cent of a sampling period in which kernels ran
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")

@@ -58,7 +58,6 @@ PARTS = {
     "transformers": Part(_PEER, "torch_serving"),
 }
 _PROFILED = 2.0  # seconds
-_SHARES = (0.5, 0.8)
 
 
 class Sizes(NamedTuple):
@@ -73,6 +72,7 @@ class Sizes(NamedTuple):
     page_size: int = 64
     step_tokens: int = 2048
     gemm: int = 8192  # side of its matrices
+    shares: tuple[float, ...] = (0.5, 0.8)  # of the rate of the last closed loop, at which requests then arrive
 
 
 class Step(NamedTuple):
@@ -310,7 +310,8 @@ def _options(clients: int, sizes: Sizes) -> Any:
 
 def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
     """Closed loops and Poisson arrivals; a job."""
-    return closed_loops(Shape(*shape), Sizes(*sizes), Results(), shares=_SHARES)
+    of = Sizes(*sizes)
+    return closed_loops(Shape(*shape), of, Results(), shares=of.shares)
 
 
 def jax_launches(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
@@ -356,6 +357,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", metavar="part", help=f"all without: {', '.join(PARTS)}")
     parser.add_argument("--clients", type=int, nargs="+", default=Sizes().clients, help="of closed loops")
     parser.add_argument("--step-tokens", type=int, default=Sizes().step_tokens, help="that a step computes at most")
+    parser.add_argument("--shares", type=float, nargs="*", default=Sizes().shares, help="of Poisson arrivals")
     parser.add_argument("--limit", type=float, default=560.0, metavar="SECONDS", help="of a part")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: benchmarks/results/<device>")
     options = parser.parse_args(words)
@@ -367,7 +369,7 @@ def main(words: Sequence[str] | None = None) -> None:
     first = schema.read(path)
     before = {} if first is None else {"before": schema.runs_of(first)}
     for part in options.parts or PARTS:
-        sizes = Sizes(clients=tuple(options.clients), step_tokens=options.step_tokens)
+        sizes = Sizes(clients=tuple(options.clients), step_tokens=options.step_tokens, shares=tuple(options.shares))
         records, remarks = engine(Shape(), sizes, [part], options.limit)
         old = schema.read(path)
         kept = [] if old is None else old.about["remarks"]
