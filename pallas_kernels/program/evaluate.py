@@ -61,7 +61,7 @@ class Evaluation:
     """Memoised values of the nodes of a program.
 
     Loop-invariant values are computed in the prologue and used in the mainloop: `child` makes an evaluation for the
-    body, whose own values end with it.
+    body, whose own values end with it. Literals are not kept: one that a loop or branch made must not outlive it.
 
     ``a * b + c`` is one FMA: compilers behind Pallas may not contract it (XLA's Triton emits ``mul.rn`` and
     ``add.rn``). An unused product is dead code, which the compiler drops.
@@ -90,19 +90,20 @@ class Evaluation:
         """The value of a node, in the shape of its kind."""
         if output not in self.values:
             for node in reachable([output]):
-                if node not in self.values:
+                if node not in self.values and node.op != "literal":
                     self.values[node] = self._compute(node)
-        return self.values[output]
+        return self._value(output)
+
+    def _value(self, node: Node) -> jax.Array:
+        return self.space.literal(node) if node.op == "literal" else self.values[node]
 
     def tile(self, output: Node) -> jax.Array:
         """The value of a node, as a tile value."""
         return self.space.spread(self(output), output.kind, Axes.TILE)
 
     def _compute(self, node: Node) -> jax.Array:
-        if node.op == "literal":
-            return self.space.literal(node)
         if node.op in ("call", "stop_gradient"):
-            return self.values[node.inputs[0]]
+            return self._value(node.inputs[0])
         if node.op == "input":
             raise AssertionError(f"argument {node.value} of a mod was not given")
         if node.kind == Axes.TILE and node.dtype == np.float32:
@@ -124,7 +125,7 @@ class Evaluation:
         return self.space.substitutes(node.kind).get(node.op, node.apply)(*ins)
 
     def _spread(self, node: Node, to: str) -> jax.Array:
-        return self.space.spread(self.values[node], node.kind, to)
+        return self.space.spread(self._value(node), node.kind, to)
 
     def _divided_by_power(self, node: Node) -> jax.Array | None:
         """A quotient or remainder of a non-negative integer by a power of two, as one shift or one mask.
@@ -150,7 +151,7 @@ class Evaluation:
         for product, other in (node.inputs, node.inputs[::-1]):
             if product in self.products and other.kind == Axes.UNIFORM:
                 tile, factor = self.products[product]
-                self.products[node] = Product(tile, factor * self.values[other])
+                self.products[node] = Product(tile, factor * self._value(other))
                 return tile * self.products[node].factor
         return None
 
@@ -163,12 +164,12 @@ class Evaluation:
             for i, (product, other) in enumerate((node.inputs, node.inputs[::-1])):
                 if product in self.products and other.kind != Axes.TILE:
                     tile, factor = self.products[product]
-                    factor, c = factor * constant, self.values[other] * constant
+                    factor, c = factor * constant, self._value(other) * constant
                     if node.op == "sub":
                         factor, c = (factor, -c) if i == 0 else (-factor, c)
                     added = self.space.spread(c, other.kind, Axes.TILE)
                     return self.space.multiply_add(tile, jnp.broadcast_to(factor, tile.shape), added)
-        return self.values[node] * constant
+        return self._value(node) * constant
 
     def _sum_of_product(self, node: Node) -> jax.Array | None:
         """``a * b + c``, ``a * b - c`` or ``c - a * b`` as one FMA; None for anything else."""
