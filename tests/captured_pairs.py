@@ -72,6 +72,11 @@ bias_bhwq = added(
     lambda b, h, q, k, n: (b, h, 1, q),
     lambda rng, n: {"bias": rng.normal(size=(n.B, n.Hq, 2, n.T)).astype(np.float32)},
 )
+bias_of_padding = added(
+    lambda c: lambda s, b, h, q, k: s + c["bias"][b, 0, 0, k],
+    lambda b, h, q, k, n: (b, 0, 0, k),
+    lambda rng, n: {"bias": rng.normal(size=(n.B, 1, 1, n.S)).astype(np.float32)},
+)
 bias_0d = added(lambda c: lambda s, b, h, q, k: s + c["bias"], lambda b, h, q, k, n: (), normal())
 bias_bf16 = added(
     lambda c: lambda s, b, h, q, k: s + c["bias"][b, h, q, k].astype(F32),

@@ -151,6 +151,7 @@ CAPTURED = [
     Case("bias_bhqk", captured.bias_bhqk, sizes=N(T=37, S=67)),
     Case("bias_bhqk_causal", captured.bias_bhqk, masks.causal, N(T=129), block=64, **BF16),
     Case("bias_bhwq", captured.bias_bhwq, **BF16),
+    Case("bias_of_padding", captured.bias_of_padding, sizes=N(S=96), **BF16),
     Case("bias_0d", captured.bias_0d, **BF16),
     Case("bias_bf16", captured.bias_bf16, **BF16),
     Case("bias_of_product", captured.bias_of_product, sizes=N(T=67)),

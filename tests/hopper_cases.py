@@ -62,6 +62,7 @@ WIDE = [
     Case("softcap_of_much", scores.softcap_of_much, masks.causal, Sizes(T=260, D=64), block=128, **BF16),
     # Tiles end where the sequences do: elements are loaded from one address on.
     Case("even_table", captured.table, masks.causal, Sizes(T=256, Hq=4, Hkv=2, D=64), block=128, **BF16),
+    Case("even_padding", captured.bias_of_padding, masks.causal, Sizes(T=256, D=64), block=128, **BF16),
     Case("even_bias", captured.bias_bhqk, masks.causal, Sizes(T=256, S=384, D=128), block=128, layout="BNTH", **BF16),
     # Elements that the copy engine brings, of 16 bits also for gradients.
     Case("plane", captured.fixed_bias, masks.causal, Sizes(T=304, S=448, Hq=4, Hkv=2, D=128), block=128, **BF16),
