@@ -16,7 +16,7 @@ import traceback
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.random_mods", description=__doc__)
-    parser.add_argument("--implementation", default="xla", help="as in the call; triton-interpret runs on the CPU")
+    parser.add_argument("--implementation", default="xla", help="as in the call; -interpret or -compile: on the CPU")
     parser.add_argument("--seeds", default="0:100", help="first:last, the last not included, or numbers with commas")
     parser.add_argument("--processes", type=int, default=1, help="share the seeds among so many processes")
     parser.add_argument(
@@ -45,7 +45,7 @@ def _seeds(text: str) -> list[int]:
 def _run_here(args: argparse.Namespace) -> list[dict]:
     import jax
 
-    if args.implementation in ("xla", "reference", "triton-interpret"):
+    if args.implementation in ("xla", "reference") or "-" in args.implementation:
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
         if jax.__version_info__ < (0, 11):  # half the time to compile, as in conftest.py

@@ -124,7 +124,11 @@ class Drawing:
         names = [str(x) for x in self.rng.choice(list(POSITIONS), rank, replace=False, p=[0.15, 0.2, 0.325, 0.325])]
         shape: list[str | int] = [POSITIONS[name] for name in names]
         indices: list[str | _Value] = list(names)
-        if rank and self.rng.random() < 0.45:
+        if self.rng.random() < 0.15:  # a constant index
+            at, size = int(self.rng.integers(rank + 1)), int(self.rng.integers(1, 4))
+            shape.insert(at, size)
+            indices.insert(at, f"{int(self.rng.integers(-size, size))}")
+        elif rank and self.rng.random() < 0.45:
             return self.gather(kind, shape, indices)
         name, args = self.capture(kind, shape), []
         text = self.spelled(name, [str(index) for index in indices], kind)

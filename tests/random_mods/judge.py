@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflex
-from tests import tolerance
+from tests import gpu_compile, tolerance
 from tests.evaluation import Results, _rounded_back, compiled_in_haste
 from tests.random_mods.case import Case
 
@@ -82,6 +82,19 @@ def by_library(
     Raises:
       jflex.UnsupportedError: The implementation refuses the mods.
     """
+    run = _everything(case, implementation, interpret=interpret)
+    precision = "highest" if jax.default_backend() == "gpu" else None
+    with jax.default_matmul_precision(precision), compiled_in_haste(in_haste):
+        return jax.tree.map(np.asarray, jax.jit(run, compiler_options=options)(jax.tree.map(jnp.asarray, x)))
+
+
+def compiled_without_gpu(case: Case, implementation: str) -> None:
+    """Compiles the same program for a GPU that is not there; raises what the compilers raise when they refuse it."""
+    with jax.default_matmul_precision("highest"):
+        gpu_compile.memory_of(_everything(case, implementation), jax.tree.map(jnp.asarray, draw_arrays(case)))
+
+
+def _everything(case: Case, implementation: str, *, interpret: bool = False) -> Callable[[Drawn], Results]:
     attend = call_of(case, jflex.flex_attention, implementation, interpret=interpret, return_lse=True)
     turn = (lambda a: a) if case.layout == "BTNH" else lambda a: a.swapaxes(1, 2)
 
@@ -93,9 +106,7 @@ def by_library(
         out, pull = jax.vjp(functools.partial(attended, x), x.query, x.key, x.value, x.floats)
         return Results(*out, *pull((x.d_out, x.d_lse)))
 
-    precision = "highest" if jax.default_backend() == "gpu" else None
-    with jax.default_matmul_precision(precision), compiled_in_haste(in_haste):
-        return jax.tree.map(np.asarray, jax.jit(run, compiler_options=options)(jax.tree.map(jnp.asarray, x)))
+    return run
 
 
 def call_of(case: Case, function: Callable[..., Any], implementation: str, *, interpret: bool = False, **more: Any):

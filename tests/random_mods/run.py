@@ -10,7 +10,7 @@ import jax
 
 import jflex
 from tests.random_mods.case import Case, draw_case
-from tests.random_mods.judge import Miscompiled, Wrong, judge, refusal
+from tests.random_mods.judge import Miscompiled, Wrong, compiled_without_gpu, judge, refusal
 from tests.random_mods.shrink import shrunk
 
 PROFILES = {"mosaic_gpu": "hopper", "triton": "wide"}
@@ -29,19 +29,19 @@ def run(
 
     Args:
       seed: Of the call.
-      backend: As `implementation=`, or ``"triton-interpret"``.
+      backend: As `implementation=`; ``"triton-interpret"``; or ``"triton-compile"`` and the like, which are compiled
+        for a GPU that is not there, and not run.
       profile: What is drawn, as in `case.PROFILES`.
       shrink: Whether to make a failing call smaller.
       optimised: Whether to compile with all of XLA's optimisations on a CPU, too.
       without: Words; a mod whose source holds one of them is left out.
     """
     implementation, _, manner = backend.partition("-")
-    case = draw_case(seed, profile or PROFILES.get(backend, "small"))
+    case = draw_case(seed, profile or ("small" if manner == "interpret" else PROFILES.get(implementation, "small")))
     if any(word in case.report() for word in without):
         return {"seed": seed, "verdict": "left out", "message": ""}
-    interpret = manner == "interpret"
     in_haste = not optimised and jax.default_backend() != "gpu"
-    verdict = lambda case: _verdict(case, implementation, interpret, in_haste)
+    verdict = lambda case: _verdict(case, implementation, manner, in_haste)
     result = verdict(case)
     if result["verdict"] in ("wrong", "error"):
         if shrink:
@@ -52,10 +52,13 @@ def run(
     return {"seed": seed, "backend": backend, **result}
 
 
-def _verdict(case: Case, implementation: str, interpret: bool, in_haste: bool) -> dict[str, Any]:
+def _verdict(case: Case, implementation: str, manner: str, in_haste: bool) -> dict[str, Any]:
     try:
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            judge(case, implementation, interpret=interpret, in_haste=in_haste)
+            if manner == "compile":
+                compiled_without_gpu(case, implementation)
+            else:
+                judge(case, implementation, interpret=manner == "interpret", in_haste=in_haste)
     except jflex.UnsupportedError as error:
         return {"verdict": "refused", "message": str(error), "reason": reason_of(error)}
     except Miscompiled as error:
