@@ -26,8 +26,7 @@ INVALID = (-(2**31), -123456, -1, 2**31 - 1)
 @pytest.fixture(params=["copied", "in_place"])
 def where(request, monkeypatch):
     """Where the kernels read the selected rows."""
-    if request.param == "in_place":
-        monkeypatch.setattr(sparse_call, "COPIED_BYTES", 0)
+    monkeypatch.setattr(sparse_call, "COPIED_HEADS", 1 if request.param == "copied" else 1 << 30)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,7 @@ def test_bfloat16_on_a_gpu(backend, where):
     case = paged_cases.in_dtype(latent_case("sparse_wide", (1, 2), (700, 300), Hq=16, D=576, Dv=512, rope=64,
                                             scale=192**-0.5, page_size=64), "bfloat16")  # fmt: skip
     indices = drawn(case, 300)
-    if backend == "mosaic_gpu" and sparse_call.COPIED_BYTES == 0:
+    if backend == "mosaic_gpu" and sparse_call.COPIED_HEADS > 1:
         with pytest.raises(jflex.UnsupportedError, match="mosaic_gpu"):
             sparse(case, indices, backend)
         return
@@ -116,19 +115,20 @@ def test_bfloat16_on_a_gpu(backend, where):
 
 
 @pytest.mark.parametrize(
-    ("selected", "config", "pages"),
+    ("heads", "selected", "config", "pages"),
     [
-        (2048, None, "of 64 keys"),
-        (64, jflex.Config(batch_invariant=True), "of 1 key"),
-        (240_000, None, "of 1 key"),
+        (32, 2048, None, "of 64 keys"),
+        (16, 2048, None, "of 1 key"),
+        (32, 64, jflex.Config(batch_invariant=True), "of 1 key"),
+        (32, 240_000, None, "of 1 key"),
     ],
-    ids=["copied", "batch_invariant", "too_many"],
+    ids=["copied", "few_heads", "batch_invariant", "too_many"],
 )
-def test_what_is_copied(selected, config, pages):
+def test_what_is_copied(heads, selected, config, pages):
     """Known from shapes: up to 256 MiB of rows, and not where bits must not depend on the batch."""
     bf16, batch = jnp.bfloat16, jflex.paged.PagedBatch(INT([0, 1]), INT([128]), INT([[1, 2]]))
     cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=bf16)
-    arrays = jnp.ones((1, 16, 576), bf16), cache, batch, jnp.zeros((1, selected), jnp.int32)
+    arrays = jnp.ones((1, heads, 576), bf16), cache, batch, jnp.zeros((1, selected), jnp.int32)
     found = str(jflex.explain(jflex.sparse_mla_attention, *arrays, qk_head_dim=192, config=config))
     assert f" {pages}" in found
 
