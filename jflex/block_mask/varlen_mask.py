@@ -21,6 +21,7 @@ from jflex._jax.manual_axes import match_manual_axes
 from jflex.block_mask.lengths import checked_block_size, checked_size
 from jflex.block_mask.lists import EMPTY, FULL, PARTIAL, block_count
 from jflex.block_mask.mask import BlockMask, BlockSize
+from jflex.block_mask.runs import run_of
 from jflex.block_mask.states import visible_elements
 from jflex.block_mask.tables import block_lists
 from jflex.mods.array_sizes import check_mod_sizes
@@ -160,14 +161,9 @@ def _locate(ends: jax.Array, length: int, padding: int) -> tuple[Int32[Array, " 
     token = jnp.arange(max(length, 1), dtype=jnp.int32)  # a mod is traced even where there are none
     if ends.size == 1:
         return jnp.full_like(token, padding), jnp.zeros_like(token)
-    sequence = _sequence_of(token, ends)
+    sequence = run_of(token, ends)
     inside = token < ends[-1]
     return jnp.where(inside, sequence, padding), jnp.where(inside, token - ends[:-1][sequence], 0)
-
-
-def _sequence_of(token: Int32[Array, " N"], ends: Int32[Array, " R_and_1"]) -> Int32[Array, " N"]:
-    """How many sequences end before or at a token: the index of its sequence, R for padding."""
-    return jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
 @jax.jit(static_argnames=("lengths", "block_size"))
@@ -194,8 +190,8 @@ def _range_of_blocks(ends: jax.Array, rank: jax.Array, length: int, block: int) 
     """Ranks of the sequences of each block, begin and end, and whether all of it belongs to one sequence."""
     begin = jnp.arange(block_count(length, block), dtype=jnp.int32) * block
     filled = jnp.minimum(ends[-1], length)
-    first = _sequence_of(begin, ends)
-    last = _sequence_of(jnp.minimum(begin + block, filled) - 1, ends)
+    first = run_of(begin, ends)
+    last = run_of(jnp.minimum(begin + block, filled) - 1, ends)
     after = jnp.minimum(last + 1, rank.size - 1)
     return rank[first], rank[after], (first == last) & (begin + block <= filled)
 

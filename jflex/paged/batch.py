@@ -14,6 +14,7 @@ from jaxtyping import Array, Int32
 
 from jflex._call.checks import describe_array
 from jflex.block_mask.lengths import checked_size
+from jflex.block_mask.runs import run_of
 from jflex.paged.batch_checks import Rule, check_rules, indptr_rules, length_rules, table_rule
 from jflex.paged.cache import check_cache
 from jflex.paged.cache_checks import check_int32, is_known
@@ -94,8 +95,7 @@ def token_requests(batch: PagedBatch, num_tokens: int) -> Int32[Array, " N"]:
     """
     check_fields(batch)
     tokens = jnp.arange(checked_size(num_tokens, "num_tokens"), dtype=jnp.int32)
-    ends = jnp.asarray(batch.qo_indptr)[1:]
-    request = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
+    request = run_of(tokens, jnp.asarray(batch.qo_indptr))
     return jnp.where(request < batch.requests, request, -1)
 
 

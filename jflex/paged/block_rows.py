@@ -14,6 +14,7 @@ from jflex.block_mask.from_indices import block_mask_from_indices
 from jflex.block_mask.lengths import checked_block_size, checked_size, checked_width
 from jflex.block_mask.lists import block_count
 from jflex.block_mask.mask import BlockMask, BlockSize, create_block_mask
+from jflex.block_mask.runs import run_of
 from jflex.mods.compose import and_masks
 from jflex.mods.types import MaskMod
 from jflex.paged.batch import PagedBatch
@@ -179,7 +180,7 @@ class BlockSparseRows:
         if not table.size or not entries:
             return table
         entry = jnp.arange(entries, dtype=jnp.int32)
-        row = jnp.searchsorted(self.indptr, entry, side="right").astype(jnp.int32) - 1
+        row = run_of(entry, self.indptr)
         exists = (row < rows) & (self.indices >= 0) & (self.indices < columns)
         row, column = jnp.minimum(row, rows - 1), jnp.clip(self.indices, 0, columns - 1)
         sizes = jnp.where(exists, jnp.diff(self.kv_indptr)[column], 0)
@@ -264,8 +265,7 @@ class BlockSparseRows:
         # A last row and column for queries and keys in no block.
         table = jnp.pad(table, ((0, 1), (0, 1)), constant_values=-1)
         position = jnp.arange(max(1, q_length), dtype=jnp.int32), jnp.arange(max(1, kv_length), dtype=jnp.int32)
-        row = jnp.searchsorted(self.q_indptr, position[0], side="right").astype(jnp.int32) - 1
-        column = jnp.searchsorted(self.kv_indptr, position[1], side="right").astype(jnp.int32) - 1
+        row, column = run_of(position[0], self.q_indptr), run_of(position[1], self.kv_indptr)
         if self.kv_lengths is None:
             return lambda b, h, q_idx, kv_idx: table[row[q_idx], column[kv_idx]] >= 0
         offset, length = position[1] - self.kv_indptr[column], jnp.pad(self.kv_lengths, (0, 1))
