@@ -123,6 +123,18 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
     return of_elements(run, plg.Layout.WGMMA, exponent)
 
 
+def of_unknown_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
+    """The same 32-bit integers, of which LLVM knows nothing any more; ptxas drops the move."""
+
+    def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        word = ir.IntegerType.get_signless(32)
+        return r.foreach(
+            lambda x, _: llvm.inline_asm(word, [x], "mov.b32 $0, $1;", "=r,r"), create_array=True, is_signed=r.is_signed
+        )
+
+    return of_elements(run, layout, x)
+
+
 MAX_PAIRED_EXPONENT = 63.0  # (1 + 2 ** 63) ** 2 is below the largest float32
 _AXIS_OF_8_ROWS = 4  # of the registers of wgmma accumulators: a thread holds elements of two rows, 8 apart
 

@@ -103,7 +103,11 @@ class TileSpace(Space):
         return at
 
     def substitutes(self, kind: str) -> Mapping[str, Callable[..., jax.Array]]:
-        """Primitives without a lowering for Mosaic GPU, and the SFU's tanh: its inputs are no more exact than that."""
+        """Primitives without a lowering for Mosaic GPU, and the SFU's tanh: its inputs are no more exact than that.
+
+        Division of integers hides their range. LLVM of JAX 0.12 narrows them to 16 bits where that is small, as in
+        ``x % 7 % 5``, has no instruction then (``Cannot select: v2i16 smul_lohi``), and ends the process.
+        """
         layout = plg.Layout.WG_SPLAT(()) if kind == Axes.UNIFORM else self.layouts[kind]
         result = {
             name: functools.partial(_without_parameters, functools.partial(inline_ptx.from_library, mlir, layout))
@@ -111,6 +115,7 @@ class TileSpace(Space):
         }
         if kind != Axes.UNIFORM:
             result["tanh"] = functools.partial(_without_parameters, functools.partial(inline_ptx.tanh, layout))
+            result |= {name: functools.partial(_divided, divide, layout) for name, divide in _DIVISIONS.items()}
         return result
 
     def substitutes_of_multiples(self, kind: str) -> Mapping[str, OfMultiple]:
@@ -132,6 +137,14 @@ class TileSpace(Space):
         space = copy.copy(self)
         space.pairs = True
         return space
+
+
+_DIVISIONS = {"div": lax.div, "rem": lax.rem}
+
+
+def _divided(divide: Callable[..., jax.Array], layout: RegisterLayout, x: jax.Array, y: jax.Array) -> jax.Array:
+    is_word = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 4
+    return divide(inline_ptx.of_unknown_range(layout, x) if is_word else x, y)
 
 
 def _boolean(x: jax.Array) -> jax.Array:
