@@ -189,14 +189,21 @@ class Outcome(NamedTuple):
 
 def outcomes(results: Results) -> list[Outcome]:
     """Every target with its figure; those over peers that were not installed are left out."""
-    found, suites = [], results.get(DEVICE, {})
+    found = []
     for target in (*TARGETS, *hopper_targets()):
-        result = suites.get(target.suite)
+        device = _measured_on(target.suite, results)
+        result = results.get(device, {}).get(target.suite)
         if result is None or not (isinstance(target.over, str) and result.lacks(target.over)):
-            found.append(evaluate(target, result))
+            found.append(evaluate(target, result, device))
     for target in QUESTION_TARGETS:
         found += [outcome for x in _concrete(target, results) for outcome in _of_question(x, results)]
     return found
+
+
+def _measured_on(name: str, results: Results) -> str:
+    """The device whose figures of a suite count: `DEVICE`, or another GPU where that has none."""
+    others = [device for device, files in results.items() if device != "cpu" and name in files]
+    return DEVICE if DEVICE in others or not others else others[0]
 
 
 def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:
@@ -207,16 +214,17 @@ def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:
     return [target._replace(device=device) for device in devices or [DEVICE]]
 
 
-def evaluate(target: Target, result: ResultFile | None) -> Outcome:
+def evaluate(target: Target, result: ResultFile | None, device: str = DEVICE) -> Outcome:
     """A target with its figure.
 
     Args:
       target: Of a suite.
       result: The suite's results; None if there are none.
+      device: Where it was measured.
     """
     problems = [problem for problem in suite(target.suite) if _selected(problem, target.select)]
     unit = target.metric if target.over is None else "x"
-    missing = Outcome(target, f"{DEVICE}/{target.suite}", _name(target, len(problems)), None, unit)
+    missing = Outcome(target, f"{device}/{target.suite}", _name(target, len(problems)), None, unit)
     if result is None:
         return missing._replace(missing=f"{missing.file}.json is missing")
     values = [_value(target, result, problem) for problem in problems]
