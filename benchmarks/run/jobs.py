@@ -238,15 +238,20 @@ RunJob = Callable[[Job], Any]
 
 
 def run_job(job: Job) -> Any:
-    """The result of a job, by way of JSON.
+    """The result of a job, by way of JSON. What it printed is printed if it fails, for the figures in it.
 
     Raises:
       WorkerError: The process failed or took too long; the last line that it printed is in the error.
     """
     with tempfile.TemporaryDirectory() as folder:
-        worker = Worker(job.module, job.variables, pathlib.Path(folder) / "log", "job's")
+        log = pathlib.Path(folder) / "log"
+        worker = Worker(job.module, job.variables, log, "job's")
         worker.send(job.function, **job.arguments)
-        result = worker.receive(job.seconds)
+        try:
+            result = worker.receive(job.seconds)
+        except WorkerError:
+            print(log.read_text(errors="replace"), flush=True)
+            raise
         worker.close(grace=20.0)
     return result
 
