@@ -126,11 +126,12 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
 def of_unknown_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
     """The same 32-bit integers, of which LLVM knows nothing any more; ptxas drops the move."""
 
+    def move(x: ir.Value, _: Any) -> Any:
+        return llvm.inline_asm(ir.IntegerType.get_signless(32), [x], "mov.b32 $0, $1;", "=r,r")
+
     def run(r: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        word = ir.IntegerType.get_signless(32)
-        return r.foreach(
-            lambda x, _: llvm.inline_asm(word, [x], "mov.b32 $0, $1;", "=r,r"), create_array=True, is_signed=r.is_signed
-        )
+        moved: Any = r.foreach(move, create_array=True, is_signed=r.is_signed)
+        return moved
 
     return of_elements(run, layout, x)
 
