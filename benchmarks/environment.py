@@ -17,8 +17,9 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "nvidia-cudnn-cu13")
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
 # The first GPU that this process sees: on a host with several, others may be busy.
-_SMI = ("nvidia-smi", f"--id={os.environ.get('CUDA_VISIBLE_DEVICES', '0').partition(',')[0] or 0}")
+_SMI = ("nvidia-smi", f"--id={_VISIBLE if _VISIBLE.isdigit() or _VISIBLE.startswith('GPU-') else 0}")
 _CLOCKS = {"clocks.sm": "MHz", "clocks.mem": "MHz", "power.draw": "W", "temperature.gpu": "C"}
 _BUSY = 50.0  # per cent of a sampling period in which kernels ran
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
@@ -44,7 +45,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Name, driver and present clocks of the first GPU by `nvidia-smi`; empty without one.
+    """Name, driver and present clocks of the first GPU that this process sees, by `nvidia-smi`; empty without one.
 
     It starts nothing on the GPU, so that subprocesses may have all of its memory.
     """
@@ -60,11 +61,11 @@ def gpu_facts() -> dict[str, str]:
 def results_folder(device: str) -> str:
     """The folder of the results of a GPU, by its name.
 
-    >>> results_folder("NVIDIA H200"), results_folder("NVIDIA H100 80GB HBM3"), results_folder("NVIDIA L4")
-    ('h200', 'h100', 'nvidia-l4')
+    >>> results_folder("NVIDIA H200"), results_folder("NVIDIA H100 80GB HBM3"), results_folder("NVIDIA H100 PCIe")
+    ('h200', 'h100', 'nvidia-h100-pcie')
     """
-    short = (name for name in ("H100", "H200") if name in device.split())
-    return next(short, device.replace(" ", "-")).lower()
+    short = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}  # of SXM5; others have their full names
+    return short.get(device) or device.lower().replace(" ", "-")
 
 
 class ClockWatch:

@@ -133,6 +133,24 @@ def test_what_is_copied(heads, selected, config, pages):
     assert f" {pages}" in found
 
 
+def test_the_padding_of_pages_counts():
+    """4096 queries that select one key each: 4.5 MiB of rows, and 288 in pages."""
+    cache = jflex.paged.LatentCache.create(3, 64, 512, 64, dtype=jnp.bfloat16)
+    assert sparse_call._is_copied(32, cache, (256, 1))
+    assert not sparse_call._is_copied(32, cache, (4096, 1))
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("selected", [0, 5])
+def test_no_queries(heads, selected):
+    cache = jflex.paged.LatentCache.create(3, 16, 64, 16, dtype=jnp.float32)
+    batch = jflex.paged.PagedBatch(INT([0, 0]), INT([20]), INT([[1, 2]]))
+    out, lse = jflex.sparse_mla_attention(
+        jnp.zeros((0, heads, 80)), cache, batch, jnp.zeros((0, selected), jnp.int32), qk_head_dim=48, return_lse=True
+    )
+    assert (out.shape, lse.shape) == ((0, heads, 64), (0, heads))
+
+
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("page_size", [2, 61, 64, 69])
 @backends

@@ -310,8 +310,8 @@ def _options(clients: int, sizes: Sizes) -> Any:
 
 def jax_clients(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:
     """Closed loops and Poisson arrivals; a job."""
-    of = Sizes(*sizes)
-    return closed_loops(Shape(*shape), of, Results(), shares=of.shares)
+    load = Sizes(*sizes)
+    return closed_loops(Shape(*shape), load, Results(), shares=load.shares)
 
 
 def jax_launches(shape: Sequence[int], sizes: Sequence[Any]) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def outcomes(results: Results) -> list[Outcome]:
 
 def _measured_on(name: str, results: Results) -> str:
     """The device whose figures of a suite count: `DEVICE`, or another GPU where that has none."""
-    others = [device for device, files in results.items() if device != "cpu" and name in files]
-    return DEVICE if DEVICE in others or not others else others[0]
+    measured = [device for device, files in results.items() if device != "cpu" and name in files]
+    return DEVICE if DEVICE in measured or not measured else measured[0]
 
 
 def _concrete(target: QuestionTarget, results: Results) -> list[QuestionTarget]:

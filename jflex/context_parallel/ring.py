@@ -152,7 +152,8 @@ def _walk(ring: _Ring, local: _Local, visit: Visit, sums: Any) -> tuple[Any, Any
         onward = ring.hop(keys, leaves)  # neither hop waits for the kernel, nor it for them
         sums = ring.hop(sums, arrived)
         carry, addition = visit(carry, _unpacked(keys, pair), ring.owner(local, number))
-        return carry, onward, jax.tree.map(lambda x, more: x + more.astype(x.dtype), sums, _packed(addition))
+        addition = jax.tree.map(lambda x, zero: x.astype(zero.dtype), addition, zeros)
+        return carry, onward, jax.tree.map(jnp.add, sums, _packed(addition))
 
     pair = (local.inputs.key, local.inputs.value)
     zeros, sums = sums, _packed(sums)
@@ -303,15 +304,15 @@ def _attend_bwd(ring: _Ring, backend: str, residuals: tuple[_Local, Saved, _Back
         ),
         _OfKeys(zeros(inputs.key, requested.key), zeros(inputs.value, requested.value)),
     ))  # fmt: skip
-    exact = lambda x: x.astype(_accumulator_dtype(x.dtype))
+    widened = lambda x: x.astype(_accumulator_dtype(x.dtype))
 
     def visit(sums: _OfQueries | None, keys: tuple[jax.Array, jax.Array], owner: jax.Array) -> tuple[Any, _OfKeys]:
         of_queries, of_keys = _where_attended(local, owner, lambda keys: pull(keys, owner), keys, none)
         if sums is not None:
-            of_queries = jax.tree.map(lambda x, more: exact(x) + exact(more), sums, of_queries)
+            of_queries = jax.tree.map(lambda x, more: widened(x) + widened(more), sums, of_queries)
         return of_queries, of_keys
 
-    of_queries, of_keys = _walk(ring, local, visit, jax.tree.map(exact, none[1]))
+    of_queries, of_keys = _walk(ring, local, visit, jax.tree.map(widened, none[1]))
     like = lambda g, x: None if g is None else g.astype(x.dtype)
     nothing = jax.tree.map(lambda _: None, local)
     gradients = nothing.inputs._replace(

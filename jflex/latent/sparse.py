@@ -26,7 +26,7 @@ from jflex.types import AnyArray
 
 COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once
 COPIED_BYTES = 1 << 28  # the most that is copied
-COPIED_HEADS = 32  # the fewest with which it pays
+COPIED_HEADS = 32  # the fewest with which they are
 
 
 # Return types, by `return_lse`.
@@ -146,35 +146,45 @@ def prepare(
     chosen = _Chosen(batch, jnp.asarray(indices), cache.page_size)
     mods = chosen.score(score_mod), chosen.mask(mask_mod)
     layer = checked_layer(cache, layer)
-    copied = _is_copied(q.shape[1], cache, indices.size) and not (config is not None and config.batch_invariant)
+    copied = _is_copied(q.shape[1], cache, indices.shape) and not (config is not None and config.batch_invariant)
     pages = chosen.copied_pages(cache, layer) if copied else chosen.pages(cache, layer)
     return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
 
 
-def _is_copied(heads: int, cache: LatentCache, selected: int) -> bool:
+def _is_copied(heads: int, cache: LatentCache, shape: tuple[int, int]) -> bool:
     """Whether selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
-    heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. The copy is XLA's gather.
+    heads 190 and 223, 8 with 87 and 93; with 16 heads 177 and 108, 79 and 65. Numbers of heads between were not
+    measured: from 32 on the Hopper kernel is selected. The copy is XLA's gather.
     """
-    size = selected * cache.rows.shape[-1] * cache.rows.dtype.itemsize
-    return heads >= COPIED_HEADS and cache.scale is None and size <= COPIED_BYTES  # those of eight bits have parts
+    queries, selected = shape
+    size = queries * _in_pages(selected) * cache.rows.shape[-1] * cache.rows.dtype.itemsize
+    return heads >= COPIED_HEADS and cache.scale is None and 0 < size <= COPIED_BYTES  # those of eight bits have parts
+
+
+def _in_pages(selected: int) -> int:
+    """Rows of the pages of a query."""
+    return -(-selected // COPIED_PAGE) * COPIED_PAGE
 
 
 class _Chosen:
     """The selected keys as pages, of as many requests as there are queries."""
 
     def __init__(self, batch: PagedBatch, indices: Int32[Array, "N K"], page_size: int) -> None:
-        if not indices.shape[1]:  # mods are traced even where no key is selected
+        if not indices.shape[1]:
             indices = jnp.full((indices.shape[0], 1), -1, jnp.int32)
         self.queries = indices.shape[0]
         request = token_requests(batch, self.queries)
         lengths = jnp.asarray(batch.kv_lengths)
         length = lengths[request] if lengths.size else jnp.zeros_like(request)
-        self.request, self.position = jnp.maximum(request, 0), token_positions(batch, self.queries)
         slots = slots_of_tokens(batch, request, indices, page_size)
-        self.exists = (indices >= 0) & (indices < length[:, None]) & (request[:, None] >= 0) & (slots >= 0)
-        self.slots, self.indices = jnp.where(self.exists, slots, 0), jnp.where(self.exists, indices, 0)
+        exists = (indices >= 0) & (indices < length[:, None]) & (request[:, None] >= 0) & (slots >= 0)
+        self.slots = jnp.where(exists, slots, 0)
+        # Mods are traced even where there are no queries or keys.
+        of_mods = lambda x: x if self.queries else jnp.zeros((1, *x.shape[1:]), x.dtype)
+        self.request, self.position = map(of_mods, (jnp.maximum(request, 0), token_positions(batch, self.queries)))
+        self.exists, self.indices = map(of_mods, (exists, jnp.where(exists, indices, 0)))
 
     def positions(self, n: Any, h: Any, _: Any, j: Any) -> Positions:
         """Where the mod of the user is evaluated; the query of request ``n`` is packed query ``n``."""
@@ -190,30 +200,33 @@ class _Chosen:
 
     def copied_pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
         """The selected rows in pages of their own."""
-        slots = jnp.pad(self.slots, ((0, 0), (0, -self.slots.shape[1] % COPIED_PAGE)))
+        selected = self.slots.shape[1]
+        slots = jnp.pad(self.slots, ((0, 0), (0, _in_pages(selected) - selected)))
         slots = slots if layer is None else slots + layer * (cache.num_pages * cache.page_size)
         shape = (slots.size // COPIED_PAGE, COPIED_PAGE, 1, cache.rows.shape[-1])
-        rows = _made(lambda x: x.reshape(-1, x.shape[-1]).at[slots].get(mode="promise_in_bounds"), cache.rows, shape)
+        rows = _reshaped(
+            cache.rows, shape, lambda x: x.reshape(-1, x.shape[-1]).at[slots].get(mode="promise_in_bounds")
+        )
         table = jnp.arange(shape[0], dtype=jnp.int32).reshape(self.queries, slots.shape[1] // COPIED_PAGE)
         return self._paged(rows, shape[0], jnp.zeros((1,), jnp.int32), table, cache.latent_size)
 
     def pages(self, cache: LatentCache, layer: jax.Array | None) -> Pages:
         """The cache in pages of one token, without a copy."""
         tokens = cache.num_pages * cache.page_size
-        rows = _made(None, cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
-        scale = None if cache.scale is None else _made(None, cache.scale, (-1, 1, cache.scale.shape[-1]))
-        rope = None if cache.rope is None else _made(None, cache.rope, (-1, 1, 1, cache.rope_size))
+        rows = _reshaped(cache.rows, (-1, 1, 1, cache.rows.shape[-1]))
+        scale = None if cache.scale is None else _reshaped(cache.scale, (-1, 1, cache.scale.shape[-1]))
+        rope = None if cache.rope is None else _reshaped(cache.rope, (-1, 1, 1, cache.rope_size))
         first = jnp.zeros((1,), jnp.int32) if layer is None else (layer * tokens).reshape(1)
         paged = self._paged(rows, tokens, first, self.slots, cache.latent_size)
         return paged._replace(key_scale=scale, rope_key=rope)
 
     def _paged(self, rows: Any, count: int, first: jax.Array, table: jax.Array, latent_size: int) -> Pages:
         indptr = jnp.arange(self.queries + 1, dtype=jnp.int32)
-        lengths = jnp.full((self.queries,), self.indices.shape[1], jnp.int32)
+        lengths = jnp.full((self.queries,), self.slots.shape[1], jnp.int32)
         return Pages(rows, rows, count, first, indptr, lengths, table, latent_size)
 
 
-def _made(select: Callable[[Any], Any] | None, x: Any, shape: tuple[int, ...]) -> Any:
-    """Selects from an array and reshapes what comes out; of shapes, the shape."""
-    make = lambda x: (x if select is None else select(x)).reshape(shape)
-    return jax.eval_shape(make, x) if isinstance(x, jax.ShapeDtypeStruct) else make(x)
+def _reshaped(x: Any, shape: tuple[int, ...], select: Callable[[Any], Any] = lambda x: x) -> Any:
+    """An array, or what is selected of it, in another shape; of a shape, the shape."""
+    reshape = lambda x: select(x).reshape(shape)
+    return jax.eval_shape(reshape, x) if isinstance(x, jax.ShapeDtypeStruct) else reshape(x)

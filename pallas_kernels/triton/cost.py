@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.program.build import Program
-from pallas_kernels.program.ir import Axes, reachable
+from pallas_kernels.program.build import Derivative, Program
+from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import chunks
 from pallas_kernels.tuning import triton_rules
@@ -60,6 +60,8 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
     both, more = size + size_v, (tiles.num_stages - 1) * of_mods
     if kernel in ("forward", "decode"):
         elements = tiles.block_q * size + tiles.num_stages * tiles.block_kv * both
+    elif kernel == "captured":  # it walks batch entries and heads
+        elements = tiles.num_stages * (tiles.block_q + tiles.block_kv) * both
     elif kernel == "dq":
         elements = tiles.block_q * both + tiles.num_stages * tiles.block_kv * both
     else:
@@ -119,6 +121,27 @@ def stages_that_fit(
     """
     taken = lambda n: shared_memory(kernel, dataclasses.replace(tiles, num_stages=n), *head_sizes, itemsize, loads)
     return _most_stages(tiles.num_stages, taken, device_kind)
+
+
+def beside_cotangents(
+    spec: AttentionSpec, kernel: str, tiles: Tiles, derivative: Derivative | None, loads: Sequence[Node]
+) -> Tiles:
+    """The tiles of a backward kernel that also computes the cotangents of these loads, with as many stages as fit.
+
+    Triton may hold what cotangents depend on once more: with the gradients of a random mod that reads 20 bytes of
+    each element, the dK/dV kernel held 36.
+    """
+    if derivative is None or not loads:
+        return tiles
+    nodes = reachable([derivative.d_loads[load] for load in loads])
+    again = sum(max(x.dtype.itemsize, 4) for x in nodes if x.op == "load" and x.kind == Axes.TILE)
+    read = bytes_of_loads(kernel, spec.programs)
+    read = read._replace(by_element=read.by_element + again)
+    if not any(read):
+        return tiles
+    itemsize = np.dtype(spec.dtype).itemsize
+    stages = stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, read, spec.device_kind)
+    return dataclasses.replace(tiles, num_stages=stages)
 
 
 def paged_stages(spec: AttentionSpec, tiles: Tiles) -> int:

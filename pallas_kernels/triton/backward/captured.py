@@ -28,7 +28,7 @@ from pallas_kernels.program.build import Derivative
 from pallas_kernels.program.cotangents import covers, stores
 from pallas_kernels.program.ir import Axes, Node
 from pallas_kernels.spec import AttentionSpec, Operands
-from pallas_kernels.triton import language, scores
+from pallas_kernels.triton import cost, language, scores
 from pallas_kernels.triton.head_chunks import load_keys, load_queries, load_vector, qk_dot
 from pallas_kernels.triton.launch import launch
 from pallas_kernels.types import Index, Ref
@@ -76,7 +76,7 @@ def captured(
         shapes,
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
-        tiles=_tiles(spec, tiles, work),
+        tiles=cost.beside_cotangents(spec, "captured", _tiles(spec, tiles, work), derivative, work.loads),
         spec=spec,
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )

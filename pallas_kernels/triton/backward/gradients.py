@@ -33,6 +33,7 @@ from pallas_kernels.gradients import (
 )
 from pallas_kernels.program.cotangents import group_loads
 from pallas_kernels.spec import AttentionSpec, Operands
+from pallas_kernels.triton import cost
 from pallas_kernels.triton.backward import captured as backward_captured
 from pallas_kernels.triton.backward import dkv as backward_dkv
 from pallas_kernels.triton.backward import dq as backward_dq
@@ -70,10 +71,12 @@ def backward(
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
-        result = backward_dq.dq(spec, tiles.dq, arrays, rows, requested.derivative, groups)
+        written = (*groups.stores, *groups.atomics)
+        fitting = cost.beside_cotangents(spec, "dq", tiles.dq, requested.derivative, (*groups.rows, *written))
+        result = backward_dq.dq(spec, fitting, arrays, rows, requested.derivative, groups)
         d_query = result.query if requested.query else None
         collect(spec, requested.derivative, arrays, groups.rows, result.rows, gradients)
-        for load, x in zip((*groups.stores, *groups.atomics), result.tiles, strict=True):
+        for load, x in zip(written, result.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
         assert requested.derivative is not None  # what loads
@@ -81,7 +84,8 @@ def backward(
         for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
     if requested.key_or_value or groups.columns:
-        result = backward_dkv.dkv(spec, tiles.dkv, arrays, rows, requested.derivative, groups)
+        fitting = cost.beside_cotangents(spec, "dkv", tiles.dkv, requested.derivative, groups.columns)
+        result = backward_dkv.dkv(spec, fitting, arrays, rows, requested.derivative, groups)
         d_key, d_value = (
             (sum_batch(spec, x) for x in (result.key, result.value)) if requested.key_or_value else (None, None)
         )
