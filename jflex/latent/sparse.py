@@ -151,7 +151,7 @@ def prepare(
     return prepare_pages("sparse_mla_attention", q, pages, How(*mods, scale, config, exact_out=sinks is not None))
 
 
-def _is_copied(heads: int, cache: LatentCache, shape: tuple[int, int]) -> bool:
+def _is_copied(heads: int, cache: LatentCache, shape: tuple[int, ...]) -> bool:
     """Whether selected rows are copied first, so that the Hopper kernel loads 64 of them by TMA.
 
     H100, jax 0.11.2, bf16, one query, the best 2048 of 65,536 keys, us with a copy and in place: 32 sequences with 128
