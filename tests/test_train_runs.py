@@ -141,8 +141,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(text, undisturbed, tmp_path
     process = subprocess.run([*small_files, *train], capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert re.search(r"(?s)error: .*step 4 could not be written.*last good checkpoint is of step 2, ", process.stderr)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    # Threads of orbax may write on after the failure, into a folder that the next run removes.
+    names = lambda: {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names() - {"4.orbax-checkpoint-tmp"} == {"2"}
     main([*arguments, "--steps=6"])
+    assert all(name.isdigit() for name in names())
     assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
