@@ -26,7 +26,7 @@ from jflex.types import AnyArray
 
 COPIED_PAGE = 64  # tokens of a page of copied rows: what kernels load at once
 COPIED_BYTES = 1 << 28  # the most that is copied
-COPIED_HEADS = 32  # the fewest with which they are
+COPIED_HEADS = 32  # with fewer, rows are read where they are
 
 
 # Return types, by `return_lse`.

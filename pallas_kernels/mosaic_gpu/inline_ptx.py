@@ -124,7 +124,7 @@ def logistic_of_pairs(exponent: jax.Array, *, of_rows: bool) -> jax.Array:
 
 
 def of_unknown_range(layout: RegisterLayout, x: jax.Array) -> jax.Array:
-    """The same 32-bit integers, of which LLVM knows nothing any more; ptxas drops the move."""
+    """Copies 32-bit integers by PTX, so that LLVM cannot know their range."""
 
     def move(x: ir.Value, _: Any) -> Any:
         return llvm.inline_asm(ir.IntegerType.get_signless(32), [x], "mov.b32 $0, $1;", "=r,r")

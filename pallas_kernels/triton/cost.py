@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from pallas_kernels.config import Tiles
-from pallas_kernels.program.build import Derivative, Program
+from pallas_kernels.program.build import Program
 from pallas_kernels.program.ir import Axes, Node, reachable
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton.head_chunks import chunks
@@ -41,7 +41,7 @@ def shared_memory(kernel: str, tiles: Tiles, D: int, Dv: int, itemsize: int, loa
     """Bytes of shared memory of a Triton kernel: its own rows, and `num_stages` tiles of those it walks.
 
     What is no MMA operand has a stage less: loads of mods, and the lse and delta of the queries that the dK/dV kernel
-    walks. It is what Triton takes for sm_90a, where tests compile it.
+    walks. It is what Triton takes for sm_90a, where tests compile it; that of ``captured`` is compared by none.
 
     Args:
       kernel: Its name.
@@ -123,20 +123,21 @@ def stages_that_fit(
     return _most_stages(tiles.num_stages, taken, device_kind)
 
 
-def beside_cotangents(
-    spec: AttentionSpec, kernel: str, tiles: Tiles, derivative: Derivative | None, loads: Sequence[Node]
-) -> Tiles:
-    """The tiles of a backward kernel that also computes the cotangents of these loads, with as many stages as fit.
+def fitting(spec: AttentionSpec, kernel: str, tiles: Tiles, cotangents: Iterable[Node] = ()) -> Tiles:
+    """The tiles, with fewer stages where mods read more than the shared memory of the device holds.
 
-    Triton may hold what cotangents depend on once more: with the gradients of a random mod that reads 20 bytes of
-    each element, the dK/dV kernel held 36.
+    Triton may hold what the cotangents of loads depend on once more: with the gradients of a random mod that reads 20
+    bytes of each element, the dK/dV kernel held 36.
+
+    Args:
+      spec: The spec.
+      kernel: Its name.
+      tiles: Its tiles.
+      cotangents: Those that a backward kernel computes for captured arrays.
     """
-    if derivative is None or not loads:
-        return tiles
-    nodes = reachable([derivative.d_loads[load] for load in loads])
-    again = sum(max(x.dtype.itemsize, 4) for x in nodes if x.op == "load" and x.kind == Axes.TILE)
     read = bytes_of_loads(kernel, spec.programs)
-    read = read._replace(by_element=read.by_element + again)
+    again = (node for node in reachable(list(cotangents)) if node.op == "load" and node.kind == Axes.TILE)
+    read = read._replace(by_element=read.by_element + sum(max(node.dtype.itemsize, 4) for node in again))
     if not any(read):
         return tiles
     itemsize = np.dtype(spec.dtype).itemsize

@@ -199,17 +199,7 @@ def _tiles_of(spec: AttentionSpec, kernel: Kernel) -> TileChoice:
         block_q = min(block_q, max(MIN_TILE, 1 << (spec.T - 1).bit_length()))
         block_kv = min(block_kv, max(MIN_TILE, 1 << (spec.S - 1).bit_length()))
     cut = dataclasses.replace(tiles, block_q=block_q, block_kv=block_kv)
-    cut = dataclasses.replace(cut, num_stages=_stages(spec, kernel, cut))
-    return TileChoice(cut, "rule" if measured is None else "table")
-
-
-def _stages(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
-    """Stages of tiles, fewer where mods that read much would take more shared memory than there is."""
-    loads = cost.bytes_of_loads(kernel, spec.programs)
-    if not any(loads):
-        return tiles.num_stages
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    return cost.stages_that_fit(kernel, tiles, (spec.D, spec.Dv), itemsize, loads, spec.device_kind)
+    return TileChoice(cost.fitting(spec, kernel, cut), "rule" if measured is None else "table")
 
 
 def _measured_tiles(spec: AttentionSpec, kernel: Kernel) -> Tiles | None:

@@ -76,7 +76,7 @@ def captured(
         shapes,
         name="jflex_backward_captured",
         grid=(_positions(spec, work) * work.splits, *_kept(spec, work)),
-        tiles=cost.beside_cotangents(spec, "captured", _tiles(spec, tiles, work), derivative, work.loads),
+        tiles=cost.fitting(spec, "captured", _tiles(spec, tiles, work), [derivative.d_loads[x] for x in work.loads]),
         spec=spec,
         aliases={before + n: i for n, i in enumerate(zeroed)},
     )

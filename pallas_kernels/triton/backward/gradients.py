@@ -67,28 +67,30 @@ def backward(
       entropy: That of the rows and its cotangent; None where it has none.
     """
     rows = row_statistics(spec, saved, d_saved, entropy)
-    groups = group_loads(spec, requested.derivative)
+    derivative = requested.derivative
+    groups = group_loads(spec, derivative)
+    cotangents_of = lambda loads: [] if derivative is None else [derivative.d_loads[load] for load in loads]
     gradients = {i: [] for i in range(len(arrays.score_operands))}
     d_query = d_key = d_value = None
     if requested.query or groups.rows or groups.stores or groups.atomics:
         written = (*groups.stores, *groups.atomics)
-        fitting = cost.beside_cotangents(spec, "dq", tiles.dq, requested.derivative, (*groups.rows, *written))
-        result = backward_dq.dq(spec, fitting, arrays, rows, requested.derivative, groups)
+        fitting = cost.fitting(spec, "dq", tiles.dq, cotangents_of((*groups.rows, *written)))
+        result = backward_dq.dq(spec, fitting, arrays, rows, derivative, groups)
         d_query = result.query if requested.query else None
-        collect(spec, requested.derivative, arrays, groups.rows, result.rows, gradients)
+        collect(spec, derivative, arrays, groups.rows, result.rows, gradients)
         for load, x in zip(written, result.tiles, strict=True):
             gradients[load.value].append(x)
     for axes, loads in groups.repeated:
-        assert requested.derivative is not None  # what loads
-        found_captured = backward_captured.captured(spec, tiles.dq, arrays, rows, requested.derivative, (axes, loads))
+        assert derivative is not None  # what loads
+        found_captured = backward_captured.captured(spec, tiles.dq, arrays, rows, derivative, (axes, loads))
         for load, x in zip(loads, found_captured, strict=True):
             gradients[load.value].append(x)
     if requested.key_or_value or groups.columns:
-        fitting = cost.beside_cotangents(spec, "dkv", tiles.dkv, requested.derivative, groups.columns)
-        result = backward_dkv.dkv(spec, fitting, arrays, rows, requested.derivative, groups)
+        fitting = cost.fitting(spec, "dkv", tiles.dkv, cotangents_of(groups.columns))
+        result = backward_dkv.dkv(spec, fitting, arrays, rows, derivative, groups)
         d_key, d_value = (
             (sum_batch(spec, x) for x in (result.key, result.value)) if requested.key_or_value else (None, None)
         )
-        collect(spec, requested.derivative, arrays, groups.columns, result.columns, gradients)
+        collect(spec, derivative, arrays, groups.columns, result.columns, gradients)
     captured = tuple(map(sum_gradients, gradients.values()))
     return Gradients(d_query, d_key, d_value, captured)
