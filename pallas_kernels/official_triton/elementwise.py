@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from pallas_kernels.official_triton.emitter import Emitter, Rule
-from pallas_kernels.official_triton.primitives import FUNCTIONS
+from pallas_kernels.official_triton.primitives import FUNCTIONS, constraints, pack
 from pallas_kernels.official_triton.text import DTYPES, Value, is_float, number_of
 from pallas_kernels.types import aval_of
 
@@ -203,13 +203,13 @@ def _round(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
 def _element(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """One of our own functions."""
     name = eqn.params["name"]
-    ptx, portable = FUNCTIONS[name]
+    ptx, portable, dtype = FUNCTIONS[name]
     args = [emitter.tensor(x) for x in ins]
     if not emitter.dialect.ptx or name == "multiply_add":
         return emitter.out(eqn, portable.format(*args), name)
-    constraints = ",".join(["=f", *("f" for _ in args)])
-    text = f'tl.inline_asm_elementwise("{ptx}", "{constraints}", [{", ".join(args)}], tl.float32, is_pure=True, pack=1)'
-    return emitter.out(eqn, text, name)
+    kind = f"{DTYPES[dtype]}, is_pure=True, pack={pack(dtype)}"
+    code = f'"{ptx}", "{constraints(dtype, len(args))}"'
+    return emitter.out(eqn, f"tl.inline_asm_elementwise({code}, [{', '.join(args)}], {kind})", name)
 
 
 def _same(emitter: Emitter, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import softmax
 from pallas_kernels.marks import mark
 from pallas_kernels.score_tile import ScoreTile
-from pallas_kernels.spec import LN_2
+from pallas_kernels.spec import LN_2, AttentionSpec
 from pallas_kernels.triton.containment import Attended, cleared
-from pallas_kernels.triton.head_chunks import Columns, pv_dot, zero_values
+from pallas_kernels.triton.head_chunks import Columns, powers_of_two, pv_dot, zero_values
 from pallas_kernels.triton.scores import Scores, linear_weights
 from pallas_kernels.triton.tile import weights
 from pallas_kernels.types import Index, S
@@ -35,24 +35,38 @@ class Tile(NamedTuple):
     values: Columns
     scale: jax.Array | None = None
 
-    def weigh(self, p: jax.Array) -> jax.Array:
-        """The weights of the values as they are held, from those of the values: dropped, and scaled in float32."""
+    def product(self, spec: AttentionSpec, p: jax.Array) -> Columns:
+        """The PV GEMM, float32, of the weights before dropout: scales of tokens multiply these, in float32.
+
+        float16 holds no small weights, nor large ones without a softmax: where the values are float16 and have scales,
+        each row is divided by a power of two, near its largest weight.
+        """
         p = self.scores.drop(p)
         if self.scale is None:
-            return p
-        return p * (self.scale[None, :] if self.scale.ndim else self.scale)
+            return pv_dot(spec, p, self.values)
+        if self.values[0].dtype != jnp.float16:
+            return pv_dot(spec, p * (self.scale[None, :] if self.scale.ndim else self.scale), self.values)
+        if not self.scale.ndim and spec.normalize == "softmax":
+            return tuple(x * self.scale for x in pv_dot(spec, p, self.values))
+        p = p * (self.scale[None, :] if self.scale.ndim else self.scale)
+        smaller, factor = powers_of_two(jnp.max(jnp.abs(p), axis=1))
+        return tuple(x * factor for x in pv_dot(spec, p * smaller, self.values))
 
     def cleared(self) -> Tile:
         """With 0 for values that are NaN or infinite, also by their scale."""
-        return Tile(self.scores, cleared(self.scaled_values))
+        if self.scale is None:
+            return self._replace(values=cleared(self.values))
+        kept = [jnp.abs(x) < jnp.inf for x in self.scaled_values]
+        values = tuple(jnp.where(keep, x, jnp.zeros_like(x)) for keep, x in zip(kept, self.values, strict=True))
+        return Tile(self.scores, values, jnp.where(jnp.abs(self.scale) < jnp.inf, self.scale, 0.0))
 
     @property
     def scaled_values(self) -> Columns:
-        """The values times their scale, in float32, rounded to their dtype."""
+        """The values times their scale, in float32."""
         if self.scale is None:
             return self.values
         scale = self.scale[:, None] if self.scale.ndim else self.scale
-        return tuple((x.astype(jnp.float32) * scale).astype(x.dtype) for x in self.values)
+        return tuple(x.astype(jnp.float32) * scale for x in self.values)
 
 
 class Walk(Protocol):
@@ -140,7 +154,7 @@ class Attention(NamedTuple):
 
     def _fold(self, state: softmax.SoftmaxState, tile: Tile) -> softmax.SoftmaxState:
         spec, log2_scale = self.prepared.spec, self.prepared.log2_scale
-        product = lambda p: pv_dot(spec, tile.weigh(p), tile.values)
+        product = lambda p: tile.product(spec, p)
         if spec.normalize == "none":
             return softmax.add_weights(state, product, linear_weights(self.prepared, tile.scores))
         return softmax.update(

@@ -37,7 +37,7 @@ def chunks(size: int) -> list[tuple[int, int]]:
 def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold keys and queries of a paged call; those of the values first, if keys hold these."""
     if not spec.values_in_keys:
-        return mod_chunks(spec.D, spec.vector_programs.key)
+        return _side_chunks(spec, spec.D, spec.vector_programs.key)
     rest = (Chunk(spec.Dv + first, width) for first, width in chunks(spec.D - spec.Dv))
     return (*value_chunks(spec), *rest)
 
@@ -46,12 +46,27 @@ def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold values and outputs: as a mod makes them, or tiles of columns that share a scale."""
     if spec.has_latent_tiles:
         return tuple(Chunk(first, LATENT_TILE) for first in range(0, spec.Dv, LATENT_TILE))
-    return mod_chunks(spec.Dv, spec.vector_programs.value)
+    return _side_chunks(spec, spec.Dv, spec.vector_programs.value)
 
 
-def mod_chunks(size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
-    """The chunks that hold keys or values as a mod makes them, and the queries or outputs that go with them."""
-    return tuple(Chunk(*chunk) for chunk in chunks(size)) if mod is None else mod.chunks
+def plain_chunks(size: int) -> tuple[Chunk, ...]:
+    """The chunks that hold keys or values of a paged call without a mod."""
+    return tuple(Chunk(*chunk) for chunk in chunks(size))
+
+
+def _side_chunks(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> tuple[Chunk, ...]:
+    """The chunks that hold keys or values, as a mod makes them, and the queries or outputs that go with them."""
+    if mod is not None:
+        return mod.chunks
+    if holds_pairs(spec, size, mod):
+        return tuple(Chunk(2 * first + odd, width, 2) for first, width in chunks(size // 2) for odd in (0, 1))
+    return plain_chunks(size)
+
+
+def holds_pairs(spec: AttentionSpec, size: int, mod: VectorProgram | None) -> bool:
+    """Whether keys or values are loaded as words of two columns (`pallas_kernels.triton.paged.byte_pairs`)."""
+    in_bytes = spec.paging is not None and spec.paging.dtype is not None and not spec.values_in_keys
+    return in_bytes and mod is None and size % 2 == 0 and spec.dtype != "float32"
 
 
 def _power_of_two(size: int) -> int:
@@ -186,6 +201,19 @@ def pv_dot(spec: AttentionSpec, weights: jax.Array, rows: Columns) -> Columns:
         weights = opaque(spec, weights)
     weights = weights.astype(rows[0].dtype)
     return tuple(_dot(spec, weights, x, over=(1, 0)) for x in rows)
+
+
+def powers_of_two(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What rows are multiplied by for float16, and its inverse, [rows, 1], from their largest magnitudes [rows].
+
+    Powers of two that take the largest element near 2 ** 14: float16 ends at 2 ** 16, and holds what is 2 ** 28 times
+    smaller than that with all of its bits. Of rows of zeros they are finite too.
+    """
+    top = 14
+    # The biased exponent, within what makes both of them normal numbers.
+    exponent = jnp.minimum(jnp.maximum(lax.bitcast_convert_type(largest, jnp.int32) >> 23, top + 1), 254)
+    power = lambda biased: lax.bitcast_convert_type(biased << 23, jnp.float32)[:, None]
+    return power(254 + top - exponent), power(exponent - top)
 
 
 def add_rows(a: Columns, b: Columns) -> Columns:

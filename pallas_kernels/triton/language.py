@@ -80,21 +80,22 @@ def exp2_of_multiple(route: Route, x: jax.Array, factor: float, subtracted: jax.
 
 
 def element(route: Route, name: str, *args: jax.Array) -> jax.Array:
-    """One of `primitives.FUNCTIONS` on each element of float32 arrays of one shape; not for the interpreter."""
+    """One of `primitives.FUNCTIONS` on each element of arrays of one shape; not for the interpreter."""
     if route == "official":
         return primitives.element(name, *args)
-    return _inline_ptx(primitives.FUNCTIONS[name].ptx, *args)
+    function = primitives.FUNCTIONS[name]
+    return _inline_ptx(function.ptx, *args, dtype=function.dtype)
 
 
-def _inline_ptx(ptx: str, *args: jax.Array) -> jax.Array:
-    """Runs PTX on each element: ``$0`` is the float32 result, what follows are the float32 arguments."""
+def _inline_ptx(ptx: str, *args: jax.Array, dtype: str = "float32") -> jax.Array:
+    """Runs PTX on each element, or each two of 16 bits: ``$0`` is the result, what follows are the arguments."""
     from jax.experimental.pallas import triton as plgpu
 
     [out] = plgpu.elementwise_inline_asm(
         ptx,
         args=args,
-        constraints=",".join(["=f", *("f" for _ in args)]),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+        constraints=primitives.constraints(dtype, len(args)),
+        pack=primitives.pack(dtype),
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.dtype(dtype))],
     )
     return out

@@ -16,7 +16,7 @@ from pallas_kernels.program.cotangents import group_loads, is_ordered
 from pallas_kernels.program.programs import derivative_of, with_programs, with_vector_programs
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import cost, fixed_splits
-from pallas_kernels.triton.head_chunks import mod_chunks
+from pallas_kernels.triton.head_chunks import plain_chunks
 from pallas_kernels.triton.limits import MAX_DECODED, MAX_DECODED_ROWS, MIN_TILE, decodes, limit_of_device
 from pallas_kernels.triton.paged.work import Work, requests_on_host
 from pallas_kernels.tuning import tables, triton_rules
@@ -234,7 +234,7 @@ def _plan_paged(spec: AttentionSpec) -> Plan | Refusal:
     made = with_programs(dataclasses.replace(spec, heads_in_rows=True))
     if isinstance(made, Refusal):
         return made
-    made = with_vector_programs(made, mod_chunks(spec.D, None), mod_chunks(spec.Dv, None))
+    made = with_vector_programs(made, plain_chunks(spec.D), plain_chunks(spec.Dv))
     if isinstance(made, Refusal):
         return made
     works = _paged_works(made)

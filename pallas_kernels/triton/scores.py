@@ -114,7 +114,7 @@ def compute(
     k: Columns,
     first: Index,
     is_partial: bool | jax.Array,
-    key_scale: jax.Array | None = None,
+    factor: jax.Array | None = None,
 ) -> ScoreTile:
     """Computes a tile of scores.
 
@@ -124,12 +124,11 @@ def compute(
       k: [Bk, D].
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
-      key_scale: What the keys are to be multiplied by: a scalar, or [Bk] where tiles are not transposed; None for 1.
+      factor: What QK^T is to be multiplied by: a scalar, or an array that broadcasts to the tile; None for 1.
     """
     spec = scores.spec
     raw = qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
-    if key_scale is not None:
-        raw = raw * (key_scale[None, :] if key_scale.ndim else key_scale)
+    raw = raw if factor is None else raw * factor
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw

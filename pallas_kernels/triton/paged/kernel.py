@@ -24,8 +24,9 @@ from pallas_kernels.spec import AttentionSpec, Operands
 from pallas_kernels.triton import fixed_splits, language, scores, split_kv, vectors
 from pallas_kernels.triton.attention import Attention, RowVectors, Tile, Walk
 from pallas_kernels.triton.containment import any_nan
-from pallas_kernels.triton.head_chunks import Columns, key_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, holds_pairs, key_chunks, value_chunks
 from pallas_kernels.triton.launch import launch
+from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.key_rows import KeyRows
 from pallas_kernels.triton.paged.merge import merge_splits
 from pallas_kernels.triton.paged.walk import walk_of
@@ -93,6 +94,10 @@ def _launch(
 ) -> list[jax.Array]:
     """Runs a program for each work item and key head; `before` is the memory of the first outputs."""
     count, programs = len(jax.tree.leaves(arrays)), spec.Hkv * work.num_items(spec)
+    if holds_pairs(spec, spec.D, spec.vector_programs.key):
+        arrays = arrays._replace(key=byte_pairs.words(arrays.key))
+    if holds_pairs(spec, spec.Dv, spec.vector_programs.value):
+        arrays = arrays._replace(value=byte_pairs.words(arrays.value))
     return launch(
         functools.partial(kernel, spec, work),
         (arrays, before),
@@ -129,7 +134,9 @@ class _Program(NamedTuple):
         if spec.max_pages == 1:  # looked up once, so that the loads of the loop depend on no other
             work_item = work_item._replace(page=arrays.table[(work_item.request, 0)])
         row = work_item.rows(spec, work, kv_h)
-        q = _load_queries(spec, arrays.query, row.n, row.h)
+        q, q_scale = _load_queries(spec, arrays.query, row.n, row.h), None
+        if holds_pairs(spec, spec.D, spec.vector_programs.key):
+            q, q_scale = byte_pairs.in_float16(spec, q)
         captured = Operands(*arrays[:3], None, arrays.score_operands, arrays.mask_operands, arrays.dropout_operands)
         prepared = scores.prepare(
             a, captured, tiles.shape, work_item.request, row.h[:, None], q=row.n[:, None], end=work_item.length
@@ -147,7 +154,10 @@ class _Program(NamedTuple):
                 keys, key_scale = rows.load_latents(arrays), None
             else:
                 keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
-            result = scores.compute(prepared, q, keys, key, is_partial, key_scale)
+            factor = key_scale if key_scale is None or not key_scale.ndim else key_scale[None, :]
+            if q_scale is not None:
+                factor = q_scale if factor is None else q_scale * factor
+            result = scores.compute(prepared, q, keys, key, is_partial, factor)
             if spec.values_in_keys:
                 return Tile(result, keys[: len(value_chunks(spec))])
             return Tile(result, *rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True))

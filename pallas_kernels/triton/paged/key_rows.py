@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import language
-from pallas_kernels.triton.head_chunks import Columns, chunks, key_chunks, mod_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import Columns, chunks, holds_pairs, key_chunks, plain_chunks, value_chunks
+from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
 from pallas_kernels.triton.tile import computed_once
 from pallas_kernels.triton.vectors import PreparedVectors
@@ -83,7 +84,10 @@ class KeyRows(NamedTuple):
           mod: Of the rows.
           weighs: Whether these are values.
         """
-        scale = self._scales(scales)
+        scale, spec = self._scales(scales), self.spec
+        if holds_pairs(spec, spec.Dv if weighs else spec.D, None if mod is None else mod.program):
+            of = chunks(ref.shape[3])
+            return tuple(x for chunk in of for x in byte_pairs.columns_of(spec, self._load_chunk(ref, *chunk))), scale
         on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
         return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
 
@@ -122,7 +126,7 @@ class KeyRows(NamedTuple):
     def _load(self, ref: Ref, mod: PreparedVectors | None, scale: jax.Array | None) -> Columns:
         """Rows [count, D or Dv], multiplied by a scale, and as a mod makes them; zeros past the request's length."""
         if mod is None:
-            of = key_chunks(self.spec) if self.spec.values_in_keys else mod_chunks(ref.shape[3], None)
+            of = key_chunks(self.spec) if self.spec.values_in_keys else plain_chunks(ref.shape[3])
             return tuple(self._scaled(self._load_chunk(ref, first, width), scale) for first, width, _ in of)
         position = self.first + lax.broadcasted_iota(jnp.int32, (self.exists.shape[0], 1), 0)
         if self.may_end:  # indices of captured arrays are in range
@@ -154,7 +158,7 @@ class KeyRows(NamedTuple):
         at = ref.at[(pages, rows, self.h, lanes)]
         if mask is None:
             return language.load(self.spec.route, at)
-        return language.load(self.spec.route, at, mask=mask, other=0 if ref.dtype == jnp.int8 else 0.0)
+        return language.load(self.spec.route, at, mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
 
     @property
     def _is_one_page(self) -> bool:
