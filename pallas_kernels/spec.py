@@ -108,12 +108,14 @@ class Paging:
       num_pages: Physical pages that a table may name (of one layer).
       dtype: Of keys and values with scales; None for that of the query, without scales.
       layers: Whose pages lie in one array.
+      hides_zeros: Whether the mask hides nothing but zeros, so that no masked NaN reaches a sum.
     """
 
     page_size: int
     num_pages: int
     dtype: str | None = None
     layers: int = 1
+    hides_zeros: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,7 +264,9 @@ class AttentionSpec:
     @property
     def contains_nan(self) -> bool:
         """Whether masked NaN is kept out of all sums (`pallas_kernels.marks`)."""
-        return self.config.contain_nan or self.heads_in_rows or self.paging is not None
+        if self.paging is not None:
+            return not self.paging.hides_zeros
+        return self.config.contain_nan or self.heads_in_rows
 
     @property
     def needs_marks(self) -> bool:

@@ -207,5 +207,7 @@ CASES = [
     PagedCase("int8_rotated", (1, 4), (40, 70), held="int8", key=vector_pairs.rope_of_halves, value=vector_pairs.norm),
     PagedCase("divided_int8", (1, 1, 2), (1500, 40, 700), page_size=64, mask=documents, held="int8"),
     PagedCase("e5m2_sigmoid", (1, 4), (60, 40), score=score_pairs.sigmoid, normalize="none", held="float8_e5m2"),
+    PagedCase("int8_head_size_80", (1, 4), (40, 70), held="int8", D=80, Dv=42, mask=mask_pairs.causal),
+    PagedCase("e4m3_odd_values", (1, 18), (21, 18), held="float8_e4m3fn", scales="head", D=24, Dv=17),
     PagedCase("divided_and_rotated", (1, 1, 2), (1500, 40, 700), page_size=64, key=vector_pairs.rope_of_halves, D=32),
 ]

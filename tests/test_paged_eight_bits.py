@@ -133,6 +133,56 @@ def test_small_scales_in_the_dtype_of_the_query(dtype, backend):
     np.testing.assert_allclose(np.asarray(out[0], np.float32), right, rtol=0, atol=tolerance)
 
 
+def attended(backend, v, *, of="token", v_scale=None, q=1.0, dtype="bfloat16", **options):
+    """One query of ones, times `q`, over values [TOKENS, HKV, D] in e5m2 and random keys; and these in float64."""
+    k = np.random.default_rng(5).normal(size=v.shape).astype(np.float32)
+    scales = {"k_scale": 0.01, "v_scale": v_scale} if of == "head" else {}
+    cache = PagedCache.create(PAGES, PAGE, HKV, D, dtype="float8_e5m2", **scales)
+    cache, batch = write(cache, k, v, INT(range(4, 16))), PagedBatch(INT([0, 1]), INT([TOKENS]), INT([[1, 2, 3]]))
+    held = lambda x, scale: model.dequantised(
+        np.asarray(x[1:4]), np.broadcast_to(np.asarray(scale), (PAGES, PAGE, HKV))[1:4]
+    )
+    rows = lambda x, scale: held(x, scale).reshape(TOKENS, HKV, D).astype(np.float64)
+    options |= paged_evaluation.options_of(backend)
+    out = jflex.paged_attention(jnp.full((1, HKV, D), q, dtype), cache, batch, **options)
+    return np.asarray(out[0], np.float64), rows(cache.k, cache.k_scale), rows(cache.v, cache.v_scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("log2_q", [-110, -12, 14, 110])
+def test_queries_of_any_magnitude(log2_q, dtype, backend):
+    """float16 holds their products with keys, whatever the range of bfloat16."""
+    if dtype == "float16" and abs(log2_q) > 14:
+        pytest.skip("float16 does not hold such queries")
+    v, scale = np.random.default_rng(6).normal(size=(TOKENS, HKV, D)).astype(np.float32), 2.0**-log2_q / 4
+    out, k, v = attended(backend, v, q=2.0**log2_q, dtype=dtype, scale=scale)
+    s = k.sum(axis=-1) / 4
+    p = np.exp(s - s.max(axis=0))
+    np.testing.assert_allclose(out, np.einsum("th,thd->hd", p / p.sum(axis=0), v), rtol=0, atol=2**-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("of", ["token", "head"])
+def test_weights_beyond_float16(of, backend):
+    v = np.random.default_rng(7).normal(size=(TOKENS, HKV, D)).astype(np.float32)
+    large = lambda score, b, h, q, k: 1e7 * (1.0 + k.astype(jnp.float32)) + 0.0 * score
+    out, _, v = attended(backend, v, of=of, v_scale=0.001, score_mod=large, normalize="none")
+    right = np.einsum("t,thd->hd", 1e7 * (1.0 + np.arange(TOKENS)), v)
+    np.testing.assert_allclose(out, right, rtol=0, atol=2**-7 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_large_value_of_no_weight_costs_no_precision(backend):
+    """The weights times the scales of values are rounded to float16 relative to the largest of a row, not of a tile."""
+    v = np.random.default_rng(8).normal(size=(TOKENS, HKV, D)).astype(np.float32) * np.float32(1e-4)
+    v[3] *= 1e8
+    without = lambda score, b, h, q, k: jnp.where(k == 3, -100.0, 0.0) + 0.0 * score
+    out, _, v = attended(backend, v, score_mod=without)
+    p = np.exp(np.where(np.arange(TOKENS) == 3, -100.0, 0.0))
+    np.testing.assert_allclose(out, np.einsum("t,thd->hd", p / p.sum(), v), rtol=0, atol=2**-7 * 1e-4)
+
+
 def test_tokens_beyond_the_length_of_a_dense_cache_are_dropped_on_a_page_with_room():
     cache = EightBitCache.create(1, 70, num_kv_heads=1, head_dim=2, dtype=jnp.int8).with_lengths([69])  # pages of 64
     after = jax.jit(EightBitCache.append)(cache, *jnp.ones((2, 1, 3, 1, 2)))

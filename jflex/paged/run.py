@@ -44,6 +44,7 @@ class Pages(NamedTuple):
       value_scale: Likewise.
       rope_key: Of latent vectors of eight bits, as in a `LatentCache`, or its shape; `key` then has the latent columns
         alone, and `key_scale` is that of the cache. None for others.
+      hides_zeros: Whether the mask hides nothing but rows of zeros.
     """
 
     key: Any
@@ -57,6 +58,7 @@ class Pages(NamedTuple):
     key_scale: Any = None
     value_scale: Any = None
     rope_key: Any = None
+    hides_zeros: bool = False
 
 
 class How(NamedTuple):
@@ -183,6 +185,7 @@ def prepare(caller: str, query: Any, pages: Pages, how: How) -> PagedCall:
             pages.num_pages,
             None if pages.key_scale is None else str(pages.key.dtype),
             layers=pages.key.shape[0] if pages.key.ndim == 5 else 1,
+            hides_zeros=pages.hides_zeros,
         ),
         Bkv=R,
         dtype=str(query.dtype),

@@ -114,7 +114,7 @@ def compute(
     k: Columns,
     first: Index,
     is_partial: bool | jax.Array,
-    factor: jax.Array | None = None,
+    factors: Sequence[jax.Array] = (),
 ) -> ScoreTile:
     """Computes a tile of scores.
 
@@ -124,11 +124,12 @@ def compute(
       k: [Bk, D].
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
-      factor: What QK^T is to be multiplied by: a scalar, or an array that broadcasts to the tile; None for 1.
+      factors: What QK^T is to be multiplied by, in this order: scalars, or arrays that broadcast to the tile.
     """
     spec = scores.spec
     raw = qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
-    raw = raw if factor is None else raw * factor
+    for factor in factors:
+        raw = raw * factor
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw

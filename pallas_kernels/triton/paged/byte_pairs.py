@@ -5,6 +5,9 @@ whose keys must lie side by side in a register, by one load from shared memory f
 `ldmatrix`, transposed for values, and a register then holds two columns of two keys: the even columns are one operand,
 the odd ones another. float16 holds every number of these dtypes, and PTX converts two e4m3 to it by one instruction. To
 bfloat16 Hopper has none: it took two more for each pair, at a quarter of the rate of other arithmetic.
+
+H100, jax 0.11.2, (R, Hq, Hkv, S, D) = (32, 32, 8, 16384, 128), pages of 64, a tile of 64 keys: a warp takes 489 SASS
+instructions for each tile of e4m3, and took 771 with bytes and bfloat16; 400 us with the best tile, bfloat16 717.
 """
 
 from __future__ import annotations

@@ -154,10 +154,10 @@ class _Program(NamedTuple):
                 keys, key_scale = rows.load_latents(arrays), None
             else:
                 keys, key_scale = rows.load_scaled(arrays.key, arrays.key_scale, key_vectors)
-            factor = key_scale if key_scale is None or not key_scale.ndim else key_scale[None, :]
-            if q_scale is not None:
-                factor = q_scale if factor is None else q_scale * factor
-            result = scores.compute(prepared, q, keys, key, is_partial, factor)
+            if key_scale is not None and key_scale.ndim:
+                key_scale = key_scale[None, :]
+            factors = [x for x in (key_scale, q_scale) if x is not None]  # by powers of two last: they may be tiny
+            result = scores.compute(prepared, q, keys, key, is_partial, factors)
             if spec.values_in_keys:
                 return Tile(result, keys[: len(value_chunks(spec))])
             return Tile(result, *rows.load_scaled(arrays.value, arrays.value_scale, value_vectors, weighs=True))
