@@ -5,6 +5,7 @@ See `containment` for what is repaired.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -28,12 +29,12 @@ class Tile(NamedTuple):
     Attributes:
       scores: Its scores, [rows, Bk].
       values: Its values, [Bk, Dv].
-      scale: What these are to be multiplied by: a scalar, or [Bk]; None for 1.
+      scales: What equal shares of their columns are to be multiplied by: scalars, or [Bk] each; None for 1.
     """
 
     scores: ScoreTile
     values: Columns
-    scale: jax.Array | None = None
+    scales: tuple[jax.Array, ...] | None = None
 
     def product(self, spec: AttentionSpec, p: jax.Array) -> Columns:
         """The PV GEMM, float32, of the weights before dropout: scales of tokens multiply these, in float32.
@@ -41,32 +42,43 @@ class Tile(NamedTuple):
         float16 holds no small weights, nor large ones without a softmax: where the values are float16 and have scales,
         each row is divided by a power of two, near its largest weight.
         """
-        p = self.scores.drop(p)
-        if self.scale is None:
-            return pv_dot(spec, p, self.values)
-        if self.values[0].dtype != jnp.float16:
-            return pv_dot(spec, p * (self.scale[None, :] if self.scale.ndim else self.scale), self.values)
-        if not self.scale.ndim and spec.normalize == "softmax":
-            return tuple(x * self.scale for x in pv_dot(spec, p, self.values))
-        p = p * (self.scale[None, :] if self.scale.ndim else self.scale)
-        smaller, factor = powers_of_two(jnp.max(jnp.abs(p), axis=1))
-        return tuple(x * factor for x in pv_dot(spec, p * smaller, self.values))
+        p, values, scales = self.scores.drop(p), self.values, self.scales
+        if scales is None:
+            return pv_dot(spec, p, values)
+        if values[0].dtype != jnp.float16:
+            return pv_dot(spec, p * _along_keys(scales[0]), values)
+        if not scales[0].ndim and spec.normalize == "softmax":
+            return tuple(x * scales[0] for x in pv_dot(spec, p, values))
+        largest = functools.reduce(jnp.maximum, scales)
+        smaller, factor = powers_of_two(jnp.max(jnp.abs(p * _along_keys(largest)), axis=1))
+        share, made = len(values) // len(scales), []
+        for number, scale in enumerate(scales):
+            columns = values[number * share : (number + 1) * share]
+            made += [x * factor for x in pv_dot(spec, p * _along_keys(scale) * smaller, columns)]
+        return tuple(made)
 
     def cleared(self) -> Tile:
         """With 0 for values that are NaN or infinite, also by their scale."""
-        if self.scale is None:
+        if self.scales is None:
             return self._replace(values=cleared(self.values))
-        kept = [jnp.abs(x) < jnp.inf for x in self.scaled_values]
-        values = tuple(jnp.where(keep, x, jnp.zeros_like(x)) for keep, x in zip(kept, self.values, strict=True))
-        return Tile(self.scores, values, jnp.where(jnp.abs(self.scale) < jnp.inf, self.scale, 0.0))
+        values = tuple(
+            jnp.where(jnp.abs(x) < jnp.inf, held, jnp.zeros_like(held))
+            for x, held in zip(self.scaled_values, self.values, strict=True)
+        )
+        return Tile(self.scores, values, cleared(self.scales))
 
     @property
     def scaled_values(self) -> Columns:
-        """The values times their scale, in float32."""
-        if self.scale is None:
+        """The values times their scales, in float32."""
+        if self.scales is None:
             return self.values
-        scale = self.scale[:, None] if self.scale.ndim else self.scale
-        return tuple(x.astype(jnp.float32) * scale for x in self.values)
+        share = len(self.values) // len(self.scales)
+        scales = [scale[:, None] if scale.ndim else scale for scale in self.scales for _ in range(share)]
+        return tuple(x.astype(jnp.float32) * scale for x, scale in zip(self.values, scales, strict=True))
+
+
+def _along_keys(scale: jax.Array) -> jax.Array:
+    return scale[None, :] if scale.ndim else scale
 
 
 class Walk(Protocol):

@@ -45,7 +45,9 @@ def key_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
 def value_chunks(spec: AttentionSpec) -> tuple[Chunk, ...]:
     """The chunks that hold values and outputs: as a mod makes them, or tiles of columns that share a scale."""
     if spec.has_latent_tiles:
-        return tuple(Chunk(first, LATENT_TILE) for first in range(0, spec.Dv, LATENT_TILE))
+        pairs = [(0, 1), (1, 1)] if spec.latent_pairs else [(0, 0)]
+        tiles = range(0, spec.Dv, LATENT_TILE)
+        return tuple(Chunk(first + odd, LATENT_TILE >> halved, 1 + halved) for first in tiles for odd, halved in pairs)
     return _side_chunks(spec, spec.Dv, spec.vector_programs.value)
 
 

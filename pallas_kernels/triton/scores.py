@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -114,7 +114,7 @@ def compute(
     k: Columns,
     first: Index,
     is_partial: bool | jax.Array,
-    factors: Sequence[jax.Array] = (),
+    product: Callable[[Columns, Columns], jax.Array] | None = None,
 ) -> ScoreTile:
     """Computes a tile of scores.
 
@@ -124,12 +124,10 @@ def compute(
       k: [Bk, D].
       first: First index along the axis of the mainloop.
       is_partial: Whether the mask, and the ends of the sequences, matter; a traced boolean decides on the mask alone.
-      factors: What QK^T is to be multiplied by, in this order: scalars, or arrays that broadcast to the tile.
+      product: ``(q, k) -> QK^T``, where queries or keys have scales; tiles are not transposed then.
     """
     spec = scores.spec
-    raw = qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
-    for factor in factors:
-        raw = raw * factor
+    raw = product(q, k) if product is not None else qk_dot(spec, k, q) if scores.transposed else qk_dot(spec, q, k)
     score = None
     if scores.score is None:
         s = raw if spec.scale > 0 else -raw

@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.spec import AttentionSpec
 from pallas_kernels.triton import language
-from pallas_kernels.triton.head_chunks import Columns, powers_of_two
+from pallas_kernels.triton.head_chunks import Columns, powers_of_two, qk_dot
 
 
 def words(x: jax.Array) -> jax.Array:
@@ -41,10 +41,34 @@ def columns_of(spec: AttentionSpec, x: jax.Array) -> Columns:
     return tuple(language.element(spec.route, f"{which}_{held.name}", x) for which in ("even", "odd"))
 
 
-def in_float16(spec: AttentionSpec, rows: Columns) -> tuple[Columns, jax.Array | None]:
+def in_float16(rows: Columns) -> tuple[Columns, jax.Array | None]:
     """Rows in float16, and the powers of two, float32 [rows, 1], that they were divided by; None if by none."""
     if rows[0].dtype == jnp.float16:
         return rows, None
     largest = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1) for x in rows]
     smaller, factor = powers_of_two(functools.reduce(jnp.maximum, largest))
     return tuple((x.astype(jnp.float32) * smaller).astype(jnp.float16) for x in rows), factor
+
+
+def qk_product(
+    spec: AttentionSpec, key_scales: tuple[jax.Array, ...], q_scale: jax.Array | None, q: Columns, k: Columns
+) -> jax.Array:
+    """QK^T of keys with scales, float32 [rows, keys].
+
+    Args:
+      spec: The spec.
+      key_scales: Of equal shares of the columns: scalars, or [keys]. Columns of latent vectors are pairs, with a scale
+        for each; what follows them has none.
+      q_scale: Of the columns with scales, [rows, 1].
+      q: [rows, D].
+      k: [keys, D].
+    """
+    scaled = 2 * len(key_scales) if spec.values_in_keys else len(k)
+    share, total = scaled // len(key_scales), None
+    for number, scale in enumerate(key_scales):
+        columns = slice(number * share, (number + 1) * share)
+        product = qk_dot(spec, q[columns], k[columns]) * (scale[None, :] if scale.ndim else scale)
+        total = product if total is None else total + product
+    assert total is not None  # there is a scale
+    total = total if q_scale is None else total * q_scale  # a power of two, which may be tiny: last
+    return total + qk_dot(spec, q[scaled:], k[scaled:]) if k[scaled:] else total

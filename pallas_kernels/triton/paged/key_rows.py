@@ -10,9 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import LATENT_TILE, AttentionSpec
 from pallas_kernels.triton import language
-from pallas_kernels.triton.head_chunks import Columns, chunks, holds_pairs, key_chunks, plain_chunks, value_chunks
+from pallas_kernels.triton.head_chunks import (
+    Columns,
+    chunks,
+    holds_pairs,
+    key_chunks,
+    plain_chunks,
+)
 from pallas_kernels.triton.paged import byte_pairs
 from pallas_kernels.triton.paged.work import PagedOperands, WorkItem
 from pallas_kernels.triton.tile import computed_once
@@ -91,21 +97,27 @@ class KeyRows(NamedTuple):
         on_rows = mod is not None or (weighs and self.spec.dtype == "float16")
         return (self._load(ref, mod, scale), None) if on_rows else (self._load(ref, mod, None), scale)
 
-    def load_latents(self, arrays: PagedOperands[Ref]) -> Columns:
-        """Latent vectors of eight bits, each tile of columns times its scale, then the rotated columns.
+    def load_latents(self, arrays: PagedOperands[Ref]) -> tuple[Columns, tuple[jax.Array, ...] | None]:
+        """Latent vectors of eight bits and their rotated columns, and the scales of tiles of columns, [count] each.
 
-        The scales multiply the rows, which are keys and values: a power of two rounds none of them in bfloat16.
+        None are left where these multiply the rows, which are keys and values: a power of two rounds none of them.
         """
-        spec, scales, found = self.spec, arrays.key_scale, []
-        assert scales is not None  # what has tiles has them
+        spec, found = self.spec, []
+        assert arrays.key_scale is not None  # what has tiles has them
         assert arrays.rope_key is not None
-        for tile, (first, width, _) in enumerate(value_chunks(spec)):
-            scale = self._scales_at(scales, jnp.full((), tile, jnp.int32))
-            rows = self._load_chunk(arrays.key, first, width)
-            found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
+        scales = tuple(
+            self._scales_at(arrays.key_scale, jnp.full((), tile, jnp.int32)) for tile in range(spec.Dv // LATENT_TILE)
+        )
+        width = arrays.key.shape[3] // len(scales)
+        for tile, scale in enumerate(scales):
+            rows = self._load_chunk(arrays.key, tile * width, width)
+            if spec.latent_pairs:
+                found += byte_pairs.columns_of(spec, rows)
+            else:
+                found.append(computed_once(spec, functools.partial(self._scaled, rows, scale)))
         for first, width in chunks(spec.D - spec.Dv):
             found.append(self._load_chunk(arrays.rope_key, first, width).astype(spec.dtype))
-        return tuple(found)
+        return tuple(found), scales if spec.latent_pairs else None
 
     def _scales(self, ref: Ref | None) -> jax.Array | None:
         """The scale of the head, a scalar, or of each key, [count]: zeros past the request's length; None without."""
