@@ -6,9 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from jflex._call.checks import describe_array
+from jflex._jax.explicit_axes import leading_axes, partitioned_by_xla
+from jflex._jax.manual_axes import vary, varying_axes
 from jflex.config import Config
 from jflex.latent import indexer_kernels
 from jflex.latent.indexer_kernels import IndexerImplementation, site_of_kernel
@@ -85,6 +88,11 @@ def _check_scores(query: Array, key: Array, weights: Array) -> None:
 
 def _scores(query: Array, key: Array, weights: Array) -> Array:
     """The scores in plain JAX."""
+    rows = lambda: PartitionSpec(*leading_axes(query, 1), None)
+    return partitioned_by_xla(_sum_over_heads, rows)(query, key, weights)
+
+
+def _sum_over_heads(query: Array, key: Array, weights: Array) -> Array:
     (N, H, _), S = query.shape, key.shape[0]
     at_once = next(n for n in range(max(H, 1), 0, -1) if H % n == 0 and (n == 1 or n * N * S <= _PRODUCTS))
 
@@ -99,7 +107,8 @@ def _scores(query: Array, key: Array, weights: Array) -> Array:
         return total, None
 
     grouped = lambda x: jnp.moveaxis(x, 1, 0).reshape(H // at_once, at_once, N, *x.shape[2:])
-    return jax.lax.scan(add, jnp.zeros((N, S), jnp.float32), (grouped(query), grouped(weights)))[0]
+    start = vary(jnp.zeros((N, S), jnp.float32), varying_axes(query, key, weights))
+    return jax.lax.scan(add, start, (grouped(query), grouped(weights)))[0]
 
 
 def select_keys(
