@@ -208,9 +208,10 @@ def test_selection_is_in_the_total_order(kind, backend):
 
 
 @KERNELS
-def test_selection_of_long_rows(backend):
-    scores = np.concatenate([rows_of(kind, 70_000, N=1) for kind in ("normal", "ties")])
-    np.testing.assert_array_equal(jflex.select_keys(scores, 2048, **HOW[backend]), selected(scores, 2048))
+@pytest.mark.parametrize(("S", "k"), [(70_000, 2048), (32_768, 32_768)])
+def test_selection_of_long_rows(S, k, backend):
+    scores = np.concatenate([rows_of(kind, S, N=1) for kind in ("normal", "ties")])
+    np.testing.assert_array_equal(jflex.select_keys(scores, k, **HOW[backend]), selected(scores, k))
 
 
 @pytest.mark.gpu

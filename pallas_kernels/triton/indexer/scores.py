@@ -23,7 +23,8 @@ from pallas_kernels.types import Index, Ref
 
 MAX_HEADS_AT_ONCE = 64  # 64 registers of a thread for products with 128 keys, in 4 warps
 WIDE_HEAD_SIZE = 128  # above which fewer keys are held: 128 of 256 columns leave the queries no shared memory on Ada
-PROGRAMS = 4 * 132  # from which on a program takes several queries: it loads its keys once
+PROGRAMS = 8 * 132  # from which on a program takes several queries: it loads its keys once
+WARPS, STAGES = 4, 2
 
 
 class _Tile(NamedTuple):
@@ -62,7 +63,7 @@ def scores(target: Target, query: jax.Array, key: jax.Array, weights: jax.Array)
         [jax.ShapeDtypeStruct((tile.queries, tile.keys), jnp.float32)],
         name="jflex_indexer_scores",
         grid=(pl.cdiv(tile.keys, tile.block_keys), pl.cdiv(tile.queries, tile.block_queries)),
-        tiles=Tiles(tile.block_heads, tile.block_keys, num_warps=4, num_stages=2),
+        tiles=Tiles(tile.block_heads, tile.block_keys, num_warps=WARPS, num_stages=STAGES),
         spec=target,
     )
     return out

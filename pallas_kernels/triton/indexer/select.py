@@ -3,7 +3,8 @@
 A program holds one part of a row in registers as integers in the order of their float32. It searches for the largest
 integer that at least k elements reach, one bit after the other, and stores those elements in order of position: all
 that are greater, and of equal ones the first. Of a row in several parts, k candidates of each remain, and so on, until
-one part holds all of them. Then the k that are left are sorted.
+one part holds all of them. Then XLA sorts the k that are left. It sorts upwards, so memory holds ranks: the complements
+of the integers.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ def select(target: Target, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Ar
       scores: Float32 [N, S].
       k: From 1 to S, and no more than `MAX_PART` / 2 if S is greater than `MAX_PART`.
     """
-    ordered, positions = _ordered(lax.bitcast_convert_type(scores, jnp.int32)), None
-    while positions is None or ordered.shape[1] > k:
-        ordered, positions = _largest(target, ordered, positions, k, _part_size(ordered.shape[1], k))
-    # The larger first, and of equal ones the lower position.
-    reverse, positions = lax.sort((~ordered, positions), dimension=1, is_stable=False, num_keys=2)
-    return lax.bitcast_convert_type(_ordered(~reverse), jnp.float32), positions
+    ranks, positions = ~_ordered(lax.bitcast_convert_type(scores, jnp.int32)), None
+    while positions is None or ranks.shape[1] > k:
+        ranks, positions = _largest(target, ranks, positions, k, _part_size(ranks.shape[1], k))
+    ranks, positions = lax.sort((ranks, positions), dimension=1, is_stable=False, num_keys=2)
+    return lax.bitcast_convert_type(_ordered(~ranks), jnp.float32), positions
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -78,16 +78,16 @@ class _Part(NamedTuple):
 
 
 def _largest(
-    target: Target, ordered: jax.Array, positions: jax.Array | None, k: int, size: int
+    target: Target, ranks: jax.Array, positions: jax.Array | None, k: int, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest of each part of each row, int32 [N, parts * k], and their positions, in order of position."""
-    rows, length = ordered.shape
+    """Ranks of the k largest of each part of each row [N, parts * k], and their positions, in order of position."""
+    rows, length = ranks.shape
     parts = pl.cdiv(length, size)
     spare = 1 if target.route == "interpreted" else 0  # column, to which the interpreter stores what is masked
     shape = jax.ShapeDtypeStruct((rows, parts * k + spare), jnp.int32)
     found = launch(
         functools.partial(_kernel, target.route, _Part(length, size, k), positions is not None),
-        (ordered,) if positions is None else (ordered, positions),
+        (ranks,) if positions is None else (ranks, positions),
         [shape, shape],
         name="jflex_indexer_select",
         grid=(parts, rows),
@@ -97,47 +97,47 @@ def _largest(
     return found[0][:, : parts * k], found[1][:, : parts * k]
 
 
-def _kernel(route: Route, part: _Part, has_positions: bool, ordered: Ref, *refs: Ref) -> None:
+def _kernel(route: Route, part: _Part, has_positions: bool, ranks: Ref, *refs: Ref) -> None:
     *positions, out, out_positions = refs
     number, row = pl.program_id(0), pl.program_id(1)
-    x, _ = _load(route, part, ordered, row, number * part.size, part.size)
+    x, _ = _load(route, part, ranks, row, number * part.size, part.size)
     threshold = _threshold(x, part.k)
     equal_ones = part.k - jnp.sum((x > threshold).astype(jnp.int32))  # how many of them are selected
     run = min(part.size, RUN_PER_WARP * _warps(part.size))
 
     def compact(i: Index, before: jax.Array) -> jax.Array:
         """Stores what is selected of a run of elements; loads them again, which needs fewer registers."""
-        x, at = _load(route, part, ordered, row, number * part.size + i * run, run)
+        x, at = _load(route, part, ranks, row, number * part.size + i * run, run)
         greater, equal = x > threshold, x == threshold
-        # Both counts in one scan: 16 bits hold the elements of a part.
+        # Both counts in one scan: 16 bits without a sign hold the elements of a part.
         ones = (greater.astype(jnp.int32) << 16) + equal.astype(jnp.int32)
         counts = before + jnp.cumsum(ones)
         equal_count = counts & 0xFFFF
         selected = greater | (equal & (equal_count <= equal_ones))
-        to = number * part.k + (counts >> 16) + jnp.minimum(equal_count, equal_ones) - 1
+        to = number * part.k + lax.shift_right_logical(counts, 16) + jnp.minimum(equal_count, equal_ones) - 1
         if route == "interpreted":
             to = jnp.where(selected, to, out.shape[1] - 1)
         found = at
         if has_positions:
             exists = selected & (at < part.length)
             found = language.load(route, positions[0].at[row, at], mask=exists, other=0)
-        language.store(route, out.at[row, to], x, mask=selected)
+        language.store(route, out.at[row, to], ~x, mask=selected)
         language.store(route, out_positions.at[row, to], found, mask=selected)
         return before + jnp.sum(ones)
 
     lax.fori_loop(0, part.size // run, compact, jnp.int32(0))
 
 
-def _load(route: Route, part: _Part, ordered: Ref, row: Index, first: Index, count: int) -> tuple[jax.Array, jax.Array]:
+def _load(route: Route, part: _Part, ranks: Ref, row: Index, first: Index, count: int) -> tuple[jax.Array, jax.Array]:
     """Elements of a row, beyond its end the least integer, and their positions."""
     at = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
     if part.length % part.size == 0:
-        return language.load(route, ordered.at[row, at]), at
-    return language.load(route, ordered.at[row, at], mask=at < part.length, other=LEAST), at
+        return ~language.load(route, ranks.at[row, at]), at
+    return ~language.load(route, ranks.at[row, at], mask=at < part.length, other=~LEAST), at
 
 
 def _threshold(x: jax.Array, k: int) -> jax.Array:
-    """An integer that at least k elements reach, and fewer than k exceed."""
+    """An integer that at least k elements reach, and at most k exceed."""
 
     def goes_on(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         bit, _, reached = state
