@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jflex
+from jflex._jax import primitive
 from jflex.latent import indexer
 from jflex.latent.indexer_kernels import site_of_kernel
 from pallas_kernels.triton.indexer import select
@@ -187,9 +188,9 @@ def small_parts(monkeypatch):
     for name, size in {"MIN_PART": 16, "MAX_PART": 32, "ELEMENTS_PER_WARP": 8, "RUN_PER_WARP": 4}.items():
         monkeypatch.setattr(select, name, size)
     monkeypatch.setattr("pallas_kernels.triton.indexer.limits.MAX_PART", 32)
-    jax.clear_caches()  # traces are cached by shape
+    primitive._trace.cache_clear()  # traces are cached by shape
     yield
-    jax.clear_caches()
+    primitive._trace.cache_clear()
 
 
 @pytest.mark.usefixtures("small_parts")
