@@ -18,7 +18,7 @@ from jflex._jax.primitive import Flat, call_as_primitive
 from jflex.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from jflex.backends.gpu.indexer import Site
+    from jflex.backends.gpu.triton_indexer import Site
 
 IndexerImplementation = Literal["triton", "xla"] | None
 
@@ -49,10 +49,10 @@ def site_of_kernel(
     config = check_config(config, None)
     if implementation == "xla":
         return None
-    from jflex.backends.gpu import indexer
+    from jflex.backends.gpu import triton_indexer
 
-    site = indexer.Site(*current_device(*arrays), config.interpret)
-    reason = limit(indexer, site)
+    site = triton_indexer.Site(*current_device(*arrays), config.interpret)
+    reason = limit(triton_indexer, site)
     if implementation == "triton" and reason is not None:
         raise UnsupportedError(
             f"None of the requested implementations supports this call of `{caller}`. triton: {reason}. These do: "
@@ -129,9 +129,9 @@ class _Scores(_AsWhole):
     site: Site
 
     def __call__(self, arrays: Arrays) -> jax.Array:
-        from jflex.backends.gpu import indexer
+        from jflex.backends.gpu import triton_indexer
 
-        return indexer.scores(self.site, *arrays)
+        return triton_indexer.scores(self.site, *arrays)
 
 
 # --- selection
@@ -143,9 +143,9 @@ class _Selection(_AsWhole):
     k: int
 
     def __call__(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        from jflex.backends.gpu import indexer
+        from jflex.backends.gpu import triton_indexer
 
-        return indexer.select(self.site, scores, self.k)
+        return triton_indexer.select(self.site, scores, self.k)
 
 
 def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ from pallas_kernels.triton.limits import MAX_HEAD_SIZE
 MAX_PART = 32768  # elements that a program of the selection holds: 32 registers of a thread, where 32 warps have 64
 
 
-def limit_of_scores(query_dtype: str, key_dtype: str, size: int) -> str | None:
+def scores_not_taken(query_dtype: str, key_dtype: str, size: int) -> str | None:
     """Why the kernel does not compute scores, as part of a sentence, or None.
 
     Args:
@@ -25,7 +25,7 @@ def limit_of_scores(query_dtype: str, key_dtype: str, size: int) -> str | None:
     return None
 
 
-def limit_of_selection(dtype: str, keys: int, k: int) -> str | None:
+def selection_not_taken(dtype: str, keys: int, k: int) -> str | None:
     """Why the kernel does not select k of a row of keys, as part of a sentence, or None."""
     if dtype != "float32":
         return f"its kernel takes scores in float32, not {dtype}"

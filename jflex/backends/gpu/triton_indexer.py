@@ -9,7 +9,7 @@ import jax
 from jflex.backends.gpu.isolated_trace import isolated_trace
 from pallas_kernels.plan import lacking_in_pallas
 from pallas_kernels.spec import Route
-from pallas_kernels.triton.indexer import limits
+from pallas_kernels.triton.indexer.limits import scores_not_taken, selection_not_taken
 from pallas_kernels.triton.limits import limit_of_platform
 
 
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 def limit_of_scores(site: Site, query: jax.Array, key: jax.Array) -> str | None:
     """Why the kernel does not compute these scores, or None."""
-    return site.limit or limits.limit_of_scores(str(query.dtype), str(key.dtype), query.shape[-1])
+    return site.limit or scores_not_taken(str(query.dtype), str(key.dtype), query.shape[-1])
 
 
 @isolated_trace
@@ -55,7 +55,7 @@ def scores(site: Site, query: jax.Array, key: jax.Array, weights: jax.Array) -> 
 
 def limit_of_selection(site: Site, scores: jax.Array, k: int) -> str | None:
     """Why the kernel does not select k of each row, or None."""
-    return site.limit or limits.limit_of_selection(str(scores.dtype), scores.shape[-1], k)
+    return site.limit or selection_not_taken(str(scores.dtype), scores.shape[-1], k)
 
 
 @isolated_trace
