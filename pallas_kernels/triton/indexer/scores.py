@@ -103,7 +103,7 @@ def _sum_over_heads(route: Route, tile: _Tile, query: Ref, weights: Ref, keys: C
         products = _dot(keys[0], heads[0])
         for a, b in zip(keys[1:], heads[1:], strict=True):
             products += _dot(a, b)
-        products = jnp.maximum(products, 0.0)
+        products = language.relu(route, products)
         head = first + lax.broadcasted_iota(jnp.int32, (tile.block_heads,), 0)
         if tile.heads % tile.block_heads == 0:
             weight = language.load(route, weights.at[n, head])
