@@ -121,17 +121,16 @@ def select_keys(
 ) -> Int32[Array, "N k"]:
     """The positions of the k largest scores of each row, for `sparse_mla_attention`.
 
-    Of equal scores the lower positions come first, so the selection is deterministic, and the same by every
-    implementation: the order is that of `jax.lax.top_k`, where 0.0 is greater than -0.0, and NaN without a sign greater
-    than all numbers. It has no gradient.
+    Of equal scores the lower positions come first, so the selection is deterministic, and the same by both
+    implementations: in the order of `jax.lax.top_k`, where 0.0 is greater than -0.0. It has no gradient.
 
     Args:
       scores: Such as those of `indexer_scores`.
       k: How many.
       visible: Which keys a query may select: ``positions[:, None] >= jnp.arange(S)`` for a causal selection. All for
         None.
-      implementation: ``"triton"`` for a kernel, which takes scores in float32, and from more than 32,768 keys selects
-        up to 16,384; ``"xla"`` for `jax.lax.top_k`; None as in `indexer_scores`.
+      implementation: ``"triton"`` for a kernel, which takes scores in float32 and selects up to 16,384 of more than
+        32,768 keys; ``"xla"`` for `jax.lax.top_k`; None as in `indexer_scores`.
       config: As in `indexer_scores`.
 
     Returns:
@@ -157,8 +156,8 @@ def select_keys(
     site = site_of_kernel("select_keys", implementation, config, (scores,), limit)
     if visible is not None:
         scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
-    empty = 0 in (found, *scores.shape)
-    top_k = jax.lax.top_k if site is None or empty else functools.partial(indexer_kernels.top_k, site)
+    by_xla = site is None or 0 in (found, *scores.shape)
+    top_k = jax.lax.top_k if by_xla else functools.partial(indexer_kernels.top_k, site)
     values, positions = top_k(scores, found)
     positions = jnp.where(values == -jnp.inf, -1, positions.astype(jnp.int32))
     return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
