@@ -156,8 +156,8 @@ def select_keys(
     site = site_of_kernel("select_keys", implementation, config, (scores,), limit)
     if visible is not None:
         scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
-    by_xla = site is None or 0 in (found, *scores.shape)
-    top_k = jax.lax.top_k if by_xla else functools.partial(indexer_kernels.top_k, site)
+    has_keys = 0 not in (found, *scores.shape)
+    top_k = functools.partial(indexer_kernels.top_k, site) if site is not None and has_keys else jax.lax.top_k
     values, positions = top_k(scores, found)
     positions = jnp.where(values == -jnp.inf, -1, positions.astype(jnp.int32))
     return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
