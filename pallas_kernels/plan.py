@@ -82,14 +82,17 @@ def unreached_by_pallas(elements: int) -> bool:
     return 1 << 31 < elements <= 1 << 32
 
 
-@functools.cache
 def limit_of_pallas() -> str | None:
     """Why Pallas cannot compile for Triton here, or None."""
+    lacking = lacking_in_pallas()
+    return None if lacking is None else f"{lacking}; implementation='official_triton' runs the same kernels"
+
+
+@functools.cache
+def lacking_in_pallas() -> str | None:
+    """What Pallas lacks to compile for Triton, or None."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
-        return (
-            f"JAX {jax.__version__} has no `jax.experimental.pallas.triton`; implementation='official_triton' runs the "
-            "same kernels"
-        )
+        return f"JAX {jax.__version__} has no `jax.experimental.pallas.triton`"
     return None

@@ -129,7 +129,8 @@ def test_only_backends_import_kernels_and_only_inside_functions():
 
 
 def test_only_the_triton_room_and_its_adapters_know_triton():
-    rooms = (ROOT / "pallas_kernels" / "triton", ROOT / "jflex" / "backends" / "gpu" / "triton.py")
+    adapters = ROOT / "jflex" / "backends" / "gpu"
+    rooms = ROOT / "pallas_kernels" / "triton", adapters / "triton.py", adapters / "triton_indexer.py"
     found = [
         f"{path.relative_to(ROOT)} imports {name}"
         for package in ABOVE

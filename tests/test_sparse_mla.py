@@ -1,4 +1,4 @@
-"""`sparse_mla_attention` against float64, and against dense attention; the indexer that selects."""
+"""`sparse_mla_attention` against float64, and against dense attention."""
 
 import functools
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jflex
-from jflex.latent import indexer
 from jflex.latent import sparse as sparse_call
 from tests import evaluation, mask_pairs, paged_cases, paged_evaluation
 from tests.paged_cases import slopes
@@ -251,48 +250,7 @@ def test_gradients_through_the_selected_keys():
     assert sorted(touched) == sorted(np.asarray(slots).tolist())
 
 
-# --- the indexer
-
-
-@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6])
-def test_indexer_scores(heads_at_once, monkeypatch):
-    monkeypatch.setattr(indexer, "_PRODUCTS", 5 * 11 * heads_at_once)
-    rng = np.random.default_rng(0)
-    query, key, weights, cotangent = (rng.normal(size=x) for x in ((5, 6, 8), (11, 8), (5, 6), (5, 11)))
-    products = np.einsum("nhd,sd->nhs", query, key)
-    exact = np.einsum("nh,nhs->ns", weights, np.maximum(products, 0))
-    back = np.einsum("ns,nh,nhs->nhs", cotangent, weights, products > 0)
-    exact_back = (
-        np.einsum("nhs,sd->nhd", back, key),
-        np.einsum("nhs,nhd->sd", back, query),
-        np.einsum("ns,nhs->nh", cotangent, np.maximum(products, 0)),
-    )
-    found, pull = jax.vjp(jflex.indexer_scores, *(jnp.asarray(x, jnp.float32) for x in (query, key, weights)))
-    for x, y in zip((found, *pull(jnp.asarray(cotangent, jnp.float32))), (exact, *exact_back), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    assert jflex.indexer_scores(*(jnp.asarray(x, jnp.bfloat16) for x in (query, key, weights))).dtype == jnp.float32
-    assert jflex.indexer_scores(jnp.ones((5, 0, 8)), jnp.ones((11, 8)), jnp.ones((5, 0))).tolist() == [[0.0] * 11] * 5
-
-
-def test_memory_of_the_indexer_does_not_grow_with_heads():
-    """Forward and backward; products of 256 heads are 512 MB."""
-    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((64, 256, 8), (8192, 8), (64, 256))]
-    total = lambda *arrays: (jflex.indexer_scores(*arrays) ** 2).sum()
-    with evaluation.compiled_in_haste(False):
-        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 128 << 20
-
-
-def test_selection_is_causal_and_takes_the_lower_of_equal_positions():
-    rng = np.random.default_rng(0)
-    scores = rng.integers(0, 4, (20, 20)).astype(np.float32)  # many ties
-    visible = np.tril(np.ones((20, 20), bool))
-    found = np.asarray(jax.jit(functools.partial(jflex.select_keys, k=6))(scores, visible=visible))
-    for n, row in enumerate(found):
-        order = sorted(range(n + 1), key=lambda s: (-scores[n, s], s))[:6]
-        assert row.tolist() == order + [-1] * (6 - len(order))
-    assert jflex.select_keys(scores, 30).shape == (20, 30)
-    assert (np.asarray(jflex.select_keys(scores, 30))[:, 20:] == -1).all()
+# --- selected by scores
 
 
 def test_selected_keys_are_those_of_dense_attention():
@@ -302,28 +260,6 @@ def test_selected_keys_are_those_of_dense_attention():
     positions = jnp.pad(positions, (0, CASE.padding), constant_values=-1)
     indices = jflex.select_keys(scores, 40, visible=positions[:, None] >= jnp.arange(40)[None])
     check(sparse(CASE, indices, "xla"), paged_evaluation.run(CASE, "xla"))
-
-
-def test_the_loss_is_a_kl_divergence_with_a_gradient_into_the_indexer_alone():
-    rng = np.random.default_rng(0)
-    scores, weights = rng.normal(size=(4, 6)), rng.random((4, 6))
-    visible = np.tril(np.ones((4, 6), bool))
-    p = np.where(visible, weights, 0)
-    p /= p.sum(axis=1, keepdims=True)
-    e = np.where(visible, np.exp(scores), 0)
-    log_q = np.log(np.where(visible, e / e.sum(axis=1, keepdims=True), 1))
-    exact = np.where(visible, p * (np.log(np.where(visible, p, 1)) - log_q), 0).sum(axis=1).mean()
-    loss = functools.partial(jflex.indexer_loss, visible=visible)
-    arrays = jnp.asarray(scores, jnp.float32), jnp.asarray(weights, jnp.float32)
-    assert float(loss(*arrays)) == pytest.approx(exact, rel=1e-5)
-    d_scores, d_weights = jax.grad(loss, argnums=(0, 1))(*arrays)
-    q = np.where(visible, np.exp(log_q), 0)
-    np.testing.assert_allclose(d_scores, (q - p) / 4, rtol=1e-4, atol=1e-6)
-    assert not np.asarray(d_weights).any()
-    empty = jflex.indexer_loss(*arrays, visible=jnp.zeros((4, 6), bool))
-    assert float(empty) == 0
-    nothing = jax.grad(lambda s: jflex.indexer_loss(s, arrays[1], visible=jnp.zeros((4, 6), bool)))(arrays[0])
-    assert np.isfinite(nothing).all()
 
 
 # --- messages
@@ -347,7 +283,6 @@ ROWS = [
     ("trees", call(INT(np.zeros((3, 2))), batch=TREES), ValueError, "`batch.ancestors` must be None"),
     ("cache_of_keys", call(INT(np.zeros((3, 2))), cache=jflex.paged.PagedCache.create(4, 16, 1, 48, dtype="float32")),
      TypeError, "`cache` must be a `LatentCache`."),
-    ("negative_k", lambda: jflex.select_keys(jnp.zeros((1, 2)), -1), ValueError, "`k` must be 0 or more. Got -1."),
     ("gradient", lambda: jax.grad(lambda x: jflex.sparse_mla_attention(
         x, CACHE, BATCH, INT(np.zeros((3, 2))), qk_head_dim=24, implementation="xla").sum())(jnp.zeros((3, 4, 48))),
      jflex.UnsupportedError, "`sparse_mla_attention` has no derivative on 'xla'"),

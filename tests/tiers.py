@@ -10,7 +10,9 @@ import re
 import zlib
 from collections.abc import Iterable
 
-COMPILE = {"test_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels"}
+COMPILE = {
+    "test_compile", "test_indexer_compile", "test_official_compile", "test_paged_compile", "test_primitive_kernels",
+}  # fmt: skip
 BENCHMARKS = {
     "test_benchmarks", "test_benchmarks_devices", "test_benchmarks_engine", "test_benchmarks_generation",
     "test_benchmarks_questions", "test_benchmarks_run", "test_benchmarks_serving", "test_benchmarks_sparse",
@@ -80,6 +82,8 @@ SHORT = {
     "test_fp8_files": r"wrong|refused|object|scale\[deepseek_v3|ragged|device",
     "test_generate": r"greedy_tokens.*paged|in_place\[dense|window|wrong|buckets",
     "test_generate_command": r"text_of_a|file_of|wrong|template|dtypes|pieces|cuts",
+    "test_indexer": r"float64|order|selection_in_parts\[.*7\]|memory|indexer_scores|causal|loss|nothing|without"
+    r"|message",
     "test_hopper_emulated": r"results.*slopes|tma|phase",
     "test_hopper": r"two_groups_many",
     "test_hopper_selection": r"refuse|first|explain",
@@ -138,8 +142,8 @@ SHORT = {
     "test_shared_prefix": r"causal-3-24-xla|wrong|pays|best",
     "test_sinks": r"mixed.*xla|minus.*xla|without_keys.*None|explain|vmap.*xla",
     "test_sharding": r"explicit|shard_map_without",
-    "test_sparse_mla": r"float64\[(xla|triton)|out_of_range.*xla|all_keys.*xla|no_keys\[xla|often.*xla|indexer"
-    r"|selection|loss|message|sizes\[xla-61",
+    "test_sparse_mla": r"float64\[(xla|triton)|out_of_range.*xla|all_keys.*xla|no_keys\[xla|often.*xla"
+    r"|selected_keys|message|sizes\[xla-61",
     "test_state": r"worked_example|neutral|associative|message|wrong",
     "test_state_stats": r"rows|wrong",
     "test_streaming_llm": r"wrong|angles_are_exact|longer|raw_keys",

@@ -71,6 +71,9 @@ FUNCTIONS = {
     "multiply_add": ElementFunction("fma.rn.f32 $0, $1, $2, $3;", "tl.fma({0}, {1}, {2})"),
     # LLVM cannot see through it: `pallas_kernels.triton.tile.opaque` says what for.
     "opaque": ElementFunction("mov.b32 $0, $1;", "{0}"),
+    "relu": ElementFunction(
+        "max.NaN.f32 $0, $1, 0f00000000;", "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)"
+    ),
     "tanh": ElementFunction("tanh.approx.f32 $0, $1;", "2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0"),
     "sin": ElementFunction("sin.approx.f32 $0, $1;", "tl.sin({0})"),
     "cos": ElementFunction("cos.approx.f32 $0, $1;", "tl.cos({0})"),

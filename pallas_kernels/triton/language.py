@@ -64,6 +64,11 @@ def multiply_add(route: Route, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
     return a * b + c if route == "interpreted" else element(route, "multiply_add", a, b, c)
 
 
+def relu(route: Route, x: jax.Array) -> jax.Array:
+    """The positive elements of a float32 array, zeros for the others, and NaN, which Triton's maximum drops."""
+    return jnp.maximum(x, 0.0) if route == "interpreted" else element(route, "relu", x)
+
+
 def exp2_of_multiple(route: Route, x: jax.Array, factor: float, subtracted: jax.Array) -> jax.Array:
     """``2 ** (factor * x - subtracted)``, by one FMA and one ``ex2.approx`` (relative error 2 ** -22).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 from jax.experimental import pallas as pl
@@ -13,7 +14,28 @@ from jax.interpreters import batching, mlir
 
 from pallas_kernels.config import Tiles
 from pallas_kernels.official_triton import launch as official
-from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.spec import Route
+
+
+class Launched(Protocol):
+    """What `launch` asks of a call: a spec of attention, or a `Target`."""
+
+    @property
+    def route(self) -> Route: ...  # noqa: D102
+    @property
+    def device_kind(self) -> str: ...  # noqa: D102
+
+
+class Target(NamedTuple):
+    """Who runs a kernel that computes no attention.
+
+    Attributes:
+      route: Who runs it.
+      device_kind: Of the device.
+    """
+
+    route: Route
+    device_kind: str
 
 
 def launch(
@@ -24,7 +46,7 @@ def launch(
     name: str,
     grid: tuple[int, ...],
     tiles: Tiles,
-    spec: AttentionSpec,
+    spec: Launched,
     aliases: dict[int, int] | None = None,
 ) -> list[jax.Array]:
     """Runs ``kernel(*input refs, *output refs)`` on a grid.

@@ -16,11 +16,9 @@ MIN_TILE = 16  # of queries or keys: what an MMA of Triton takes
 
 def limit_of_device(spec: AttentionSpec) -> str | None:
     """What of the device, the configuration, the dtype or the head sizes every kernel here refuses."""
-    if spec.platform != "gpu" and not spec.config.interpret:
-        return (
-            f"it needs an NVIDIA GPU, and this call runs on {spec.platform} (for tests, "
-            "config=jflex.Config(interpret=True) interprets the kernels)"
-        )
+    elsewhere = limit_of_platform(spec.platform, interpret=spec.config.interpret)
+    if elsewhere is not None:
+        return elsewhere
     if spec.config.batch_invariant and "entropy" in spec.stats:
         return "its splits of a constant number of keys have no entropy (leave out `batch_invariant`, or the statistic)"
     if spec.dtype not in ("bfloat16", "float16", "float32"):
@@ -35,6 +33,16 @@ def limit_of_device(spec: AttentionSpec) -> str | None:
     if max(spec.D, spec.Dv) > MAX_HEAD_SIZE:
         return f"its kernels take head sizes up to {MAX_HEAD_SIZE}, not {max(spec.D, spec.Dv)}"
     return None
+
+
+def limit_of_platform(platform: str, *, interpret: bool) -> str | None:
+    """Why no kernel runs on a platform, or None: they are compiled for NVIDIA GPUs, and interpreted anywhere."""
+    if platform == "gpu" or interpret:
+        return None
+    return (
+        f"it needs an NVIDIA GPU, and this call runs on {platform} (for tests, "
+        "config=jflex.Config(interpret=True) interprets the kernels)"
+    )
 
 
 def loads_e4m3(spec: AttentionSpec) -> bool:

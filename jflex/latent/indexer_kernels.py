@@ -1,0 +1,153 @@
+"""The kernels of the indexer: where they are chosen, and how JAX transforms them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from jflex._call.checks import check_config, current_device
+from jflex._jax.manual_axes import match_manual_axes
+from jflex._jax.primitive import Flat, call_as_primitive
+from jflex.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from jflex.backends.gpu.triton_indexer import Site
+
+IndexerImplementation = Literal["triton", "xla"] | None
+
+
+def site_of_kernel(
+    caller: str,
+    implementation: IndexerImplementation,
+    config: Any,
+    arrays: tuple[jax.Array, ...],
+    limit: Callable[[Any, Site], str | None],
+) -> Site | None:
+    """Where a kernel runs a call, or None if XLA does.
+
+    Args:
+      caller: Name of the public function, for messages.
+      implementation: As in the call.
+      config: As in the call.
+      arrays: Of the call.
+      limit: Given the adapter of the kernels and a site, says why the kernel does not run the call there, or None.
+
+    Raises:
+      TypeError: `config` is not a Config.
+      ValueError: `implementation` is not known.
+      UnsupportedError: The kernel was requested and does not run the call.
+    """
+    if implementation not in ("triton", "xla", None):
+        raise ValueError(f"`implementation` of `{caller}` must be 'triton', 'xla' or None. Got {implementation!r}.")
+    config = check_config(config, None)
+    if implementation == "xla":
+        return None
+    from jflex.backends.gpu import triton_indexer
+
+    site = triton_indexer.Site(*current_device(*arrays), config.interpret)
+    reason = limit(triton_indexer, site)
+    if implementation == "triton" and reason is not None:
+        raise UnsupportedError(
+            f"None of the requested implementations supports this call of `{caller}`. triton: {reason}. These do: "
+            "'xla'; pass implementation=None to let jflex choose."
+        )
+    may_run = reason is None and (implementation == "triton" or not _may_be_divided(*arrays))
+    return site if may_run else None
+
+
+def _may_be_divided(*arrays: jax.Array) -> bool:
+    """Whether arrays may be divided among devices, which would gather them for a kernel; in `jax.shard_map`, none is.
+
+    Shardings of traced arrays are not known before XLA propagates them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names and set(mesh.manual_axes) == set(mesh.axis_names):
+        return False
+    if any(isinstance(x, Tracer) for x in arrays):
+        return jax.device_count() > 1
+    return any(len(x.devices()) > 1 for x in arrays)
+
+
+# --- scores
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+"""Queries, keys and weights of heads."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.Array:
+    query, key, weights = arrays
+    return call_as_primitive(_Scores(site), (query, key, weights.astype(jnp.float32)))
+
+
+def _scores_fwd(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> tuple[jax.Array, Arrays]:
+    return _scores(site, plain, arrays), arrays
+
+
+def _scores_bwd(site: Site, plain: Callable[..., jax.Array], arrays: Arrays, d_scores: jax.Array) -> tuple[Arrays]:
+    del site
+    return (jax.vjp(plain, *arrays)[1](d_scores),)
+
+
+_scores.defvjp(_scores_fwd, _scores_bwd)
+
+
+def scores(site: Site, plain: Callable[..., jax.Array], arrays: Arrays) -> jax.Array:
+    """Scores by the kernel.
+
+    Args:
+      site: Where it runs.
+      plain: The same function of the arrays in plain JAX, whose derivative this has, in reverse mode.
+      arrays: Of at least one query, head, key and column.
+    """
+    return _scores(site, plain, match_manual_axes(arrays))
+
+
+class _AsWhole:
+    """How operations that XLA does not partition are seen by its partitioner: rows are the first axis of all arrays."""
+
+    def partitioned(self, arrays: Any, outputs: Any, whole: Flat) -> Flat:
+        """See `jflex._jax.primitive.Op`: XLA gathers."""
+        del arrays, outputs
+        return whole
+
+    def out_specs(self, arrays: Any, outputs: Any, pspec: PartitionSpec) -> list[PartitionSpec]:
+        """See `jflex._jax.primitive.Op`."""
+        del arrays
+        return [PartitionSpec(pspec[0], None) for _ in jax.tree.leaves(outputs)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores(_AsWhole):
+    site: Site
+
+    def __call__(self, arrays: Arrays) -> jax.Array:
+        from jflex.backends.gpu import triton_indexer
+
+        return triton_indexer.scores(self.site, *arrays)
+
+
+# --- selection
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection(_AsWhole):
+    site: Site
+    k: int
+
+    def __call__(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        from jflex.backends.gpu import triton_indexer
+
+        return triton_indexer.select(self.site, scores, self.k)
+
+
+def top_k(site: Site, scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """As `jax.lax.top_k`, by the kernel; k is from 1 to the number of keys."""
+    return call_as_primitive(_Selection(site, k), scores)
