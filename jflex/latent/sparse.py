@@ -181,6 +181,7 @@ class _Chosen:
         slots = slots_of_tokens(batch, request, indices, page_size)
         exists = (indices >= 0) & (indices < length[:, None]) & (request[:, None] >= 0) & (slots >= 0)
         self.slots = jnp.where(exists, slots, 0)
+        self.lengths = jnp.where(request >= 0, indices.shape[1], 0)  # none of padding
         # Mods are traced even where there are no queries or keys.
         of_mods = lambda x: x if self.queries else jnp.zeros((1, *x.shape[1:]), x.dtype)
         self.request, self.position = map(of_mods, (jnp.maximum(request, 0), token_positions(batch, self.queries)))
@@ -224,8 +225,7 @@ class _Chosen:
     def _paged(self, rows: Any, count: int, first: jax.Array, table: Any, latent_size: int) -> Pages:
         """Pages of as many requests as there are queries."""
         indptr = np.arange(self.queries + 1, dtype=np.int32)
-        lengths = np.full((self.queries,), self.slots.shape[1], np.int32)
-        return Pages(rows, rows, count, first, indptr, lengths, table, latent_size)
+        return Pages(rows, rows, count, first, indptr, self.lengths, table, latent_size)
 
 
 def _gathered(rows: jax.Array, slots: jax.Array) -> jax.Array:

@@ -315,7 +315,9 @@ def _slots(
 ) -> Int32[Array, "*N"]:
     if not page_table.size:
         return jnp.full(positions.shape, -1, jnp.int32)
-    column = jnp.where(positions < 0, page_table.shape[1], positions // page_size)
-    inside = (request >= 0) & (column < page_table.shape[1])
-    pages = page_table.at[request, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    column, last = positions // page_size, page_table.shape[1] - 1
+    inside = (request >= 0) & (positions >= 0) & (column <= last)
+    # Clamped here: the checks of `mode="fill"` are a kernel of their own.
+    at = jnp.maximum(request, 0), jnp.clip(column, 0, last)
+    pages = page_table.at[at].get(mode="promise_in_bounds")
     return jnp.where(inside & (pages > 0), pages * page_size + positions % page_size, -1)
